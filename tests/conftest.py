@@ -23,6 +23,10 @@ if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, on CPU tensors. Triton reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests of stores are there; pytest explains the failures only of modules that it knows.
+_SUITES = ("capture", "device", "policy", "rows", "training")
+pytest.register_assert_rewrite(*(f"{suite}_conformance" for suite in _SUITES))
+
 _tests = 0
 _SUPPORT = Path(__file__).parent / "support"
 

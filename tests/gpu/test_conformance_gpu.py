@@ -8,21 +8,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-SUITES = [
-    "capture_conformance",
-    "device_conformance",
-    "policy_conformance",
-    "rows_conformance",
-    "training_conformance",
-]
-pytest.register_assert_rewrite(*SUITES)
-
-from capture_conformance import CaptureConformance  # noqa: E402
-from device_conformance import DeviceConformance  # noqa: E402
-from policy_conformance import PolicyConformance  # noqa: E402
-from rows_conformance import RowsConformance  # noqa: E402
-from store_kinds import StoreKind, make_cuda  # noqa: E402
-from training_conformance import TrainingConformance  # noqa: E402
+from capture_conformance import CaptureConformance
+from device_conformance import DeviceConformance
+from policy_conformance import PolicyConformance
+from rows_conformance import RowsConformance
+from store_kinds import StoreKind, make_cuda
+from training_conformance import TrainingConformance
 
 
 @pytest.fixture

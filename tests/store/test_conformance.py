@@ -3,21 +3,17 @@
 import random
 
 import pytest
+from capture_conformance import CaptureConformance
+from cluster_helpers import serving
 from free_ports import free_port
+from policy_conformance import PolicyConformance
+from rows_conformance import RowsConformance
+from store_kinds import DistinctKeysStore, StoreKind, make_cuda
+from training_conformance import TrainingConformance
 
-SUITES = ["capture_conformance", "policy_conformance", "rows_conformance", "training_conformance"]
-pytest.register_assert_rewrite(*SUITES)
-
-from capture_conformance import CaptureConformance  # noqa: E402
-from cluster_helpers import serving  # noqa: E402
-from policy_conformance import PolicyConformance  # noqa: E402
-from rows_conformance import RowsConformance  # noqa: E402
-from store_kinds import DistinctKeysStore, StoreKind, make_cuda  # noqa: E402
-from training_conformance import TrainingConformance  # noqa: E402
-
-import karvan as kv  # noqa: E402
-from karvan import distributed  # noqa: E402
-from karvan.store import MemoryStore, ShardedStore  # noqa: E402
+import karvan as kv
+from karvan import distributed
+from karvan.store import MemoryStore, ShardedStore
 
 KINDS = [
     StoreKind("memory", MemoryStore),
@@ -25,6 +21,27 @@ KINDS = [
     StoreKind("sharded", lambda: ShardedStore(distributed.current())),
     StoreKind("cuda", make_cuda("cpu"), skips_rows=True, slow=True),
 ]
+
+
+SLOW_ON_A_DEVICE = {  # in the interpreter
+    "test_rounding_to_16_bits_has_no_bias",
+    "test_any_operations",
+    "test_counters_of_the_filter_stop_at_255_and_move",
+    "test_a_full_table_reuses_its_memory",
+    "test_growth_over_many_steps",
+    "test_one_key_a_thousand_times_and_a_thousand_keys_once",
+    "test_deltas_in_a_folder_are_read_by_memory",
+    "test_snapshot_parts_make_up_the_whole_and_load_elsewhere",
+}
+
+
+def pytest_generate_tests(metafunc):
+    """Every test runs on every kind of store."""
+    if "kind" in metafunc.fixturenames:
+        slow = metafunc.function.__name__ in SLOW_ON_A_DEVICE
+        marks = {True: pytest.mark.slow, False: ()}
+        params = [pytest.param(each, marks=marks[each.slow and slow], id=each.name) for each in KINDS]
+        metafunc.parametrize("kind", params, indirect=True)
 
 
 @pytest.fixture
@@ -45,7 +62,7 @@ def one_rank():
         distributed.disconnect()
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture
 def kind(request):
     if request.param.name == "sharded":
         request.getfixturevalue("one_rank")

@@ -4,11 +4,8 @@ import random
 
 import pytest
 import torch
-
-pytest.register_assert_rewrite("device_conformance")
-
-from device_conformance import DeviceConformance  # noqa: E402
-from store_kinds import StoreKind, make_cuda  # noqa: E402
+from device_conformance import DeviceConformance
+from store_kinds import StoreKind, make_cuda
 
 
 @pytest.fixture

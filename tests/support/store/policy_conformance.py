@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from rows_conformance import assert_same_rows
-from store_kinds import memory
+from store_kinds import also_slowly, memory
 
 import karvan as kv
 
@@ -84,9 +84,9 @@ class Twins:
 class PolicyConformance:
     """Tests of admission and eviction, for a `StoreKind`."""
 
-    @pytest.mark.parametrize("admit", ADMISSIONS.values(), ids=ADMISSIONS)
+    @pytest.mark.parametrize("admit", also_slowly(ADMISSIONS, ("half", "twice", "read only")))
     def test_admission(self, kind, admit, source):
-        twins = Twins(kind, admit=admit)
+        twins = Twins(kind, admit=ADMISSIONS[admit])
         twins.walk(source, kind.few(12, 4), most=12)
         twins.check_extra()
 
@@ -135,10 +135,10 @@ class PolicyConformance:
         }
         assert [engine.table(name).stats()["rejected"] for name in admits] == [0, 2, 3]
 
-    @pytest.mark.parametrize("evict", EVICTIONS.values(), ids=EVICTIONS)
+    @pytest.mark.parametrize("evict", also_slowly(EVICTIONS, ("lru 1", "lfu 9", "age", "norm")))
     def test_eviction(self, kind, evict, source):
         """Also of rows that the same lookup has inserted, whose gradients are dropped then."""
-        twins = Twins(kind, evict=evict, init=kv.init.Uniform(-0.4, 0.4))
+        twins = Twins(kind, evict=EVICTIONS[evict], init=kv.init.Uniform(-0.4, 0.4))
         twins.walk(source, kind.few(20, 5))
         for engine, handle in zip(twins.engines, twins.handles, strict=True):
             engine.state.step += 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference import SGD, ReferenceTable, check_table, mix, signed
-from store_kinds import explore, memory
+from store_kinds import also_slowly, explore, memory
 
 import karvan as kv
 from karvan.store import Push, Rows, Rule
@@ -28,6 +28,16 @@ def unmix(hashed):
 SPECIAL = [unmix(0), unmix(1), -1, -2, -(2**63), 2**63 - 1, *(unmix(h) for h in (2, 3, 2**64 - 1, 2**63))]
 SPECIAL += [unmix(h << 40 | 5) for h in range(1, 5)]
 KEYS = list(dict.fromkeys([*range(6), *SPECIAL]))
+INITS = {
+    "constant": kv.init.Constant(-0.7),
+    "uniform": kv.init.Uniform(-0.3, 0.7),
+    "xavier uniform": kv.init.XavierUniform(),
+    "kaiming uniform": kv.init.KaimingUniform(),
+    "normal": kv.init.Normal(0.5, 2.0),
+    "xavier normal": kv.init.XavierNormal(),
+    "truncated": kv.init.TruncatedNormal(1.0, 0.5),
+    "truncated to a range": kv.init.TruncatedNormal(0.0, 1.0, -0.5, 2.0),
+}
 
 
 def rule():
@@ -314,20 +324,7 @@ class RowsConformance:
         with pytest.raises(ValueError, match="'t'"):
             rig.store.add_table(kv.Table(7).spec("t", 0, 4))
 
-    @pytest.mark.parametrize(
-        "init",
-        [
-            kv.init.Constant(-0.7),
-            kv.init.Uniform(-0.3, 0.7),
-            kv.init.XavierUniform(),
-            kv.init.KaimingUniform(),
-            kv.init.Normal(0.5, 2.0),
-            kv.init.XavierNormal(),
-            kv.init.TruncatedNormal(1.0, 0.5),
-            kv.init.TruncatedNormal(0.0, 1.0, -0.5, 2.0),
-        ],
-        ids=lambda each: type(each).__name__,
-    )
+    @pytest.mark.parametrize("init", also_slowly(INITS, ("uniform", "normal", "truncated to a range")))
     def test_rows_start_with_the_vectors_of_memory(self, kind, init):
         expected = memory()
         keys = np.array([*SPECIAL, *range(50)])
@@ -335,7 +332,7 @@ class RowsConformance:
         store = kind.make()
         for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
             name = f"table {number}"
-            spec = kv.Table((1, 7, 16)[number], dtype=dtype, init=init).spec(name, 2**63 + 5, 4)
+            spec = kv.Table((1, 7, 16)[number], dtype=dtype, init=INITS[init]).spec(name, 2**63 + 5, 4)
             rows = []
             for each in (store, expected):
                 each.add_table(spec)

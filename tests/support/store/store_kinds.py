@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,11 @@ class StoreKind:
     def few(self, many: int, few: int) -> int:
         """`few` if steps are slow, `many` otherwise."""
         return few if self.slow else many
+
+
+def also_slowly(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """Values for `parametrize`, of which those that are not `quick` are for slow tests."""
+    return [pytest.param(v, id=str(v), marks=() if v in quick else pytest.mark.slow) for v in values]
 
 
 def memory() -> Store:

@@ -6,17 +6,17 @@ import pytest
 import reference as ref
 import torch
 from engine_pair import KEYS, Pair, combiners, random_rows, tensor_of, weigh
-from store_kinds import explore
+from store_kinds import also_slowly, explore
 
 import karvan as kv
 
-SHARED = {  # a and b share the rows of table one; c has table two, of the same dim, and d three, of another
+SHARED = {  # a and b share the rows of table one; c has table two, of the same dim
     "a": ref.Feature(3, "sum"),
     "b": ref.Feature(3, "mean"),
     "c": ref.Feature(3, "sequence", length=2),
-    "d": ref.Feature(1, "ragged"),
 }
-TABLES = {"a": "one", "b": "one", "c": "two", "d": "three"}
+TABLES = {"a": "one", "b": "one", "c": "two"}
+QUICK = {"sgd-clip-value", "sgd-momentum", "adagrad-clip-norm", "adagrad-row", "adam-l2", "adamw", "ftrl"}
 
 
 def pair_of(kind, features=SHARED, optimizer="adagrad", tables=TABLES, **options):
@@ -42,14 +42,13 @@ def accumulate(pair, batches, seed, **options):
 class TrainingConformance:
     """Tests of training, for a `StoreKind`."""
 
-    @pytest.mark.parametrize("optimizer", ref.OPTIMIZERS)
+    @pytest.mark.parametrize("optimizer", also_slowly(ref.OPTIMIZERS, QUICK))
     def test_every_optimizer(self, kind, optimizer):
-        features = {name: SHARED[name] for name in ("a", "b", "c")}
-        pair, source = pair_of(kind, features, optimizer, TABLES), random.Random(optimizer)
-        pair.train(random_batch(source, features), seed=0)
-        accumulate(pair, [random_batch(source, features) for _ in range(2)], seed=1)
+        pair, source = pair_of(kind, optimizer=optimizer), random.Random(optimizer)
+        pair.train(random_batch(source), seed=0)
+        accumulate(pair, [random_batch(source) for _ in range(2)], seed=1)
         for _ in range(kind.few(3, 0)):
-            pair.train(random_batch(source, features), seed=2)
+            pair.train(random_batch(source), seed=2)
 
     def test_every_combiner_with_and_without_weights(self, kind):
         features = combiners(4)
@@ -85,7 +84,7 @@ class TrainingConformance:
         assert (units.mean(0) - 0.3).abs().max() < 5 * (0.3 * 0.7 / len(keys)) ** 0.5
 
     def test_tables_of_many_dims_in_one_engine(self, kind):
-        features = {f"f{dim}": ref.Feature(dim, "sum") for dim in (1, 2, 5, 6, 7, 9)}
+        features = {f"f{dim}": ref.Feature(dim, "sum") for dim in (1, 9, 2, 5, 6, 7)[: kind.few(6, 2)]}
         pair, source = pair_of(kind, features, "adagrad-row", None), random.Random(3)
         for seed in range(kind.few(3, 1)):
             pair.train(random_batch(source, features), seed)
@@ -215,7 +214,7 @@ class TrainingConformance:
         pair.check()
         assert versions == {name: pair.engine.table(name).version for name in pair.tables}
 
-    @pytest.mark.parametrize("combiner", combiners(3))
+    @pytest.mark.parametrize("combiner", also_slowly(combiners(3), ("sum", "ragged", "stack-sequence")))
     def test_a_batch_without_any_id_gives_zeros_and_changes_nothing(self, kind, combiner):
         pair = pair_of(kind, {"f": combiners(3)[combiner]}, "adagrad", None)
         lookups, outputs = pair.forward({"f": ([[], [], []], None)})
@@ -261,7 +260,7 @@ class TrainingConformance:
             torch.testing.assert_close(engine.table("t").vectors([key])[0], vector[key] - moved)
 
     def test_any_operations(self, kind):
-        explore(lambda source: _operate(kind, source, kind.few(15, 5)), kind.few(12, 3), not kind.slow)
+        explore(lambda source: _operate(kind, source, kind.few(15, 5)), kind.few(8, 3), not kind.slow)
 
 
 def _times(output, factor):
@@ -340,6 +339,6 @@ class _Walk:
         pair.opt.load_state_dict(saved)
 
     def clear(self):
-        name = self.source.choice(["one", "two", "three"])
+        name = self.source.choice(["one", "two"])
         self.pair.engine.table(name).clear()
         self.pair.tables[name].evict(list(self.pair.tables[name].rows))
