@@ -44,13 +44,13 @@ class CudaStore(Store):
         chosen = torch.device(device)
         if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
-        self._memory = TableMemory(chosen)
-        self._batches = Batches(self._memory)
+        self.memory = TableMemory(chosen)  # tables, rows and counters
+        self._batches = Batches(self.memory)
 
     @property
     def device(self) -> torch.device:
         """See `Store.device`."""
-        return self._memory.device
+        return self.memory.device
 
     @property
     def takes_tensors(self) -> bool:
@@ -59,35 +59,35 @@ class CudaStore(Store):
 
     def add_table(self, spec: TableSpec) -> None:
         """See `Store.add_table`."""
-        self._memory.add(spec)
+        self.memory.add(spec)
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""
         its = self._table(table)
         same = len(initial) == its.arena.layout.state
-        self._memory.set_initial_state(its, initial)
+        self.memory.set_initial_state(its, initial)
         if same and not fresh:
             return
-        self._memory.learn_now()
-        rows = self.snapshot(table) if self._memory.rows_bound(its) else None
+        self.memory.learn_now()
+        rows = self.snapshot(table) if self.memory.rows_bound(its) else None
         if rows is not None:
             state = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
             rows = rows._replace(state=np.ascontiguousarray(state.reshape(len(rows.keys), len(initial))))
             self._empty(its)
-        its.arena = self._memory.arena(its.arena.layout._replace(state=len(initial)))
-        self._memory.set_initial_state(its, initial)
+        its.arena = self.memory.arena(its.arena.layout._replace(state=len(initial)))
+        self.memory.set_initial_state(its, initial)
         if rows is not None:
-            contents.load_rows(self._memory, its, rows)
+            contents.load_rows(self.memory, its, rows)
             its.erasures.newest = its.version  # rows have other numbers now
-            self._memory.own_counters(its)[fields.INSERTED.value] -= len(rows.keys)
-            self._memory.learn_now()
+            self.memory.own_counters(its)[fields.INSERTED.value] -= len(rows.keys)
+            self.memory.learn_now()
 
     def _table(self, name: str) -> DeviceTable:
-        return self._memory.tables[name]
+        return self.memory.tables[name]
 
     def _empty(self, table: DeviceTable) -> None:
         """Release all rows of a table, and its index, without a note of the keys."""
-        memory = self._memory
+        memory = self.memory
         noted = contents.list_rows(memory, table)
         evicted = memory.own_counters(table)[fields.EVICTED.value].clone()
         contents.erase_hashes(memory, table, noted.hashes, log=False)
@@ -191,7 +191,7 @@ class CudaStore(Store):
 
     def _of_push(self, table: DeviceTable, push: Push) -> GroupGradients:
         """A push as gradients of a lookup, whose keys without a row are counted as dropped."""
-        memory = self._memory
+        memory = self.memory
         ids = GroupIds(table.arena, [(0, self._of_keys({table.spec.name: push.keys}).ids[0])], False)
         outs = ids.outputs(memory.device)
         descriptors = ids.describe(outs)
@@ -211,20 +211,20 @@ class CudaStore(Store):
 
     def evict(self, table: str, *, step: int, now: float) -> int:
         """See `Store.evict`."""
-        return policies.evict(self._memory, self._table(table), step, now)
+        return policies.evict(self.memory, self._table(table), step, now)
 
     def erase(self, table: str, keys: Keys) -> int:
         """See `Store.erase`."""
         hashes = torch.from_numpy(contents.mix(np.unique(np.asarray(keys, np.int64)))).to(self.device)
-        return contents.erase_hashes(self._memory, self._table(table), hashes)
+        return contents.erase_hashes(self.memory, self._table(table), hashes)
 
     def clear(self, table: str) -> None:
         """See `Store.clear`."""
         its = self._table(table)
-        noted = contents.list_rows(self._memory, its)
+        noted = contents.list_rows(self.memory, its)
         self._empty(its)
         its.erasures.add(its.next_version(), noted.hashes, 1 << 62)
-        self._memory.own_counters(its)[fields.EVICTED.value] += noted.rows.numel()
+        self.memory.own_counters(its)[fields.EVICTED.value] += noted.rows.numel()
         if its.filter is not None:
             its.filter.zero_()
 
@@ -242,7 +242,7 @@ class CudaStore(Store):
             raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
         low, high = (-(-(p << 64) // parts) for p in (part, part + 1))
         its = self._table(table)
-        return contents.to_host(self._memory, its, contents.list_rows(self._memory, its, low, high - 1))
+        return contents.to_host(self.memory, its, contents.list_rows(self.memory, its, low, high - 1))
 
     def load(self, table: str, rows: Rows) -> None:
         """See `Store.load`."""
@@ -258,8 +258,8 @@ class CudaStore(Store):
                 raise ValueError(
                     f"Table '{table}': expected {what} of shape ({count}, {floats}), got {array.shape}."
                 )
-        with MemoryReport(self._memory):
-            contents.load_rows(self._memory, its, rows)
+        with MemoryReport(self.memory):
+            contents.load_rows(self.memory, its, rows)
 
     def capture(
         self,
@@ -270,7 +270,7 @@ class CudaStore(Store):
         track: bool = False,
     ) -> Capture:
         """See `Store.capture`."""
-        return DeviceCapture(self._memory, {name: self._table(name) for name in tables}, parts, since)
+        return DeviceCapture(self.memory, {name: self._table(name) for name in tables}, parts, since)
 
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
         """See `Store.extra`."""
@@ -301,8 +301,8 @@ class CudaStore(Store):
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`; waits for the device."""
         its = self._table(table)
-        own = self._memory.learn_now()[its.number * fields.COUNTERS.value :]
-        size = self._memory.bytes(its)
+        own = self.memory.learn_now()[its.number * fields.COUNTERS.value :]
+        size = self.memory.bytes(its)
         return {
             "rows": int(own[fields.ROWS.value]),
             "bytes": size,

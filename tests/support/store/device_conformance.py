@@ -92,7 +92,7 @@ class DeviceConformance:
         monkeypatch.setattr(index, "_MOVED", 8)
         monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
         rig = Rig(kind)
-        table = rig.store._memory.tables["t"]
+        table = rig.store.memory.tables["t"]
         known, grew = 0, 0
         for target in (140, 290, 600)[: kind.few(3, 2)]:
             rig.see(list(range(known, target)))
@@ -121,7 +121,7 @@ class DeviceConformance:
             rig.passes = []
             rig.erase(list(range(turn * 100 - 50, turn * 100 + 70)))
         rig.check()
-        (used,) = rig.store._memory._arenas.values()
+        (used,) = rig.store.memory._arenas.values()
         assert used.capacity < 600  # not all rows that there ever were
 
     def test_erasures_that_a_table_has_forgotten_are_not_passed_over(self, kind, monkeypatch):
