@@ -179,7 +179,7 @@ def insert_rows(
     tl.atomic_add(own + INSERTED, count)
     at = tl.atomic_add(work + FRESH, count.to(tl.int32)) + tl.cumsum(mine.to(tl.int32), axis=0) - 1
     tl.store(fresh_rows + at, number, mask=mine)
-    tl.store(fresh_tables + at, tl.full(number.shape, 0, tl.int32) + table.to(tl.int32), mask=mine)
+    tl.store(fresh_tables + at, (tl.zeros_like(number) + table).to(tl.int32), mask=mine)
     waits = wanted & (old != 0)
     row = tl.where(waits & (old > 0), old, row)  # somebody has finished it already
     waits = waits & (old < 0)
