@@ -260,7 +260,7 @@ class TrainingConformance:
             torch.testing.assert_close(engine.table("t").vectors([key])[0], vector[key] - moved)
 
     def test_any_operations(self, kind):
-        explore(lambda source: _operate(kind, source, kind.few(15, 5)), kind.few(8, 3), not kind.slow)
+        explore(lambda source: _operate(kind, source, kind.few(10, 5)), kind.few(5, 3), not kind.slow)
 
 
 def _times(output, factor):
