@@ -184,8 +184,7 @@ class PlacedStore(Store):
             plans[0] = self._stores["cpu"].forward(
                 host.program, arrays, training=training, step=step, now=now
             )
-            moved = (out.pin_memory().to(self.device, non_blocking=True) for out in made)
-            outs |= dict(zip(host.features, moved, strict=True))
+            outs |= dict(zip(host.features, (_to_device(out, self.device) for out in made), strict=True))
         versions = {name: self.of(name).version(name) for name in program.tables}
         lookup = _Lookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
         return LookupPlan(None, versions, lookup)
@@ -343,6 +342,10 @@ def _to_host(given: FeatureTensors) -> FeatureTensors:
     offsets = None if layout.offsets is None else layout.offsets.cpu()
     weights = None if given.weights is None else given.weights.cpu()
     return FeatureTensors(given.keys.cpu(), weights, layout._replace(offsets=offsets))
+
+
+def _to_device(out: Tensor, device: torch.device) -> Tensor:
+    return out.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else out
 
 
 def _out_rows(mode: str, layout: OutputLayout) -> int:
