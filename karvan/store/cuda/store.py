@@ -153,11 +153,11 @@ class CudaStore(Store):
         """See `Store.lookup`."""
         device = self.device
         batch = self._of_keys({name: unique for name, (unique, _) in keys.items()})
-        uses = {
+        batch.uses = {
             number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(device)
             for number, (_, counts) in enumerate(keys.values())
         }
-        found = self._batches.look_up(batch, training=training, step=step, now=now, uses=uses)
+        found = self._batches.look_up(batch, training=training, step=step, now=now)
         return {
             name: Found(out.cpu().numpy(), found.versions[name])
             for name, (out, _) in zip(keys, found.take(), strict=True)

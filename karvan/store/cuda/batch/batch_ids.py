@@ -162,6 +162,11 @@ class GroupIds:
     def spread(self, uses: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The uses of positions, from those of the features' ids."""
         made = torch.zeros(self.positions, dtype=torch.int32, device=device)
-        for (number, feature), base in zip(self.features, self.bases, strict=True):
-            made[base : base + feature.positions] = uses[number]
+        sizes = np.array([feature.positions for _, feature in self.features], np.int64)
+        total = int(sizes.sum())
+        if total:
+            shifts = torch.from_numpy(np.array(self.bases) - (np.cumsum(sizes) - sizes)).to(device)
+            shift = shifts.repeat_interleave(torch.from_numpy(sizes).to(device), output_size=total)
+            at = torch.arange(total, device=device) + shift
+            made[at] = torch.cat([uses[number] for number, _ in self.features])
         return made

@@ -25,13 +25,25 @@ from karvan.store.types import GradientFlags, Rule
 
 
 class DeviceInputs:
-    """A batch whose ids are on the store's device."""
+    """A batch whose ids are on the store's device.
+
+    uses: how many of its key each id counts as, by the features' numbers; None: one. outs: memory for the
+    outputs, likewise; None: they are allocated.
+    """
 
     plan = None
 
-    def __init__(self, ids: Sequence[FeatureIds], layouts: Sequence[OutputLayout]) -> None:
+    def __init__(
+        self,
+        ids: Sequence[FeatureIds],
+        layouts: Sequence[OutputLayout],
+        uses: Mapping[int, Tensor] | None = None,
+        outs: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.ids = ids
         self.layouts = layouts
+        self.uses = uses
+        self.outs = outs
 
 
 class DeviceLookup:
@@ -118,16 +130,8 @@ class Batches:
             layouts.append(layout._replace(offsets=offsets))
         return DeviceInputs(ids, layouts)
 
-    def look_up(
-        self,
-        batch: DeviceInputs,
-        *,
-        training: bool,
-        step: int,
-        now: float,
-        uses: Mapping[int, Tensor] | None = None,
-    ) -> DeviceLookup:
-        """Look up a batch and fill its outputs; uses: how many of its key each id counts as."""
+    def look_up(self, batch: DeviceInputs, *, training: bool, step: int, now: float) -> DeviceLookup:
+        """Look up a batch and fill its outputs."""
         memory = self._memory
         memory.poll()
         by_arena: dict[RowArena, list[tuple[int, FeatureIds]]] = {}
@@ -139,7 +143,7 @@ class Batches:
                 table.next_version()
         with MemoryReport(memory):
             groups = [
-                self._look_up_group(arena, features, training, step, uses)
+                self._look_up_group(arena, features, batch, training, step)
                 for arena, features in by_arena.items()
             ]
             if training:
@@ -152,16 +156,19 @@ class Batches:
         self,
         arena: RowArena,
         features: Sequence[tuple[int, FeatureIds]],
+        batch: DeviceInputs,
         training: bool,
         step: int,
-        uses: Mapping[int, Tensor] | None,
     ) -> GroupLookup:
-        memory = self._memory
+        memory, uses = self._memory, batch.uses
         ids = GroupIds(arena, features, training)
         wanted = ids.wanted()
         if training:
             memory.reserve(arena, wanted)
-        outs = ids.outputs(memory.device)
+        if batch.outs is None:
+            outs = ids.outputs(memory.device)
+        else:
+            outs = {number: batch.outs[number] for number, _ in features}
         descriptors = ids.describe(outs)
         steady = uses is None and all(t.admits_all and not t.index.grows for t in wanted)
         graphed = self._graphs.take(arena, ids.shape) if steady and ids.positions else None

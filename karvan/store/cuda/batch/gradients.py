@@ -64,11 +64,12 @@ class GroupGradients:
         self.lookup = lookup
         self.gradients = gradients  # by the features' numbers in the program
         self.scale = scale  # the gradients are this many times too large
+        self.present: Tensor | None = None  # of each position, 0 where it has no gradient; None: all have one
 
     @property
     def complete(self) -> bool:
-        """Whether every feature has a gradient."""
-        return len(self.gradients) == len(self.lookup.ids.features)
+        """Whether every position has a gradient."""
+        return self.present is None and len(self.gradients) == len(self.lookup.ids.features)
 
     def descriptors(self) -> NDArray[np.int64]:
         """The descriptors of the features, with their gradients."""
@@ -96,7 +97,9 @@ def without_moved(one: GroupGradients) -> GroupGradients:
         if number in one.gradients and number not in left:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
     _count_dropped(one.lookup.buffers.memory, moved)
-    return GroupGradients(one.lookup, left, one.scale)
+    made = GroupGradients(one.lookup, left, one.scale)
+    made.present = one.present
+    return made
 
 
 def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tensor]]) -> None:
@@ -188,6 +191,8 @@ def _join(
         for at, (_, f) in enumerate(ids.features):
             if made[at, _GRADIENT] == 0:
                 own_rows[ids.bases[at] : ids.bases[at] + f.positions] = 0
+        if one.present is not None:
+            own_rows *= one.present
         if one.lookup.has_erasures:
             sums = UpdateBuffers(buffers, len(versions), len(made), mapped=buffers.mapped)
             none = SlotRules.of(len(versions), sorted(ids.versions), {}, {})

@@ -84,7 +84,7 @@ def describe_runs(
 ):
     """Cut long runs into pieces; with USES, count the uses of rows and note the step and the change.
 
-    GIVEN: `uses` has those of each position, and every run is one position.
+    GIVEN: `uses` has those of each position; otherwise each is one.
     """
     count = tl.load(work + UNIQUE)
     step = tl.load(head + STEP).to(tl.int32)
@@ -99,7 +99,10 @@ def describe_runs(
             position = tl.load(order + first, mask=there, other=0)
             times = size
             if GIVEN:
-                times = tl.load(uses + position, mask=there, other=0)
+                times = tl.zeros_like(size)
+                for j in range(0, tl.max(size, axis=0)):
+                    at = tl.load(order + first + j, mask=j < size, other=0)
+                    times += tl.load(uses + at, mask=j < size, other=0)
             so_far = field_pointer(chunks, row, COUNT, SHIFT, STRIDE)
             before = tl.load(so_far).to(tl.uint32, bitcast=True)
             after = before + times.to(tl.uint32, bitcast=True)

@@ -1,0 +1,150 @@
+"""`RankShare`: what stores whose tables are spread over ranks have in common.
+
+Each rank holds the rows of its range of key hashes in a store of its own. Apart from batches, everything
+concerns this rank's share alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan import distributed
+from karvan.distributed.connection import WIRES
+from karvan.store.base import Store
+from karvan.store.capture import Capture
+from karvan.store.exchange.key_sharding import hashes_of, owners_of
+from karvan.store.types import Keys, Push, Rows, Rule, TableSpec, Vectors
+
+
+class RankShare(Store):
+    """A rank's share of every table, in a store `local`."""
+
+    def __init__(self, connection: distributed.Connection, local: Store) -> None:
+        self._connection = connection
+        self._ranks = connection.world_size
+        self._wire = WIRES[connection.settings.wire]
+        self._by_key = connection.settings.grad_reduce == "key"
+        self._local = local
+        self.crossing_keys = 0  # distinct keys of batches that were requested from other ranks, so far
+        self.bytes_sent = 0  # to other ranks, so far
+
+    def owns(self, keys: Keys) -> NDArray[np.bool_]:
+        """Which keys belong to this rank."""
+        mine: NDArray[np.bool_] = owners_of(hashes_of(keys), self._ranks) == self._connection.rank
+        return mine
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """See `Store.share`."""
+        return self._connection.rank, self._ranks
+
+    def apply(
+        self,
+        pushes: Mapping[str, Sequence[Push]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.apply`; a collective. Versions are those of the owner's own table."""
+        made: dict[str, list[Push]] = {}
+        for table, listed in pushes.items():
+            made[table] = []
+            for push in listed:
+                keys, values = self._by_owner([(push.keys, push.gradients)])[0]
+                made[table].append(Push(keys, values, push.version))
+        self._local.apply(made, rules, steps)
+
+    def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
+        channel = self._connection.here
+        before = channel.bytes_sent
+        received = channel.exchange(floats.to(self._wire), to, of).float()
+        self.bytes_sent += channel.bytes_sent - before
+        return received
+
+    def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
+        """Send keys and gradients to their owners; returns those received, in the order of ranks."""
+        channel = self._connection.here
+        owners = [owners_of(hashes_of(keys), self._ranks) for keys, _ in listed]
+        orders = [np.argsort(owner, kind="stable") for owner in owners]
+        counts = np.stack([np.bincount(owner, minlength=self._ranks) for owner in owners], 1)
+        received = channel.swap(torch.from_numpy(np.ascontiguousarray(counts, np.int64))).numpy()
+        made = []
+        for slot, ((keys, values), order) in enumerate(zip(listed, orders, strict=True)):
+            to, of, dim = counts[:, slot].tolist(), received[:, slot].tolist(), values.shape[1]
+            theirs = channel.exchange(torch.from_numpy(keys[order]), to, of)
+            scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
+            floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
+            made.append((theirs.numpy(), floats.numpy().reshape(-1, dim)))
+        return made
+
+    def _scale(self) -> float:
+        return 1.0 if self._by_key else 1.0 / self._ranks
+
+    def add_table(self, spec: TableSpec) -> None:
+        """See `Store.add_table`; each rank holds its part of the rows that a policy allows."""
+        self._local.add_table(spec.share(*self.share))
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """See `Store.set_state`."""
+        self._local.set_state(table, initial, fresh)
+
+    def skip(self, table: str) -> None:
+        """See `Store.skip`."""
+        self._local.skip(table)
+
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """See `Store.evict`; of this rank's share."""
+        return self._local.evict(table, step=step, now=now)
+
+    def erase(self, table: str, keys: Keys) -> int:
+        """See `Store.erase`; of this rank's share."""
+        return self._local.erase(table, np.ascontiguousarray(keys[self.owns(keys)]))
+
+    def clear(self, table: str) -> None:
+        """See `Store.clear`; of this rank's share."""
+        self._local.clear(table)
+
+    def version(self, table: str) -> int:
+        """See `Store.version`; of this rank's share."""
+        return self._local.version(table)
+
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """See `Store.evicted_since`; of this rank's share."""
+        return self._local.evicted_since(table, version)
+
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """See `Store.snapshot`; of this rank's share."""
+        return self._local.snapshot(table, part, parts)
+
+    def load(self, table: str, rows: Rows) -> None:
+        """See `Store.load`; rows of other ranks are skipped."""
+        mine = self.owns(rows.keys)
+        self._local.load(table, Rows._make(np.ascontiguousarray(array[mine]) for array in rows))
+
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """See `Store.capture`; of this rank's share."""
+        return self._local.capture(tables, parts, since, track=track)
+
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """See `Store.extra`; of this rank's share."""
+        return self._local.extra(table)
+
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """See `Store.load_extra`; of this rank's share."""
+        self._local.load_extra(table, extra)
+
+    def stats(self, table: str) -> dict[str, int]:
+        """See `Store.stats`; of this rank's share."""
+        return self._local.stats(table)
