@@ -17,7 +17,7 @@ from torch import Tensor
 
 from karvan.store.cuda import launch
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows.arena import RowArena
+from karvan.store.cuda.rows.arena import RowSpace
 from karvan.store.cuda.rows.tables import DeviceTable
 
 _BLOCK = fields.BLOCK.value
@@ -79,7 +79,7 @@ class GroupShape(NamedTuple):
 class GroupIds:
     """The features of a batch whose rows are in one arena."""
 
-    def __init__(self, arena: RowArena, features: Sequence[tuple[int, FeatureIds]], training: bool) -> None:
+    def __init__(self, arena: RowSpace, features: Sequence[tuple[int, FeatureIds]], training: bool) -> None:
         self.arena = arena
         ordered = [feature for feature in features if feature[1].plain]
         self.plain_features = len(ordered)

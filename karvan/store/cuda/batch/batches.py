@@ -16,7 +16,7 @@ from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, updat
 from karvan.store.cuda.batch.graphs import GraphPool
 from karvan.store.cuda.batch.updates import check_state
 from karvan.store.cuda.rows import policies
-from karvan.store.cuda.rows.arena import RowArena
+from karvan.store.cuda.rows.arena import RowArena, RowSpace
 from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.program import FeatureTensors, LookupProgram
@@ -213,7 +213,7 @@ class Batches:
             check_state(self._memory.tables[name], rule)
         of_slots = {slot: rules[name] for slot, name in enumerate(tables) if name in rules}
         step_of = {slot: steps[name] for slot, name in enumerate(tables) if name in rules}
-        by_arena: dict[RowArena, list[GroupGradients]] = {}
+        by_arena: dict[RowSpace, list[GroupGradients]] = {}
         for held in gradients:
             for group in map(without_moved, held.groups):
                 if group.gradients:

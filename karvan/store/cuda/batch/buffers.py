@@ -15,7 +15,7 @@ from karvan.store.cuda import launch
 from karvan.store.cuda.batch.batch_ids import GroupIds, GroupShape
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import PIECE, SPAN
-from karvan.store.cuda.rows.arena import RowArena
+from karvan.store.cuda.rows.arena import RowSpace
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.transfers import Staging
 
@@ -27,7 +27,7 @@ _HEAD = fields.HEAD.value
 class LookupBuffers:
     """The memory of one lookup, from its keys to the update of its rows."""
 
-    def __init__(self, memory: TableMemory, arena: RowArena, shape: GroupShape) -> None:
+    def __init__(self, memory: TableMemory, arena: RowSpace, shape: GroupShape) -> None:
         self.memory = memory
         self.arena = arena
         self.shape = shape

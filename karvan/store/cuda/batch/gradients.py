@@ -16,6 +16,7 @@ from karvan.store.cuda.batch.graphs import GraphedBuffers
 from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import drop_positions, map_plain
+from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.types import Rule
@@ -109,7 +110,7 @@ def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tens
         memory.own_counters(table)[fields.DROPPED.value] += (ordered[1:] != ordered[:-1]).sum()
 
 
-def _aligned(descriptors: NDArray[np.int64]) -> bool:
+def is_aligned(descriptors: NDArray[np.int64]) -> bool:
     """Whether all rows of gradients start at multiples of 16 bytes."""
     gradients = descriptors[:, _GRADIENT : _GRADIENT + 2]
     return not (gradients[:, 0] % 16).any() and not (gradients[:, 1] % 4).any()
@@ -131,7 +132,7 @@ def update_group(
     sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=True)
     sums.load(0, {}, chosen, descriptors, 1.0)
     _note_late_changes(passes, sums, slots)
-    sums.run(chosen, _aligned(descriptors))
+    sums.run(chosen, is_aligned(descriptors))
 
 
 def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], steps: Mapping[int, int]) -> None:
@@ -144,7 +145,7 @@ def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], step
     if not chosen.kinds:
         return
     descriptors = one.descriptors()
-    aligned = _aligned(descriptors)
+    aligned = is_aligned(descriptors)
     if graphed is None:
         sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=buffers.mapped)
     else:
@@ -163,6 +164,7 @@ def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], step
 def _note_late_changes(passes: Sequence[GroupGradients], sums: UpdateBuffers, slots: int) -> None:
     """Lookups note changes; if a capture was made since, their update is a change after it."""
     arena = passes[0].lookup.ids.arena
+    assert isinstance(arena, RowArena)
     versions = [one.lookup.ids.versions for one in passes]
     if arena.captured_version < min(min(of_slots.values()) for of_slots in versions):
         return

@@ -45,21 +45,29 @@ class RowLayout(NamedTuple):
         return max(2, 1 << (self.state - 1).bit_length()) if self.state else 2
 
 
-class RowArena:
+class RowSpace:
+    """Rows that kernels find by number: those of chunk c have the numbers from c << shift on."""
+
+    def __init__(self, layout: RowLayout, number: int, shift: int, chunks: torch.Tensor) -> None:
+        self.layout = layout
+        self.number = number  # among the store's arenas
+        self.shift = shift
+        self.chunks = chunks  # their addresses
+
+
+class RowArena(RowSpace):
     """Rows by number. Number 0 is a row of zeros; numbers of erased rows are used again."""
 
     def __init__(self, layout: RowLayout, device: torch.device, uploads: Uploads, number: int) -> None:
-        self.layout = layout
-        self.number = number  # among the store's arenas
+        by_size = _CHUNK_BYTES // layout.stride
+        shift: int = max(_LEAST_ROWS, 1 << max(0, by_size.bit_length() - 1)).bit_length() - 1
+        super().__init__(layout, number, shift, torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device))
         self.newest_version = 0  # of its tables
         self.captured_version = -1  # the newest one at the last capture of a table
         self._device = device
         self._uploads = uploads
-        by_size = _CHUNK_BYTES // layout.stride
-        self.shift: int = max(_LEAST_ROWS, 1 << max(0, by_size.bit_length() - 1)).bit_length() - 1
         self._memory: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        self.chunks = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
         self.used = Bound(1)  # of row numbers
         self.room = 0  # positions that lookups may still have before the host must look at the bound
         self._free_rows = torch.zeros(1, dtype=torch.int32, device=device)

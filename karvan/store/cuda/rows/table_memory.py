@@ -19,7 +19,7 @@ from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.find import SPARE_LANES
 from karvan.store.cuda.kernels.growth import move_slots
 from karvan.store.cuda.rows.admission_filter import new_filter
-from karvan.store.cuda.rows.arena import TYPES, RowArena, RowLayout
+from karvan.store.cuda.rows.arena import TYPES, RowArena, RowLayout, RowSpace
 from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.initial_values import initial_numbers
@@ -58,7 +58,7 @@ class TableMemory:
         self.epoch = 0  # grows when memory that graphs point to has been replaced
         self._arenas: dict[RowLayout, RowArena] = {}
         self._lookups: deque[tuple[int, Mapping[DeviceTable, int]]] = deque()
-        self._states: dict[RowArena, Tensor] = {}
+        self._states: dict[RowSpace, Tensor] = {}
         self._descriptors = np.zeros((0, _TABLE), np.int64)
         self._faults = 0
 
@@ -71,7 +71,7 @@ class TableMemory:
         """The counters of a table."""
         return self.table_counters[table.number * _COUNTERS : (table.number + 1) * _COUNTERS]
 
-    def arena_counters(self, arena: RowArena) -> Tensor:
+    def arena_counters(self, arena: RowSpace) -> Tensor:
         """The counters of an arena."""
         return self.counters.values[arena.number * _ARENA_COUNTERS : (arena.number + 1) * _ARENA_COUNTERS]
 
@@ -127,7 +127,7 @@ class TableMemory:
         self._states.clear()
         self.epoch += 1
 
-    def states(self, arena: RowArena) -> Tensor:
+    def states(self, arena: RowSpace) -> Tensor:
         """The optimizer state of a new row of each table, for those whose rows are in an arena."""
         if arena not in self._states:
             made = torch.zeros(len(self.tables), max(1, arena.layout.state))

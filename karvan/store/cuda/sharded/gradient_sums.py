@@ -1,0 +1,88 @@
+"""The launches that sum the gradients of a request's outputs by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan.store.cuda import launch
+from karvan.store.cuda.batch.batch_ids import GroupIds
+from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_aligned
+from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.kernels.routing import average_runs
+from karvan.store.cuda.kernels.sums import write_sums as _write_sums
+from karvan.store.cuda.kernels.update import sum_pieces
+
+_HEAD = fields.HEAD.value
+
+
+def write_sums(ids: GroupIds, at: LookupBuffers, gradients: Mapping[int, Tensor], scale: float) -> None:
+    """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
+    none = torch.empty(0)
+    empty = ids.describe({number: none for number, _ in ids.features})
+    descriptors = GroupGradients(GroupLookup(ids, empty, at, None, {}), gradients, scale).descriptors()
+    head = np.zeros(_HEAD, np.int64)
+    head[fields.PLAIN_END.value] = ids.plain_end
+    head[fields.INVERSE_SCALE.value] = np.float64(1.0 / scale).view(np.int64)
+    memory, layout = at.memory, at.arena.layout
+    sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
+    partial = torch.empty(at.most_pieces, layout.dim, device=memory.device)
+    group, warps, together = launch.update_tile(layout.columns)
+    reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
+    shape = {
+        "DIM": layout.dim,
+        "COLUMNS": layout.columns,
+        "GROUP": group,
+        "TOGETHER": together,
+        "MAPPED": at.mapped,
+        "ALIGNED": is_aligned(descriptors),
+        "num_warps": warps,
+    }
+    sum_pieces[(memory.programs,)](
+        at.work, *reads, at.piece_starts, at.piece_ends, partial, sent, memory.programs, **shape
+    )
+    for long in (True, False):
+        _write_sums[(memory.programs,)](
+            at.work,
+            *reads,
+            at.starts,
+            at.run_rows,
+            at.run_pieces,
+            at.long_runs,
+            partial,
+            at.arena.chunks,
+            sent,
+            memory.programs,
+            SHIFT=at.arena.shift,
+            STRIDE=layout.stride,
+            LONG=long,
+            **shape,
+        )
+
+
+def average(group: GroupGradients) -> None:
+    """Divide the gradients of each key by the number of ranks that have sent one."""
+    at = group.lookup.buffers
+    if not group.lookup.ids.positions:
+        return
+    memory, layout = at.memory, at.arena.layout
+    rows, warps = launch.tile(layout.columns)
+    average_runs[(memory.programs,)](
+        at.work,
+        at.order,
+        at.starts,
+        at.run_rows,
+        memory.uploads.send(group.descriptors()),
+        at.feature_of,
+        at.rows if group.present is None else group.present,
+        memory.programs,
+        DIM=layout.dim,
+        COLUMNS=layout.columns,
+        GROUP=rows,
+        PARTIAL=group.present is not None,
+        num_warps=warps,
+    )

@@ -1,0 +1,108 @@
+"""`DeviceOwner`: lookups and updates of the rows that a rank owns, for all ranks.
+
+The keys that the ranks ask for are a batch of the rank's own store: a feature for each rank and table, whose
+keys, outputs and gradients are in the messages themselves. Keys that several ranks ask for are found or
+inserted once, and their gradients are added up in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from karvan.store.cuda.batch.batch_ids import FeatureIds
+from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
+from karvan.store.cuda.sharded.gradient_sums import average
+from karvan.store.cuda.sharded.sections import Sections
+from karvan.store.cuda.store import CudaStore
+from karvan.store.program import LookupPlan, LookupProgram
+from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.types import FeatureSpec, Rule
+
+
+class Answer(NamedTuple):
+    """A lookup for all ranks, held until its gradients come."""
+
+    program: LookupProgram
+    plan: LookupPlan
+    sections: Sections
+
+
+class DeviceOwner:
+    """Looks up and updates the rows of a store for ranks that ask."""
+
+    def __init__(self, store: CudaStore) -> None:
+        self._store = store
+        self._programs: dict[tuple[str, ...], LookupProgram] = {}
+
+    def lookup(
+        self,
+        tables: Sequence[str],
+        asked: Sections,
+        message: Tensor,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> tuple[Answer, Tensor]:
+        """Vectors for the keys of all ranks' messages, in the order of the keys."""
+        program = self._program(tables, asked)
+        keys, uses = asked.split_keys(message)
+        vectors = torch.empty(asked.floats, device=self._store.device)
+        places = asked.split_vectors(vectors)
+        outs = [place if place.is_contiguous() else torch.empty_like(place) for place in places]
+        slots = len(tables)
+        ids, layouts = [], []
+        for part, values in enumerate(keys):
+            slot, size = part % slots, values.numel()
+            table = self._store.memory.tables[tables[slot]]
+            ids.append(FeatureIds(slot, table, "cells", "sum", 1, values, None, None, size, size, 1))
+            layouts.append(OutputLayout(size, size, 1, None))
+        batch = DeviceInputs(ids, layouts, dict(enumerate(uses)), dict(enumerate(outs)))
+        plan = self._store.forward(program, batch, training=training, step=step, now=now)
+        for place, out in zip(places, outs, strict=True):
+            if place is not out:
+                place.copy_(out)
+        return Answer(program, plan, asked), vectors
+
+    def hold(
+        self, answer: Answer, floats: Tensor, present: Tensor | None, *, by_key: bool
+    ) -> DeviceGradients:
+        """The ranks' gradients; present: which of the keys have one, None for all.
+
+        by_key: the mean over the ranks that have a key, instead of the sum.
+        """
+        held = self._store.hold(answer.plan, answer.sections.split_vectors(floats))
+        if present is not None:
+            flags = dict(enumerate(answer.sections.split_values(present.int())))
+            for group in held.groups:
+                group.present = group.lookup.ids.spread(flags, self._store.device)
+        if by_key:
+            for group in held.groups:
+                average(group)
+        return held
+
+    def update(
+        self,
+        passes: Sequence[tuple[Answer, DeviceGradients]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Apply the sum of some backward passes to the tables that have a rule."""
+        program = passes[0][0].program
+        self._store.update(program, [(answer.plan, held) for answer, held in passes], rules, steps)
+
+    def _program(self, tables: Sequence[str], asked: Sections) -> LookupProgram:
+        name = tuple(tables)
+        if name not in self._programs:
+            self._programs[name] = LookupProgram(
+                [
+                    FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
+                    for rank in range(len(asked.counts))
+                    for table, dim in zip(tables, asked.dims, strict=True)
+                ]
+            )
+        return self._programs[name]

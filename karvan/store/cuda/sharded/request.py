@@ -1,0 +1,246 @@
+"""`Request`: the distinct keys of a batch, sorted by owner, and the batch's positions that have them.
+
+The features of tables of one dim make a group, whose positions are those of `GroupIds`. Positions of all
+groups are sorted by (owner, table, hash), which gives the distinct keys in the order of the messages. The
+host waits for the device once, for the numbers of keys: sizes of messages depend on them.
+
+A position's row is the number of its key's vector among the received ones (`kernels/routing.py`); row 0 is
+zeros. So the kernels that copy and pool rows of tables, and sum gradients by row, do so here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan.store.cuda import launch
+from karvan.store.cuda.batch import lookup as launches
+from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
+from karvan.store.cuda.batch.batches import DeviceInputs
+from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.kernels import fields, routing
+from karvan.store.cuda.kernels.pool import describe_cells
+from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.sharded.gradient_sums import write_sums
+from karvan.store.cuda.sharded.received import ReceivedVectors
+from karvan.store.cuda.sharded.sections import Sections, units_of
+
+_BLOCK = fields.BLOCK.value
+
+
+class RequestGroup(NamedTuple):
+    """The features of a batch whose tables have one dim."""
+
+    ids: GroupIds
+    vectors: ReceivedVectors
+    buffers: LookupBuffers
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are, with those that only fill blocks."""
+        return self.ids.positions
+
+
+class _SortedKeys(NamedTuple):
+    """All positions, sorted by part and hash."""
+
+    order: Tensor  # the positions
+    hashes: Tensor
+    parts: Tensor
+    numbers: Tensor  # of the keys
+    starts: Tensor  # the first position of each key, then the end of the last one
+    end: Tensor  # the number of positions that are looked up
+
+
+class Request:
+    """A batch of a rank: what it asks owners for, and where their answers go."""
+
+    plan = None
+
+    def __init__(self, batch: DeviceInputs, slots: int, ranks: int, memory: TableMemory) -> None:
+        self.batch = batch
+        self.ranks = ranks
+        dims = [0] * slots
+        by_dim: dict[int, list[tuple[int, FeatureIds]]] = {}
+        for number, feature in enumerate(batch.ids):
+            dims[feature.slot] = feature.table.spec.dim
+            by_dim.setdefault(dims[feature.slot], []).append((number, feature))
+        self.front = max(map(units_of, dims))  # of the row of zeros
+        self.groups = [self._group(dim, features, memory) for dim, features in by_dim.items()]
+        positions = sum(group.positions for group in self.groups)
+        self.rows = torch.empty(positions, dtype=torch.int32, device=memory.device)
+        counts = np.zeros(ranks * slots, np.int64)
+        found: _SortedKeys | None = None
+        if positions:
+            found, numbers = self._sort(positions, slots, memory)
+            told = numbers.cpu().numpy()  # waits for the device
+            counts, faults = told[:-1], int(told[-1])
+            if faults:
+                raise ValueError(
+                    "A batch has wrong offsets, found on the GPU: expected offsets that start at 0, do not "
+                    "decrease, and end at the number of ids. Ragged.validate() says which are wrong."
+                )
+        self.sections = Sections(counts.reshape(ranks, slots), dims)
+        self.message = torch.zeros(sum(self.sections.words_of), dtype=torch.int64, device=memory.device)
+        self.key_rows = torch.empty(self.sections.keys, dtype=torch.int32, device=memory.device)
+        self._grouped = False
+        if found is not None:
+            self._number(found, memory)
+
+    def _group(
+        self, dim: int, features: Sequence[tuple[int, FeatureIds]], memory: TableMemory
+    ) -> RequestGroup:
+        vectors = ReceivedVectors(dim, memory.device)
+        ids = GroupIds(vectors, features, training=False)
+        return RequestGroup(ids, vectors, LookupBuffers(memory, vectors, ids.shape))
+
+    def _sort(self, positions: int, slots: int, memory: TableMemory) -> tuple[_SortedKeys, Tensor]:
+        """The sorted positions, and the number of distinct keys of each part, followed by that of faults."""
+        device = memory.device
+        hashes = torch.empty(positions, dtype=torch.int64, device=device)
+        parts = torch.empty(positions, dtype=torch.int32, device=device)
+        faults = torch.zeros(fields.ARENA_COUNTERS.value, dtype=torch.int64, device=device)
+        none = torch.empty(0)
+        at = 0
+        for group in self.groups:
+            if not group.positions:
+                continue
+            ids, buffers = group.ids, group.buffers
+            outs = {number: none for number, _ in ids.features}
+            buffers.load(ids, ids.describe(outs), 0)
+            if buffers.mapped:
+                buffers.out_rows.fill_(-1)
+                others = len(ids.features) - ids.plain_features
+                describe_cells[(ids.shape.samples,)](
+                    buffers.others,
+                    others,
+                    faults,
+                    buffers.out_rows,
+                    buffers.factors,
+                    FEATURES=launch.power(others),
+                )
+            routing.route_keys[(ids.shape.positions,)](
+                buffers.features,
+                len(ids.features),
+                buffers.head,
+                buffers.out_rows,
+                buffers.feature_of,
+                hashes[at:],
+                parts[at:],
+                self.ranks,
+                slots,
+                FEATURES=launch.power(len(ids.features)),
+                MAPPED=buffers.mapped,
+            )
+            buffers.rows = self.rows[at : at + group.positions]
+            at += group.positions
+        last = self.ranks * slots
+        hashes, by_hash = torch.sort(hashes)
+        parts, by_part = torch.sort(parts[by_hash], stable=True)
+        hashes, order = hashes[by_part], by_hash[by_part]
+        begins = parts < last
+        begins[1:] &= (hashes[1:] != hashes[:-1]) | (parts[1:] != parts[:-1])
+        before = torch.zeros(positions + 1, dtype=torch.int32, device=device)
+        torch.cumsum(begins, 0, dtype=torch.int32, out=before[1:])
+        numbers = before[1:] - 1
+        starts = torch.empty(positions + 1, dtype=torch.int32, device=device)
+        places = torch.where(begins, numbers, positions).long()
+        starts.scatter_(0, places, torch.arange(positions, dtype=torch.int32, device=device))
+        ends = torch.searchsorted(parts, torch.arange(last + 1, dtype=torch.int32, device=device))
+        told = torch.empty(last + 1, dtype=torch.int64, device=device)
+        told[:-1] = before[ends].diff()
+        told[-1] = faults[fields.FAULTS.value]
+        return _SortedKeys(order, hashes, parts, numbers, starts, ends[-1:]), told
+
+    def _number(self, found: _SortedKeys, memory: TableMemory) -> None:
+        """Write the message and the rows of positions."""
+        count, positions = self.sections.keys, self.rows.numel()
+        parts = self.sections.parts(self.front)
+        of_parts = memory.uploads.send(parts)
+        found.starts[count : count + 1].copy_(found.end)
+        uses = self._uses(memory)
+        if count:
+            routing.pack_keys[launch.blocks(count)](
+                found.starts,
+                found.order,
+                found.hashes,
+                found.parts,
+                of_parts,
+                self.rows if uses is None else uses,
+                self.message,
+                self.key_rows,
+                count,
+                GIVEN=uses is not None,
+            )
+        routing.number_rows[launch.blocks(positions)](
+            found.order, found.parts, found.numbers, of_parts, self.rows, positions, len(parts)
+        )
+
+    def _uses(self, memory: TableMemory) -> Tensor | None:
+        given = self.batch.uses
+        if given is None:
+            return None
+        return torch.cat([group.ids.spread(given, memory.device) for group in self.groups])
+
+    def group_runs(self) -> None:
+        """Sort the positions by row, which gradients need; once."""
+        if not self._grouped:
+            self._grouped = True
+            for group in self.groups:
+                if group.positions:
+                    group.buffers.work.zero_()
+                    launches.group_runs(group.buffers, uses=False)
+
+    def tensors(self) -> list[Tensor]:
+        """All memory on the device."""
+        made = [self.rows, self.message, self.key_rows]
+        for group in self.groups:
+            buffers = group.buffers
+            made += [*buffers.shared, buffers.factors, buffers.order]
+        for feature in self.batch.ids:
+            made += [t for t in (feature.values, feature.offsets, feature.weights) if t is not None]
+        return made
+
+    def pool(self, received: Tensor, memory: TableMemory) -> dict[int, Tensor]:
+        """The outputs of features, from vectors that begin after the row of zeros."""
+        outs: dict[int, Tensor] = {}
+        for group in self.groups:
+            ids, buffers = group.ids, group.buffers
+            buffers.memory = memory
+            own = ids.outputs(memory.device)
+            outs |= own
+            if not group.positions:
+                for out in own.values():
+                    out.zero_()
+                continue
+            group.vectors.place(received, memory.uploads)
+            buffers.load(ids, ids.describe(own), 0)
+            launches.fill_outputs(buffers)
+        return outs
+
+    def sum_gradients(self, gradients: Sequence[Tensor | None], scale: float, memory: TableMemory) -> Tensor:
+        """Gradients of outputs, divided by `scale`, as sums by key in the order of the message."""
+        self.group_runs()
+        sums = torch.empty(self.sections.floats, device=memory.device)
+        for group in self.groups:
+            if group.positions:
+                group.buffers.memory = memory
+                group.vectors.place(sums, memory.uploads, before=self.front)
+                own = {number: g for number, _ in group.ids.features if (g := gradients[number]) is not None}
+                write_sums(group.ids, group.buffers, own, scale)
+        return sums
+
+    def present(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Whether each key has a gradient, in the order of the message; uint8."""
+        device = self.rows.device
+        marks = torch.zeros(self.front + self.sections.floats // 4, dtype=torch.uint8, device=device)
+        for group in self.groups:
+            flags = [gradients[number] is not None for number, _ in group.ids.features]
+            if group.positions:
+                has = torch.tensor(flags, device=device)[group.buffers.feature_of.long()]
+                marks[group.buffers.rows[has.repeat_interleave(_BLOCK)].long()] = 1
+        return marks[self.key_rows.long()]

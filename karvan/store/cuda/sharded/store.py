@@ -1,0 +1,271 @@
+"""`ShardedCudaStore`: every rank owns a range of the key hashes of every table, on its GPU.
+
+A lookup is that of `ShardedStore`, on the device: a rank finds the distinct keys of its batch, sorted by
+owner (`Request`); there is one exchange of numbers of keys and one of keys, for all tables together. The
+owner looks up the keys of all ranks (`DeviceOwner`) and sends vectors back in the order of the keys. The rank
+pools them straight from the message. Gradients, summed by key, take one exchange more. The owner adds them up
+in the order of ranks, so results are the same from run to run.
+
+The sizes of messages depend on the batch, so the host waits for the device once a batch, in `prepare`, which
+the feed calls ahead on its own thread. Which tables have gradients is exchanged between the hosts, without
+the device. Between GPUs nothing else waits (`transport.py`).
+
+As in `CudaStore`, a gradient that is not finite skips its row, not its table: the same row on all ranks, as
+one rank owns it.
+
+`lookup`, `apply`, `prepare`, `forward`, `hold` and the constructor are collectives: all ranks call them, in
+the same order on each channel. Everything else concerns this rank's share alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan import distributed
+from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
+from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.sharded.owner import Answer, DeviceOwner
+from karvan.store.cuda.sharded.request import Request
+from karvan.store.cuda.sharded.sections import UNIT, Sections
+from karvan.store.cuda.sharded.transport import make_transport
+from karvan.store.cuda.store import CudaStore
+from karvan.store.program import FeatureTensors, LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.rank_share import RankShare
+from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.types import Counts, FeatureSpec, Found, GradientFlags, Keys, Rule
+
+
+class RankGradients(GradientFlags):
+    """Gradients that the owners of their rows have received; `touched` is the same on all ranks."""
+
+    def __init__(
+        self, touched: list[bool], answer: Answer, held: DeviceGradients, connection: distributed.Connection
+    ) -> None:
+        super().__init__([True] * len(touched), touched)
+        self.answer = answer
+        self.held = held
+        self._connection = connection
+        self._checked: list[bool] | None = None
+
+    def check_finite(self) -> list[bool]:
+        """Whether the gradients of each table are finite on all ranks; waits for the device; a collective."""
+        if self._checked is None:
+            bad = torch.tensor([not good for good in self.held.check_finite()], dtype=torch.int64)
+            self._checked = [not count for count in self._connection.here.sum(bad).tolist()]
+        return self._checked
+
+
+class RoutedRequest:
+    """A batch whose keys have been sent to their owners."""
+
+    plan = None
+
+    def __init__(self, request: Request, asked: Sections, message: Tensor) -> None:
+        self.request = request
+        self.asked = asked
+        self.message = message
+        self._ready: torch.cuda.Event | None = None
+        if message.is_cuda:
+            self._stream = torch.cuda.current_stream(message.device)
+            self._ready = self._stream.record_event()
+
+    def receive(self) -> None:
+        """Have the current stream wait for what `prepare` has queued, and memory for the current stream."""
+        if self._ready is None:
+            return
+        current = torch.cuda.current_stream(self.message.device)
+        if current != self._stream:
+            current.wait_event(self._ready)
+            for tensor in [self.message, *self.request.tensors()]:
+                if tensor.is_cuda:
+                    tensor.record_stream(current)
+
+
+class RankLookup:
+    """A batch after its lookup: what this rank has asked for, and what it has answered to all."""
+
+    plan = None
+
+    def __init__(
+        self, request: Request, answer: Answer, outs: dict[int, Tensor], layouts: Sequence[OutputLayout]
+    ) -> None:
+        self.request = request
+        self.answer = answer
+        self._outs = outs
+        self._layouts = layouts
+
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
+        """See `RemoteLookup.take`."""
+        outs, self._outs = self._outs, {}
+        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
+
+
+class ShardedCudaStore(RankShare):
+    """Tables that are spread over the GPUs of a connection's ranks; on "cpu", in Triton's interpreter."""
+
+    def __init__(self, connection: distributed.Connection, device: torch.device | str = "cuda") -> None:
+        self._tables = CudaStore(device)
+        super().__init__(connection, self._tables)
+        self._owner = DeviceOwner(self._tables)
+        self._transport = make_transport(connection, self.device)
+        self._memories: dict[str, TableMemory] = {}  # of requests, by channel: one thread uses each
+
+    @property
+    def device(self) -> torch.device:
+        """See `Store.device`."""
+        return self._tables.device
+
+    @property
+    def takes_tensors(self) -> bool:
+        """See `Store.takes_tensors`."""
+        return True
+
+    def prepare(
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs,
+        *,
+        training: bool | None = None,
+        step: int = 0,
+        now: float = 0.0,
+    ) -> Prepared:
+        """See `Store.prepare`: keys are sent to their owners now, so all ranks prepare a batch, or none.
+
+        The calling thread waits for the device, once, for what is queued on its stream.
+        """
+        batch = self._tables.prepare(program, inputs)
+        assert isinstance(batch, DeviceInputs)
+        return self._route(batch, len(program.tables), grouped=bool(training))
+
+    def _route(self, batch: DeviceInputs, slots: int, *, grouped: bool) -> RoutedRequest:
+        channel = self._connection.here
+        request = Request(batch, slots, self._ranks, self._memory())
+        requested = request.sections
+        before = channel.bytes_sent
+        received = channel.swap(torch.from_numpy(np.ascontiguousarray(requested.counts)))
+        self.bytes_sent += channel.bytes_sent - before
+        asked = Sections(received.numpy(), requested.dims)
+        self.crossing_keys += requested.keys - requested.keys_of[self._connection.rank]
+        message = self._exchange(request.message, requested.words_of, asked.words_of)
+        if grouped:
+            request.group_runs()
+        return RoutedRequest(request, asked, message)
+
+    def _memory(self) -> TableMemory:
+        name = self._connection.here.name
+        if name not in self._memories:
+            self._memories[name] = TableMemory(self.device)
+        return self._memories[name]
+
+    def _exchange(self, send: Tensor, to: list[int], of: list[int]) -> Tensor:
+        self.bytes_sent += (sum(to) - to[self._connection.rank]) * send.element_size()
+        return self._transport.exchange(send, to, of)
+
+    def forward(
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> LookupPlan:
+        """See `Store.forward`."""
+        if isinstance(inputs, tuple):
+            inputs = self.prepare(program, inputs, training=training)
+        assert isinstance(inputs, RoutedRequest)
+        inputs.receive()
+        return self._look_up(program.tables, inputs, training=training, step=step, now=now)
+
+    def _look_up(
+        self, tables: Sequence[str], routed: RoutedRequest, *, training: bool, step: int, now: float
+    ) -> LookupPlan:
+        request = routed.request
+        answer, vectors = self._owner.lookup(
+            tables, routed.asked, routed.message, training=training, step=step, now=now
+        )
+        found = self._exchange(vectors.to(self._wire), routed.asked.floats_of, request.sections.floats_of)
+        front = request.front * UNIT
+        received = torch.empty(front + found.numel(), device=self.device)
+        received[:front].zero_()
+        received[front:] = found
+        outs = request.pool(received, self._memory())
+        return LookupPlan(
+            None, answer.plan.versions, RankLookup(request, answer, outs, request.batch.layouts)
+        )
+
+    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0) -> RankGradients:
+        """See `Store.hold`; a collective.
+
+        The hosts tell each other which tables have gradients, and which features have none. Only if some keys
+        of a table have a gradient and others not, it is sent which ones.
+        """
+        lookup = plan.remote
+        assert isinstance(lookup, RankLookup)
+        request, answer = lookup.request, lookup.answer
+        slots = len(request.sections.dims)
+        flags = torch.zeros(2, slots, dtype=torch.int64)  # has gradients, lacks some
+        for feature, gradient in zip(request.batch.ids, gradients, strict=True):
+            if feature.cells:
+                flags[int(gradient is None), feature.slot] = 1
+        touched, lacking = (self._connection.here.sum(flags) > 0).tolist()
+        divisor = scale if self._by_key else scale * self._ranks
+        sums = request.sum_gradients(gradients, divisor, self._memory())
+        to, of = request.sections, answer.sections
+        received = self._exchange(sums.to(self._wire), to.floats_of, of.floats_of).float()
+        present = None
+        if any(has and lacks for has, lacks in zip(touched, lacking, strict=True)):
+            present = self._exchange(request.present(gradients), to.keys_of, of.keys_of)
+        held = self._owner.hold(answer, received, present, by_key=self._by_key)
+        return RankGradients(touched, answer, held, self._connection)
+
+    def update(
+        self,
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, Any]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.update`: the owners have the gradients already."""
+        passes = []
+        for _, held in gradients:
+            assert isinstance(held, RankGradients)
+            passes.append((held.answer, held.held))
+        self._owner.update(passes, rules, steps)
+
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """See `Store.lookup`; a collective."""
+        program = LookupProgram(
+            [
+                FeatureSpec(table, table, dim=self._tables.memory.tables[table].spec.dim, mode="cells")
+                for table in keys
+            ]
+        )
+        inputs = tuple(
+            FeatureTensors(
+                torch.from_numpy(np.ascontiguousarray(unique, np.int64)),
+                None,
+                OutputLayout(len(unique), len(unique), 1, None),
+            )
+            for unique, _ in keys.values()
+        )
+        batch = self._tables.prepare(program, inputs)
+        assert isinstance(batch, DeviceInputs)
+        batch.uses = {
+            number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(self.device)
+            for number, (_, counts) in enumerate(keys.values())
+        }
+        routed = self._route(batch, len(keys), grouped=False)
+        plan = self._look_up(program.tables, routed, training=training, step=step, now=now)
+        assert isinstance(plan.remote, RankLookup)
+        return {
+            table: Found(out.cpu().numpy(), plan.versions[table])
+            for table, (out, _) in zip(keys, plan.remote.take(), strict=True)
+        }

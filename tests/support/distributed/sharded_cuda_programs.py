@@ -1,0 +1,132 @@
+"""What the ranks do in `test_sharded_cuda.py`: train with tables on a device, of one process or of several."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from sharded_programs import loss_of, optimizer_of, part_of
+
+import karvan as kv
+from karvan import distributed
+from karvan.embedding import HashStack
+from karvan.store.cuda.sharded.store import ShardedCudaStore
+from karvan.store.cuda.store import CudaStore
+
+FEATURES = {
+    "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),
+    "mean": lambda: kv.Table(4, name="shared", combiner="mean"),
+    "sqrtn": lambda: kv.Table(8, combiner="sqrtn"),
+    "weighted": lambda: kv.Table(8, combiner="mean"),
+    "sequence": lambda: kv.Table(3, combiner="sequence", length=3),
+    "stack": lambda: kv.Table(4, combiner="sum", hash_stack=HashStack(rounds=2, size=20)),
+    "ragged": lambda: kv.Table(5, combiner="ragged"),
+    "single": lambda: kv.Table(4, combiner="sum"),
+}
+
+
+def global_batch(step, rows, keys=20):
+    """Samples of ids for every feature; "single" has one id each."""
+    random = np.random.default_rng(step)
+    batch = {}
+    for name in FEATURES:
+        lengths = np.ones(rows, int) if name == "single" else random.integers(0, 5, rows)
+        batch[name] = [random.integers(-keys, keys, n) * (1 << 40) + 7 for n in lengths]
+    return batch
+
+
+def share_of(whole, rank, world, device):
+    """A rank's share of a batch; weights are made of the ids."""
+    made = dict(part_of(whole, rank, world).items())
+    weighted = made["weighted"]
+    weights = (weighted.values % 97).float() / 97 + 0.25
+    made["weighted"] = kv.Ragged(weighted.values, weighted.offsets, weights)
+    made["single"] = made["single"].values
+    moved = {name: entry if device == "cpu" else entry.to(device) for name, entry in made.items()}
+    return kv.Batch(moved)
+
+
+def features_of(admit=None, evict=None, dtype="float32"):
+    options = {"dtype": getattr(torch, dtype)}
+    if admit:
+        options["admit"] = kv.admission.MinCount(admit, slots=1 << 12)
+    if evict:
+        options["evict"] = kv.eviction.LRU(evict)
+    return {name: replace(make(), **options) for name, make in FEATURES.items()}
+
+
+def train_all(scenarios, device="cpu"):
+    """Several trainings, one after the other."""
+    return [train(device=device, **scenario) for scenario in scenarios]
+
+
+def train(
+    device="cpu",
+    optimizer="adagrad",
+    steps=3,
+    rows=6,
+    shared=True,
+    unused=(),
+    unused_on=None,
+    prepare=False,
+    wire="float32",
+    grad_reduce="mean",
+    transport="auto",
+    idle=False,
+    uneven=False,
+    passes=1,
+    scale=1.0,
+    seed=0,
+    batches=None,
+    save=None,
+    load=None,
+    dtype="float32",
+    admit=None,
+    evict=None,
+):
+    """Train some steps; returns this rank's rows of every table, outputs of an evaluation and counters."""
+    if shared:
+        connection = distributed.connect(
+            "sharded", wire=wire, grad_reduce=grad_reduce, timeout=100, transport=transport
+        )
+        store = ShardedCudaStore(connection, device)
+    else:
+        connection = distributed.current()
+        store = CudaStore(device)
+    rank, world = connection.rank, connection.world_size
+    engine = kv.EmbeddingEngine(features_of(admit, evict, dtype), seed=3, store=store)
+    sparse = optimizer_of(optimizer, engine)
+    if load:
+        kv.Checkpoints(load).latest().load(engine)
+    engine.gradient_scale = scale
+    used = [name for name in FEATURES if name not in unused]
+    mine = [name for name in used if unused_on != rank or name not in ("mean", "sqrtn")]
+    for step in range(steps):
+        for number in range(passes):
+            whole = batches[step] if batches else global_batch(seed + step * passes + number, rows)
+            if idle and rank == world - 1:
+                batch = share_of({name: [] for name in whole}, 0, 1, device)
+            elif uneven and world == 2:
+                cut = 1 if rank == 0 else rows
+                first = 0 if rank == 0 else 1
+                batch = share_of({k: v[first:cut] for k, v in whole.items()}, 0, 1, device)
+            else:
+                batch = share_of(whole, rank, world - idle, device)
+            if prepare:
+                with connection.on("fit"):
+                    assert engine.prepare(batch, training=True)
+            factor = world if grad_reduce == "mean" else 1.0
+            loss_of(engine(batch), mine, factor * scale).backward()
+        sparse.step()
+    if save:
+        kv.Checkpoints(save, part_bytes=600).save(1, {}, engine, block=True)
+    engine.eval()
+    with torch.no_grad():
+        outputs = engine(share_of(global_batch(seed, rows), rank, world, device))
+        outputs = {
+            name: (out if isinstance(out, torch.Tensor) else out.values).cpu()
+            for name, out in outputs.items()
+        }
+    some = engine.table("shared").vectors(torch.arange(-5, 5) * (1 << 40) + 7)
+    tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
+    stats = {table.name: table.stats() for table in engine.tables()}
+    return {"tables": tables, "outputs": outputs, "stats": stats, "some": some}
