@@ -1,4 +1,4 @@
-"""What the ranks do in `test_sharded_cuda.py`: train with tables on a device, of one process or of several."""
+"""What the ranks do in `test_sharded_cuda.py`: the same steps, with tables in memory or on devices."""
 
 from dataclasses import replace
 
@@ -10,7 +10,9 @@ import karvan as kv
 from karvan import distributed
 from karvan.embedding import HashStack
 from karvan.store.cuda.sharded.store import ShardedCudaStore
+from karvan.store.cuda.sharded.transport import make_transport
 from karvan.store.cuda.store import CudaStore
+from karvan.store.memory import MemoryStore
 
 FEATURES = {
     "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),
@@ -37,26 +39,33 @@ def global_batch(step, rows, keys=20):
 def share_of(whole, rank, world, device):
     """A rank's share of a batch; weights are made of the ids."""
     made = dict(part_of(whole, rank, world).items())
-    weighted = made["weighted"]
-    weights = (weighted.values % 97).float() / 97 + 0.25
-    made["weighted"] = kv.Ragged(weighted.values, weighted.offsets, weights)
+    ids = made["weighted"]
+    made["weighted"] = kv.Ragged(ids.values, ids.offsets, (ids.values % 97).float() / 97 + 0.25)
     made["single"] = made["single"].values
     moved = {name: entry if device == "cpu" else entry.to(device) for name, entry in made.items()}
     return kv.Batch(moved)
 
 
-def features_of(admit=None, evict=None, dtype="float32"):
+def tables_of(features, admit=None, evict=None, dtype="float32"):
+    """The tables of some features, or of all."""
     options = {"dtype": getattr(torch, dtype)}
     if admit:
         options["admit"] = kv.admission.MinCount(admit, slots=1 << 12)
     if evict:
         options["evict"] = kv.eviction.LRU(evict)
-    return {name: replace(make(), **options) for name, make in FEATURES.items()}
+    return {name: replace(FEATURES[name](), **options) for name in features or FEATURES}
 
 
 def train_all(scenarios, device="cpu"):
     """Several trainings, one after the other."""
     return [train(device=device, **scenario) for scenario in scenarios]
+
+
+def initial(batch):
+    """The rows of a batch's keys before any update."""
+    engine = kv.EmbeddingEngine(tables_of(None), seed=3, store=MemoryStore())
+    engine(share_of(batch, 0, 1, "cpu"))
+    return {"tables": {table.name: tuple(table.snapshot()) for table in engine.tables()}}
 
 
 def train(
@@ -73,6 +82,7 @@ def train(
     transport="auto",
     idle=False,
     uneven=False,
+    features=None,
     passes=1,
     scale=1.0,
     seed=0,
@@ -83,7 +93,10 @@ def train(
     admit=None,
     evict=None,
 ):
-    """Train some steps; returns this rank's rows of every table, outputs of an evaluation and counters."""
+    """Train some steps; returns this rank's rows of every table, outputs of an evaluation and counters.
+
+    device: of the tables; None for tables in the memory of this process.
+    """
     if shared:
         connection = distributed.connect(
             "sharded", wire=wire, grad_reduce=grad_reduce, timeout=100, transport=transport
@@ -91,14 +104,15 @@ def train(
         store = ShardedCudaStore(connection, device)
     else:
         connection = distributed.current()
-        store = CudaStore(device)
+        store = MemoryStore() if device is None else CudaStore(device)
+        device = device or "cpu"
     rank, world = connection.rank, connection.world_size
-    engine = kv.EmbeddingEngine(features_of(admit, evict, dtype), seed=3, store=store)
+    engine = kv.EmbeddingEngine(tables_of(features, admit, evict, dtype), seed=3, store=store)
     sparse = optimizer_of(optimizer, engine)
     if load:
         kv.Checkpoints(load).latest().load(engine)
     engine.gradient_scale = scale
-    used = [name for name in FEATURES if name not in unused]
+    used = [name for name in features or FEATURES if name not in unused]
     mine = [name for name in used if unused_on != rank or name not in ("mean", "sqrtn")]
     for step in range(steps):
         for number in range(passes):
@@ -125,8 +139,15 @@ def train(
         outputs = {
             name: (out if isinstance(out, torch.Tensor) else out.values).cpu()
             for name, out in outputs.items()
+            if name in engine.features
         }
     some = engine.table("shared").vectors(torch.arange(-5, 5) * (1 << 40) + 7)
     tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     stats = {table.name: table.stats() for table in engine.tables()}
     return {"tables": tables, "outputs": outputs, "stats": stats, "some": some}
+
+
+def train_over_nccl(device, **options):
+    """As `train`, and the transport of a store of these ranks."""
+    made = train(device=device, **options)
+    return made, type(make_transport(distributed.current(), torch.device(device))).__name__

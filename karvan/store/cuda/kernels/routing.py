@@ -33,7 +33,8 @@ USE = tl.constexpr(3)  # the same for its uses, in units of 4 bytes
 PART_FIELDS = tl.constexpr(4)
 
 
-@triton.jit
+# A number 1 would become a constant, which has no type to convert.
+@triton.jit(do_not_specialize=["ranks", "slots"])
 def route_keys(
     features,
     feature_count,
@@ -68,7 +69,7 @@ def route_keys(
     tl.store(parts + position, tl.where(wanted, part, ranks.to(tl.int64) * slots).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def pack_keys(starts, order, hashes, parts, of_parts, uses, message, key_rows, count, GIVEN: tl.constexpr):
     """Write the distinct keys, which begin at `starts` of the sorted positions, and their uses.
 
@@ -93,7 +94,7 @@ def pack_keys(starts, order, hashes, parts, of_parts, uses, message, key_rows, c
     tl.store(key_rows + number, row.to(tl.int32), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "part_count"])
 def number_rows(order, parts, numbers, of_parts, rows, size, part_count):
     """The row of each position, by the number of its key; 0 for positions that are not looked up."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

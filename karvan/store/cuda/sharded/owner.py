@@ -18,7 +18,7 @@ from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
 from karvan.store.cuda.sharded.gradient_sums import average
 from karvan.store.cuda.sharded.sections import Sections
 from karvan.store.cuda.store import CudaStore
-from karvan.store.program import LookupPlan, LookupProgram
+from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import FeatureSpec, Rule
 
@@ -66,6 +66,8 @@ class DeviceOwner:
         for place, out in zip(places, outs, strict=True):
             if place is not out:
                 place.copy_(out)
+        assert isinstance(plan.remote, RemoteLookup)
+        plan.remote.take()  # the outputs are in `vectors`, which nobody needs once they are sent
         return Answer(program, plan, asked), vectors
 
     def hold(

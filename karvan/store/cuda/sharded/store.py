@@ -162,9 +162,13 @@ class ShardedCudaStore(RankShare):
             self._memories[name] = TableMemory(self.device)
         return self._memories[name]
 
-    def _exchange(self, send: Tensor, to: list[int], of: list[int]) -> Tensor:
+    def _exchange(self, send: Tensor, to: list[int], of: list[int], out: Tensor | None = None) -> Tensor:
         self.bytes_sent += (sum(to) - to[self._connection.rank]) * send.element_size()
-        return self._transport.exchange(send, to, of)
+        received = send.new_empty(sum(of)) if out is None or out.dtype is not send.dtype else out
+        self._transport.exchange(send, to, of, received)
+        if out is None or out is received:
+            return received
+        return out.copy_(received)
 
     def forward(
         self,
@@ -189,11 +193,10 @@ class ShardedCudaStore(RankShare):
         answer, vectors = self._owner.lookup(
             tables, routed.asked, routed.message, training=training, step=step, now=now
         )
-        found = self._exchange(vectors.to(self._wire), routed.asked.floats_of, request.sections.floats_of)
-        front = request.front * UNIT
-        received = torch.empty(front + found.numel(), device=self.device)
+        front, requested = request.front * UNIT, request.sections
+        received = torch.empty(front + requested.floats, device=self.device)
         received[:front].zero_()
-        received[front:] = found
+        self._exchange(vectors.to(self._wire), routed.asked.floats_of, requested.floats_of, received[front:])
         outs = request.pool(received, self._memory())
         return LookupPlan(
             None, answer.plan.versions, RankLookup(request, answer, outs, request.batch.layouts)

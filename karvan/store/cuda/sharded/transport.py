@@ -24,31 +24,30 @@ class MemoryTransport:
         self._connection = connection
         self._device = device
 
-    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """Send to[r] elements to rank r, and receive of[r] from it."""
+    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
+        """Send to[r] elements to rank r, and receive of[r] from it, into `out`."""
         channel = self._connection.here
         if self._device.type != "cuda":
-            return channel.exchange(send, to, of)
+            out.copy_(channel.exchange(send, to, of))
+            return
         staging = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
         staging.copy_(send, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
-        received = channel.exchange(staging, to, of)
-        return received.pin_memory().to(self._device, non_blocking=True)
+        out.copy_(channel.exchange(staging, to, of).pin_memory(), non_blocking=True)
 
 
 class NcclTransport(MemoryTransport):
     """Sends tensors from GPU to GPU, on the thread that computes; nothing waits for the device."""
 
-    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
+    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
         """See `MemoryTransport.exchange`."""
         if self._connection.here is not self._connection.main:
-            return super().exchange(send, to, of)
-        received = send.new_empty(sum(of))
+            super().exchange(send, to, of, out)
+            return
         try:
-            dist.all_to_all_single(received, send, list(of), list(to))
+            dist.all_to_all_single(out, send, list(of), list(to))
         except RuntimeError as error:
             raise self._connection.explained(error) from error
-        return received
 
 
 def make_transport(connection: Connection, device: torch.device) -> MemoryTransport:
