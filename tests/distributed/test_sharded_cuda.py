@@ -181,3 +181,20 @@ def test_checkpoints_of_two_ranks_continue_on_one_and_the_other_way_round(tmp_pa
     assert_same_tables(on_two, on_one, 1e-5)
     expected = programs.train(device=None, shared=False, load=of_one, **later)
     assert_same_tables(on_two, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_its_row_alone_and_all_ranks_can_know():
+    results = run(2, "sharded_cuda_programs:not_finite", timeout=300)
+    for result in results:
+        assert not result["finite"]
+        assert result["flags"] == ([False, True], [True, True], [True, False])
+    assert sum(result["skipped"] for result in results) == 1
+    for name in ("user", "item"):
+        before, after = (
+            whole_table([{"tables": r[when]} for r in results], name) for when in ("before", "after")
+        )
+        assert before.keys() == after.keys() == {1, 2, 3, 4, 5}
+        for key in before:
+            stays = name == "item" or key == 3
+            assert (before[key][0] == after[key][0]).all() == stays

@@ -12,14 +12,16 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.sharded.request import Request
 from karvan.store.cuda.sharded.sections import Sections
+from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 from karvan.store.program import FeatureTensors, LookupProgram
 from karvan.store.remote.output_layout import OutputLayout
-from karvan.store.types import FeatureSpec, TableSpec
+from karvan.store.types import FeatureSpec, Push, Rule, TableSpec
 
 KEYS = [0, 1, -1, -2, 2**63 - 1, -(2**63), *(5**n for n in range(20))]
 DIMS = {"a": 4, "b": 3, "c": 4}
@@ -35,12 +37,16 @@ samples = st.lists(st.lists(st.sampled_from(KEYS), max_size=3), min_size=2, max_
 
 def store_of():
     store = CudaStore("cpu")
+    add_tables(store)
+    return store
+
+
+def add_tables(store):
     for name, dim in DIMS.items():
-        init = ("constant", 0.0, 0.0, 0.0, 0.0)
+        init = ("uniform", -0.1, 0.1, 0.0, 0.0)
         store.add_table(
             TableSpec(name, dim, "float32", init, ("always", 0.0, 0), ("never", 0.0, 0), seed=1, shards=4)
         )
-    return store
 
 
 def inputs_of(batch):
@@ -114,3 +120,28 @@ def test_wrong_offsets_on_the_device_are_an_error():
     made.ids[0] = made.ids[0]._replace(offsets=torch.tensor([0, 5, 3]))
     with pytest.raises(ValueError, match="wrong offsets"):
         Request(made, len(DIMS), 2, TableMemory(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "key"])
+def test_lookups_and_pushes_of_a_single_rank_are_those_of_a_store_on_the_device(reduce):
+    sharded = ShardedCudaStore(Connection(ConnectionSettings(grad_reduce=reduce)), "cpu")
+    alone = store_of()
+    keys = np.array([5, -7, 0, 2**63 - 1], np.int64)
+    counts = np.array([3, 1, 2, 5], np.uint32)
+    made = []
+    for store in (sharded, alone):
+        if store is sharded:
+            add_tables(store)
+        store.set_state("b", [0.1] * 3, False)
+        found = store.lookup(
+            {"b": (keys, counts), "a": (keys[:1], counts[:1])}, training=True, step=2, now=0.0
+        )
+        push = Push(keys[:3], np.arange(9, dtype=np.float32).reshape(3, 3), found["b"].version)
+        store.apply({"b": [push]}, {"b": Rule("adagrad", lr=0.1, eps=1e-8)}, {"b": 1})
+        again = store.lookup({"b": (keys, counts)}, training=False, step=3, now=0.0)
+        made.append([found["b"].vectors, found["a"].vectors, again["b"].vectors, *store.snapshot("b")])
+    for one, other in zip(*made, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert dict(zip(made[0][3].tolist(), made[0][6].tolist(), strict=True)) == dict(
+        zip(keys.tolist(), counts.tolist(), strict=True)
+    )

@@ -151,3 +151,25 @@ def train_over_nccl(device, **options):
     """As `train`, and the transport of a store of these ranks."""
     made = train(device=device, **options)
     return made, type(make_transport(distributed.current(), torch.device(device))).__name__
+
+
+def not_finite(device="cpu"):
+    """A step in which one rank's gradient of one key is not finite; what it changes, and what ranks know."""
+    connection = distributed.connect("sharded", timeout=100)
+    store = ShardedCudaStore(connection, device)
+    engine = kv.EmbeddingEngine({"user": kv.Table(4), "item": kv.Table(4)}, seed=3, store=store)
+    sparse = kv.optim.SGD(engine, lr=0.1)
+    users = torch.tensor([1, 2, 3, 4] if connection.rank == 0 else [3, 4, 5])
+    out = engine({"user": users.to(device), "item": users.to(device)})
+    before = {table.name: tuple(table.snapshot()) for table in engine.tables()}
+    factors = torch.ones(len(users), 1)
+    if connection.rank == 0:
+        factors[2] = torch.inf
+    (out["user"] * factors.to(device)).sum().backward()
+    finite = sparse.gradients_finite()
+    ((_, held),) = engine.gradients(engine.tables())
+    flags = held.check_finite(), held.finite(), held.touched()
+    sparse.step()
+    after = {table.name: tuple(table.snapshot()) for table in engine.tables()}
+    skipped = engine.table("user").stats()["skipped_updates"]
+    return {"before": before, "after": after, "finite": finite, "flags": flags, "skipped": skipped}
