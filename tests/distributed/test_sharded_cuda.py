@@ -7,7 +7,7 @@ import pytest
 import sharded_cuda_programs as programs
 import torch
 from ranks_helpers import run
-from row_comparison import assert_equal, assert_same_tables, whole_table
+from row_comparison import assert_equal, assert_same_tables, check_fits, whole_table
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter; tests/gpu has the rest"
@@ -198,3 +198,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_its_row_alone_and_all_r
         for key in before:
             stays = name == "item" or key == 3
             assert (before[key][0] == after[key][0]).all() == stays
+
+
+@pytest.mark.slow
+def test_a_trainer_on_ranks_trains_what_one_process_trains():
+    results = run(2, "sharded_cuda_programs:fit", timeout=400, ranks=2)
+    check_fits(results, programs.fit(2, shared=False), 1e-4)

@@ -4,7 +4,7 @@ import pytest
 import sharded_cuda_programs as programs
 import torch
 from ranks_helpers import run
-from row_comparison import assert_equal, assert_same_tables
+from row_comparison import assert_equal, assert_same_tables, check_fits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SCENARIOS = {
@@ -52,3 +52,8 @@ def test_one_rank_over_nccl_gives_the_bits_of_one_process_on_the_gpu():
     )
     assert transport == "NcclTransport"
     assert_equal([alone], [programs.train(device="cuda:0", shared=False, **options)])
+
+
+def test_a_trainer_on_ranks_that_share_a_gpu_trains_what_one_process_trains():
+    results = run(2, "sharded_cuda_programs:fit_over_gloo", timeout=300, ranks=2, device="cuda:0", epochs=2)
+    check_fits(results, programs.fit(2, shared=False, epochs=2), 1e-3)

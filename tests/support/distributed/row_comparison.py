@@ -1,6 +1,7 @@
 """Comparisons of the rows and outputs that ranks return: each has `tables` and `outputs`."""
 
 import numpy as np
+import pytest
 import torch
 
 
@@ -34,3 +35,13 @@ def assert_equal(some, others):
                 np.testing.assert_array_equal(x, y)
         for name in a["outputs"]:
             assert torch.equal(a["outputs"][name], b["outputs"][name])
+
+
+def check_fits(results, expected, tolerance):
+    """Ranks have trained the same dense parameters, and the rows of one process."""
+    assert_same_tables(results, expected, tolerance)
+    for result in results:
+        for name, value in expected["dense"].items():
+            torch.testing.assert_close(result["dense"][name], value, rtol=tolerance, atol=tolerance)
+        evaluation = result["result"].evaluation
+        assert evaluation["loss"] == pytest.approx(expected["result"].evaluation["loss"], rel=tolerance)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import trainer_programs
 from sharded_programs import loss_of, optimizer_of, part_of
 
 import karvan as kv
@@ -173,3 +175,39 @@ def not_finite(device="cpu"):
     after = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     skipped = engine.table("user").stats()["skipped_updates"]
     return {"before": before, "after": after, "finite": finite, "flags": flags, "skipped": skipped}
+
+
+class Net(trainer_programs.Net):
+    """The model of `trainer_programs`, with its tables in a store."""
+
+    def __init__(self, store):
+        super().__init__()
+        features = {
+            "user": kv.Table(4, init=kv.init.Uniform(-0.1, 0.1)),
+            "history": kv.Table(4, combiner="mean"),
+        }
+        self.embeddings = kv.EmbeddingEngine(features, store=store)
+
+
+def fit(ranks, device="cpu", shared=True, epochs=1):
+    """A fit with an evaluation, of the data of so many ranks.
+
+    On a GPU feeds prepare batches on threads of their own. Triton's interpreter runs on one thread only.
+    """
+    store = MemoryStore()
+    if shared:
+        store = ShardedCudaStore(distributed.connect("sharded", timeout=100), device)
+    net, prefetch = trainer_programs.net_of(lambda: Net(store)), 0 if device == "cpu" else 2
+    trainer = trainer_programs.trainer_of(net, device=device, prefetch=prefetch)
+    data, other = (trainer_programs.shares(ranks, seed=seed) for seed in (0, 1))
+    made = trainer_programs.numbers_of(trainer, trainer.fit(data, epochs=epochs, eval_data=other))
+    return made | {"dense": {name: value.cpu() for name, value in made["dense"].items()}}
+
+
+def fit_over_gloo(**options):
+    """As `fit`, by ranks that share a GPU: NCCL refuses that, so dense gradients go by gloo."""
+    dist.init_process_group("gloo")
+    made = fit(**options)
+    distributed.disconnect()
+    dist.destroy_process_group()
+    return made
