@@ -8,7 +8,7 @@ from cluster_helpers import serving
 from free_ports import free_port
 from policy_conformance import PolicyConformance
 from rows_conformance import RowsConformance
-from store_kinds import DistinctKeysStore, StoreKind, make_cuda
+from store_kinds import DistinctKeysStore, StoreKind, make_cuda, make_sharded_cuda
 from training_conformance import TrainingConformance
 
 import karvan as kv
@@ -20,6 +20,7 @@ KINDS = [
     StoreKind("distinct keys", DistinctKeysStore, drops_rejected=True),
     StoreKind("sharded", lambda: ShardedStore(distributed.current())),
     StoreKind("cuda", make_cuda("cpu"), skips_rows=True, slow=True),
+    StoreKind("sharded cuda", make_sharded_cuda("cpu"), skips_rows=True, slow=True),
 ]
 
 
@@ -40,7 +41,10 @@ def pytest_generate_tests(metafunc):
     if "kind" in metafunc.fixturenames:
         slow = metafunc.function.__name__ in SLOW_ON_A_DEVICE
         marks = {True: pytest.mark.slow, False: ()}
-        params = [pytest.param(each, marks=marks[each.slow and slow], id=each.name) for each in KINDS]
+        params = [
+            pytest.param(each, marks=marks[each.name == "sharded cuda" or (each.slow and slow)], id=each.name)
+            for each in KINDS
+        ]
         metafunc.parametrize("kind", params, indirect=True)
 
 
@@ -64,7 +68,7 @@ def one_rank():
 
 @pytest.fixture
 def kind(request):
-    if request.param.name == "sharded":
+    if request.param.name.startswith("sharded"):
         request.getfixturevalue("one_rank")
     return request.param
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import karvan.native
+from karvan import distributed
 from karvan.store import MemoryStore, Store
 
 
@@ -62,6 +63,17 @@ def make_cuda(device: str) -> Callable[[], Store]:
         from karvan.store.cuda.store import CudaStore
 
         return CudaStore(device)
+
+    return make
+
+
+def make_sharded_cuda(device: str) -> Callable[[], Store]:
+    """A factory of stores on a device that ranks share the rows of; a connection of ranks must be there."""
+
+    def make() -> Store:
+        from karvan.store.cuda.sharded.store import ShardedCudaStore
+
+        return ShardedCudaStore(distributed.current(), device)
 
     return make
 
