@@ -59,8 +59,12 @@ def tables_of(features, admit=None, evict=None, dtype="float32"):
 
 
 def train_all(scenarios, device="cpu"):
-    """Several trainings, one after the other."""
-    return [train(device=device, **scenario) for scenario in scenarios]
+    """Several trainings, one after the other, of ranks that may share a GPU, which NCCL refuses."""
+    dist.init_process_group("gloo")
+    made = [train(device=device, **scenario) for scenario in scenarios]
+    distributed.disconnect()
+    dist.destroy_process_group()
+    return made
 
 
 def initial(batch):
