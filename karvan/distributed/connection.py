@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,10 +24,19 @@ from karvan.distributed.gpu import require_gpu
 from karvan.distributed.machine import machine_id
 from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import agree_on_name
+from karvan.distributed.settings import (
+    DEVICES,
+    IN_PROCESS,
+    KINDS,
+    REDUCES,
+    TRANSPORTS,
+    WIRES,
+    ConnectionSettings,
+)
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
-from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
+from karvan.job.sync_modes import choose_dense, choose_mode
 from karvan.native import NativeCoreError, _native, require
 from karvan.system_limits import require_limits
 from karvan.torch_internals import PrefixStore, Store, default_group, default_store
@@ -41,50 +50,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("karvan.distributed")
 
-IN_PROCESS = ("memory", "cuda")
-KINDS = (*IN_PROCESS, "sharded", "remote")
-TRANSPORTS = ("auto", "memory", "network")
-WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REDUCES = ("mean", "key")
 # One for each thread with collectives: the program's own, those that feed training and evaluation, and saves.
 _CHANNELS = ("main", "fit", "evaluate", "save")
-
-
-@dataclass(frozen=True)
-class ConnectionSettings:
-    """The settings of a connection; see `connect`.
-
-    elastic: trainers of the run come and go. They are members, whose numbers and run the job's master gives
-    out; servers stage their updates until their step is committed (`clients/step_commits.py`).
-    """
-
-    kind: str = "memory"
-    wire: str = "float32"
-    grad_reduce: str = "mean"
-    timeout: float = 300.0
-    transport: str = "auto"
-    staleness: int = 1
-    on_server_loss: ServerLoss = ServerLoss.ROLLBACK
-    mode: SyncMode = SYNC
-    dense: DenseSettings = field(default_factory=DenseSettings)
-    elastic: bool = False
-    member: int = 0
-    run: str = ""
-
-    def check_elastic(self) -> None:
-        """Raise a ValueError if an elastic run cannot have these settings."""
-        if not self.run:
-            raise ValueError("An elastic run has a name that its members share, got none.")
-        if self.on_server_loss is ServerLoss.RELOAD:
-            raise ValueError(
-                "An elastic run goes back to its checkpoint when a server is lost: expected on_server_loss "
-                "rollback, got reload."
-            )
-        if self.dense.rejects:
-            raise ValueError(
-                "An elastic run has neither grads_to_wait nor tolerance: gradients that wait for others are "
-                "lost with their trainer."
-            )
 
 
 class Joined(Protocol):
@@ -340,6 +307,7 @@ def connect(
     grad_reduce: str = "mean",
     timeout: float = 300.0,
     transport: str = "auto",
+    device: str = "cpu",
     servers: Sequence[str] | None = None,
     workers: Sequence[str] | None = None,
     mode: str | None = None,
@@ -364,6 +332,7 @@ def connect(
     timeout: seconds after which a rank that does not answer is an error on all others.
     transport: "memory" that ranks share, on one machine only; "network" (gloo); "auto": "memory" if possible.
     Dense gradients are sent separately (DistributedDataParallel).
+    device: of "sharded", where a rank's rows are: "cpu", or "cuda" for its current GPU.
     servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
     embedding workers, which hold the ids of batches that loaders send; without any, ids are in the batches.
     mode: how trainers synchronise, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
@@ -386,6 +355,15 @@ def connect(
         raise ValueError(f"grad_reduce must be one of {', '.join(REDUCES)}, got {grad_reduce!r}.")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}.")
+    if device == "cuda":
+        if kind != "sharded":
+            raise ValueError(
+                f'device="cuda" is for connect("sharded"), got connect("{kind}"): use connect("cuda") for '
+                "rows on the GPU of one process, or Table(device=…) for some tables."
+            )
+        require_gpu('kv.connect("sharded", device="cuda")')
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
     dense = (lr_staleness, grads_to_wait, tolerance, pull_every)
@@ -395,7 +373,7 @@ def connect(
             "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
             f'connect("remote"), got "{kind}".'
         )
-    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport)
+    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device)
     if kind == "remote":
         require()  # before a connection is closed, and addresses are asked for
         chosen, staleness = choose_mode(mode, staleness)

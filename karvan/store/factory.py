@@ -28,6 +28,10 @@ def make_store(devices: Mapping[str, str | None]) -> Store:
             from karvan.store.remote.store import RemoteStore  # imports Arrow Flight, which takes a while
 
             return RemoteStore(connection)
+        if connection.settings.device == "cuda":
+            from karvan.store.cuda.sharded.store import ShardedCudaStore  # imports triton
+
+            return ShardedCudaStore(connection)
         return ShardedStore(connection)
     default = "cuda" if kind == "cuda" else "cpu"
     places = {name: device or default for name, device in devices.items()}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan import distributed
-from karvan.distributed.connection import WIRES
+from karvan.distributed.settings import WIRES
 from karvan.store.base import Store
 from karvan.store.capture import Capture
 from karvan.store.exchange.key_sharding import hashes_of, owners_of

@@ -78,7 +78,7 @@ def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport, vict
 
 
 def test_wrong_settings_are_told():
-    with pytest.raises(ValueError, match="one of memory, sharded, remote, got 'shared'"):
+    with pytest.raises(ValueError, match="one of memory, cuda, sharded, remote, got 'shared'"):
         distributed.connect("shared")
     with pytest.raises(ValueError, match="wire must be one of"):
         distributed.connect("sharded", wire="int8")

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from karvan.distributed.connection import Connection, ConnectionSettings
+from karvan.distributed.connection import Connection
+from karvan.distributed.settings import ConnectionSettings
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.sharded.request import Request
 from karvan.store.cuda.sharded.sections import Sections

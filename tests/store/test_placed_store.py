@@ -120,6 +120,12 @@ def test_without_a_gpu_the_error_says_what_is_missing():
         kv.EmbeddingEngine({"a": kv.Table(4, device="cpu")}, store=MemoryStore())
     with pytest.raises(ValueError, match=r'timeout and transport are for connect.*got "cuda"'):
         kv.connect("cuda", timeout=3.0)
+    with pytest.raises(ValueError, match=r'connect\("sharded", device="cuda"\) expects a GPU'):
+        kv.connect("sharded", device="cuda")
+    with pytest.raises(ValueError, match=r'is for connect\("sharded"\), got connect\("memory"\)'):
+        kv.connect("memory", device="cuda")
+    with pytest.raises(ValueError, match="device must be one of cpu, cuda, got 'gpu'"):
+        kv.connect("sharded", device="gpu")
 
 
 def test_features_that_share_rows_share_their_device():

@@ -115,7 +115,8 @@ def test_fixed_batches_end_with_an_error_that_names_the_record(tmp_path):
         assert job.start().wait(60) == 1
         path = job.data / "1.parquet"
         expected = f"record 10 of {path} (epoch 0): ValueError: 31 is poison"
-        assert expected in job.logs().splitlines()[-1]
+        # The master may notice afterwards that the trainer has left.
+        assert expected in [line for line in job.logs().splitlines() if not line.startswith("master:")][-1]
         assert f"its batch is of records 8 to 15 of {path} (epoch 0)" in job.logs()
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.distributed.connection import WIRES
+from karvan.distributed.settings import WIRES
 from karvan.store.types import RULE_NUMBERS, Rule, TableSpec, Vectors
 
 

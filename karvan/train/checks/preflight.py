@@ -12,7 +12,7 @@ from torch import nn
 
 from karvan import distributed
 from karvan.distributed import Connection
-from karvan.distributed.connection import IN_PROCESS
+from karvan.distributed.settings import IN_PROCESS
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of

@@ -15,7 +15,8 @@ from forked_programs import ForkedProgram
 from support_paths import support_path
 
 import karvan as kv
-from karvan.distributed.connection import Connection, ConnectionSettings
+from karvan.distributed.connection import Connection
+from karvan.distributed.settings import ConnectionSettings
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
 from karvan.train.elastic.joint_step import JointStep

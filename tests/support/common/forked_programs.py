@@ -7,6 +7,7 @@ program imports, reads at its start or does when the interpreter ends start new 
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -118,7 +119,8 @@ class ForkedProgram:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and others have noticed
+                os.kill(self.pid, number)
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)
