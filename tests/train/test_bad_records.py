@@ -71,6 +71,11 @@ def test_bad_records_are_skipped_while_trainers_die(tmp_path, seed, servers):
             assert result["bad_records"] == EPOCHS * len(bad)
 
 
+def last_line(job):
+    """The last line of a trainer: the master may notice afterwards that it has left."""
+    return [line for line in job.logs().splitlines() if not line.startswith("master:")][-1]
+
+
 def test_a_bad_record_fails_the_job_after_its_tries(tmp_path):
     settings = {"POISON": 31, "KARVAN_MAX_TASK_TRIES": 2}
     with elastic_job(tmp_path, records=RECORDS, least=2, **settings) as job:
@@ -89,7 +94,7 @@ def test_a_bad_record_fails_the_job_after_its_tries(tmp_path):
 def test_a_program_that_is_wrong_for_every_record_ends_with_its_own_error(tmp_path):
     with elastic_job(tmp_path, records=RECORDS, POISON="all", KARVAN_SKIP_BAD_RECORDS=100) as job:
         assert job.start().wait(60) == 1
-        assert "is poison" in job.logs().splitlines()[-1]
+        assert "is poison" in last_line(job)
         assert "JobFailedError" not in job.logs()
         assert job.work.progress()["bad_records"] == 0
 
@@ -115,8 +120,7 @@ def test_fixed_batches_end_with_an_error_that_names_the_record(tmp_path):
         assert job.start().wait(60) == 1
         path = job.data / "1.parquet"
         expected = f"record 10 of {path} (epoch 0): ValueError: 31 is poison"
-        # The master may notice afterwards that the trainer has left.
-        assert expected in [line for line in job.logs().splitlines() if not line.startswith("master:")][-1]
+        assert expected in last_line(job)
         assert f"its batch is of records 8 to 15 of {path} (epoch 0)" in job.logs()
 
 
