@@ -140,6 +140,8 @@ def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], step
     ids, buffers, graphed = lookup.ids, lookup.buffers, lookup.graphed
     if not ids.positions:
         return
+    if graphed is not None and not graphed.valid:  # for example, a table was added since the lookup
+        graphed = None
     used = sorted(ids.versions)
     chosen = SlotRules.of(slots, used, rules, steps)
     if not chosen.kinds:

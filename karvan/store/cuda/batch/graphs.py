@@ -34,12 +34,18 @@ class GraphedBuffers:
 
     def __init__(self, buffers: LookupBuffers) -> None:
         self.buffers = buffers
+        self._epoch = buffers.memory.epoch
         self.staging = buffers.staging = Staging(buffers.sent)
         counters = buffers.memory.counters.values
         self._report = torch.empty(counters.numel(), dtype=torch.int64, pin_memory=True)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._updates: dict[tuple[int, int], UpdateBuffers] = {}
         self.free = True
+
+    @property
+    def valid(self) -> bool:
+        """Whether the memory that the graphs point to is still in use."""
+        return self._epoch == self.buffers.memory.epoch
 
     def look_up(self) -> None:
         """Queue the lookup of the batch that was loaded into the buffers."""
