@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.request import Request
+from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.sharded.sections import Sections
 from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
@@ -74,7 +74,7 @@ def occurrences(batch):
 @settings(max_examples=10)
 def test_a_request_has_each_distinct_key_once_in_the_message_of_its_owner(batch, ranks):
     store, program = store_of(), LookupProgram(FEATURES)
-    request = Request(
+    request = KeyRequest(
         store.prepare(program, inputs_of(batch)), len(DIMS), ranks, TableMemory(torch.device("cpu"))
     )
     keys, uses = request.sections.split_keys(request.message)
@@ -120,7 +120,7 @@ def test_wrong_offsets_on_the_device_are_an_error():
     made = store.prepare(program, tuple(batch))
     made.ids[0] = made.ids[0]._replace(offsets=torch.tensor([0, 5, 3]))
     with pytest.raises(ValueError, match="wrong offsets"):
-        Request(made, len(DIMS), 2, TableMemory(torch.device("cpu")))
+        KeyRequest(made, len(DIMS), 2, TableMemory(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("reduce", ["mean", "key"])

@@ -22,7 +22,13 @@ from karvan.store.base import Store
 from karvan.store.capture import Capture
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
-from karvan.store.cuda.batch.batches import Batches, DeviceGradients, DeviceInputs, DeviceLookup, as_gradients
+from karvan.store.cuda.batch.batches import (
+    DeviceBatches,
+    DeviceGradients,
+    DeviceInputs,
+    DeviceLookup,
+    as_gradients,
+)
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
 from karvan.store.cuda.batch.updates import check_state
@@ -45,7 +51,7 @@ class CudaStore(Store):
         if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
         self.memory = TableMemory(chosen)  # tables, rows and counters
-        self._batches = Batches(self.memory)
+        self._batches = DeviceBatches(self.memory)
 
     @property
     def device(self) -> torch.device:

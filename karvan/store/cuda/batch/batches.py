@@ -89,7 +89,7 @@ class DeviceGradients(GradientFlags):
         return found
 
 
-class Batches:
+class DeviceBatches:
     """Lookups and updates of batches, for the tables of one device."""
 
     def __init__(self, memory: TableMemory) -> None:

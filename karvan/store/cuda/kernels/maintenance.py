@@ -59,7 +59,6 @@ def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
 @triton.jit
 def erase_places(
     places,
-    old_places,
     rows,
     count,
     counters,
@@ -71,13 +70,11 @@ def erase_places(
 ):
     """Take the rows of slots away, distinct ones, and queue them as free; a row of 0 is passed over."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < tl.load(count)
+    there = number < count
     row = tl.load(rows + number, mask=there, other=0).to(tl.int32)
     place = tl.load(places + number, mask=there, other=0)
-    old_place = tl.load(old_places + number, mask=there, other=0)
     gone = there & (row > 0)
-    tl.store(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=gone & (place != 0))
-    tl.store(old_place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=gone & (old_place != 0))
+    tl.store(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=gone)
     tl.store(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE), -1, mask=gone)
     total = tl.sum(gone.to(tl.int64), axis=0)
     tail = tl.atomic_add(arena + FREE_TAIL, total) + tl.cumsum(gone.to(tl.int64), axis=0) - 1
@@ -204,7 +201,6 @@ def write_rows(
 def insert_keys(
     index,
     mask,
-    old_rows,
     keys,
     count,
     counters,
@@ -218,19 +214,16 @@ def insert_keys(
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The rows of distinct keys, which get one where they have none; old_rows: those in an old index."""
+    """The rows of distinct keys, which get one where they have none."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = number < count
     hashes = mix(tl.load(keys + number, mask=there, other=0))
-    known = tl.load(old_rows + number, mask=there, other=0)
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
     slot = first_slot(mask, hashes, WIDTH)
-    place, claimed = claim(index, mask, slot, hashes, there & (known == 0), lanes)
-    wanted = there & (known == 0)
-    old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=wanted, other=1)
-    new = wanted & (old == 0)
-    taken = take_rows(arena, new)
-    row = tl.where(new, taken, tl.where(wanted, old, known))
+    place, claimed = claim(index, mask, slot, hashes, there, lanes)
+    old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=there, other=1)
+    new = there & (old == 0)
+    row = tl.where(new, take_rows(arena, new), old)
     number32 = row.to(tl.int32)
     tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=new)
     tl.store(hash_pointer(chunks, number32, SHIFT, STRIDE), hashes, mask=new)

@@ -84,11 +84,6 @@ class RowArena(RowSpace):
         """Bytes of a row, with its hash, count and steps."""
         return self.layout.stride + int(row_memory.ROW_EXTRA.value)
 
-    @property
-    def bytes(self) -> int:
-        """Memory of rows, and the queue of free rows."""
-        return (len(self._addresses) * self.row_bytes << self.shift) + 4 * self._free_rows.numel()
-
     def reserve(self, rows: int) -> None:
         """Have memory for row numbers below `rows`; raises torch.OutOfMemoryError if there is none."""
         lacking = -(-(rows - self.capacity) >> self.shift) if rows > self.capacity else 0

@@ -140,7 +140,6 @@ def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
     maintenance.insert_keys[launch.blocks(count)](
         table.index.entries.data_ptr(),
         table.index.slots - 1,
-        torch.zeros(count, dtype=torch.int64, device=device),
         torch.from_numpy(np.ascontiguousarray(rows.keys)).to(device),
         count,
         memory.table_counters,
@@ -184,12 +183,10 @@ def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log
         index.entries.data_ptr(), index.slots - 1, hashes, count, places, rows, WIDTH=WIDTH
     )
     arena.reserve_queue(memory.arena_counters(arena))
-    limit = torch.full((1,), count, dtype=torch.int64, device=memory.device)
     maintenance.erase_places[launch.blocks(count)](
         places,
-        torch.zeros_like(places),
         rows,
-        limit,
+        count,
         memory.table_counters,
         table.number,
         memory.arena_counters(arena),

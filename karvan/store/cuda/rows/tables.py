@@ -25,7 +25,6 @@ class DeviceTable:
         self.index = KeyIndex(device)
         self.initial_state: tuple[float, ...] = ()
         self.version = 0
-        self.row_epoch = 0  # grows whenever rows get other numbers
         self.used = Bound()
         self.rows = Bound()
         self.room = 0  # positions that lookups may still have before the host must look at the bounds

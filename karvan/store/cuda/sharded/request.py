@@ -1,4 +1,4 @@
-"""`Request`: the distinct keys of a batch, sorted by owner, and the batch's positions that have them.
+"""`KeyRequest`: the distinct keys of a batch, sorted by owner, and the batch's positions that have them.
 
 The features of tables of one dim make a group, whose positions are those of `GroupIds`. Positions of all
 groups are sorted by (owner, table, hash), which gives the distinct keys in the order of the messages. The
@@ -56,7 +56,7 @@ class _SortedKeys(NamedTuple):
     end: Tensor  # the number of positions that are looked up
 
 
-class Request:
+class KeyRequest:
     """A batch of a rank: what it asks owners for, and where their answers go."""
 
     plan = None

@@ -1,7 +1,7 @@
 """`ShardedCudaStore`: every rank owns a range of the key hashes of every table, on its GPU.
 
 A lookup is that of `ShardedStore`, on the device: a rank finds the distinct keys of its batch, sorted by
-owner (`Request`); there is one exchange of numbers of keys and one of keys, for all tables together. The
+owner (`KeyRequest`); there is one exchange of numbers of keys and one of keys, for all tables together. The
 owner looks up the keys of all ranks (`DeviceOwner`) and sends vectors back in the order of the keys. The rank
 pools them straight from the message. Gradients, summed by key, take one exchange more. The owner adds them up
 in the order of ranks, so results are the same from run to run.
@@ -30,7 +30,7 @@ from karvan import distributed
 from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.sharded.owner import Answer, DeviceOwner
-from karvan.store.cuda.sharded.request import Request
+from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.sharded.sections import UNIT, Sections
 from karvan.store.cuda.sharded.transport import make_transport
 from karvan.store.cuda.store import CudaStore
@@ -65,7 +65,7 @@ class RoutedRequest:
 
     plan = None
 
-    def __init__(self, request: Request, asked: Sections, message: Tensor) -> None:
+    def __init__(self, request: KeyRequest, asked: Sections, message: Tensor) -> None:
         self.request = request
         self.asked = asked
         self.message = message
@@ -86,13 +86,13 @@ class RoutedRequest:
                     tensor.record_stream(current)
 
 
-class RankLookup:
+class DeviceRankLookup:
     """A batch after its lookup: what this rank has asked for, and what it has answered to all."""
 
     plan = None
 
     def __init__(
-        self, request: Request, answer: Answer, outs: dict[int, Tensor], layouts: Sequence[OutputLayout]
+        self, request: KeyRequest, answer: Answer, outs: dict[int, Tensor], layouts: Sequence[OutputLayout]
     ) -> None:
         self.request = request
         self.answer = answer
@@ -144,7 +144,7 @@ class ShardedCudaStore(RankShare):
 
     def _route(self, batch: DeviceInputs, slots: int, *, grouped: bool) -> RoutedRequest:
         channel = self._connection.here
-        request = Request(batch, slots, self._ranks, self._memory())
+        request = KeyRequest(batch, slots, self._ranks, self._memory())
         requested = request.sections
         before = channel.bytes_sent
         received = channel.swap(torch.from_numpy(np.ascontiguousarray(requested.counts)))
@@ -199,7 +199,7 @@ class ShardedCudaStore(RankShare):
         self._exchange(vectors.to(self._wire), routed.asked.floats_of, requested.floats_of, received[front:])
         outs = request.pool(received, self._memory())
         return LookupPlan(
-            None, answer.plan.versions, RankLookup(request, answer, outs, request.batch.layouts)
+            None, answer.plan.versions, DeviceRankLookup(request, answer, outs, request.batch.layouts)
         )
 
     def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0) -> RankGradients:
@@ -209,7 +209,7 @@ class ShardedCudaStore(RankShare):
         of a table have a gradient and others not, it is sent which ones.
         """
         lookup = plan.remote
-        assert isinstance(lookup, RankLookup)
+        assert isinstance(lookup, DeviceRankLookup)
         request, answer = lookup.request, lookup.answer
         slots = len(request.sections.dims)
         flags = torch.zeros(2, slots, dtype=torch.int64)  # has gradients, lacks some
@@ -267,7 +267,7 @@ class ShardedCudaStore(RankShare):
         }
         routed = self._route(batch, len(keys), grouped=False)
         plan = self._look_up(program.tables, routed, training=training, step=step, now=now)
-        assert isinstance(plan.remote, RankLookup)
+        assert isinstance(plan.remote, DeviceRankLookup)
         return {
             table: Found(out.cpu().numpy(), plan.versions[table])
             for table, (out, _) in zip(keys, plan.remote.take(), strict=True)
