@@ -148,7 +148,7 @@ def copy_bandwidth() -> float:
 def index_rates(load: float, slots: int = 1 << 24, queries: int = 1 << 22) -> dict[str, float]:
     """Keys per second that are found, found or inserted, and inserted, in an index of that load."""
     from karvan.store.cuda.batch import lookup as launches
-    from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
+    from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupLayout, shape_of_keys
     from karvan.store.cuda.batch.buffers import LookupBuffers
     from karvan.store.cuda.rows.index import KeyIndex
 
@@ -160,14 +160,9 @@ def index_rates(load: float, slots: int = 1 << 24, queries: int = 1 << 22) -> di
     keys = torch.randint(-(2**62), 2**62, (int(slots * load),)).cuda()
 
     def lookup_of(some: Tensor, training: bool) -> LookupBuffers:
-        size = len(some)
-        ids = GroupIds(
-            table.arena,
-            [(0, FeatureIds(0, table, "cells", "sum", 1, some, None, None, size, size, 1))],
-            training,
-        )
-        buffers = LookupBuffers(memory, table.arena, ids.shape)
-        buffers.load(ids, ids.describe(ids.outputs(memory.device)), 1)
+        layout = GroupLayout(table.arena, [(0, shape_of_keys(0, table, len(some)))], training)
+        buffers = LookupBuffers(memory, table.arena, layout.shape)
+        buffers.load(layout, layout.describe([FeatureIds(some)], layout.outputs(memory.device)), 1)
         return buffers
 
     def insert(some: Tensor) -> LookupBuffers:

@@ -91,7 +91,7 @@ class FeatureInput(Output):
             if values.dtype is not torch.uint64:
                 raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), values)
             values = values.view(torch.int64)
-        if not values.is_cpu and values.device != device:
+        if values.device != device and not values.is_cpu:
             expected = (
                 "ids on the CPU, where its store is" if device == _CPU else f"ids on the CPU or {device}"
             )

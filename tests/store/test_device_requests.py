@@ -90,10 +90,10 @@ def test_a_request_has_each_distinct_key_once_in_the_message_of_its_owner(batch,
     assert len(set(rows_of.values())) == len(rows_of)
     assert all(row >= request.front for row in rows_of.values())
     for group in request.groups:
-        for (number, feature), base in zip(group.ids.features, group.ids.bases, strict=True):
+        for (number, feature), base in zip(group.layout.features, group.layout.bases, strict=True):
             table = FEATURES[number].table
             own = group.buffers.rows[base : base + feature.positions].tolist()
-            for row, key in zip(own, feature.values.tolist(), strict=True):
+            for row, key in zip(own, request.batch.ids[number].values.tolist(), strict=True):
                 assert row in (0, rows_of.get((table, key)))
     looked_up = sum(int((group.buffers.rows > 0).sum()) for group in request.groups)
     assert looked_up == sum(map(len, wanted.values()))

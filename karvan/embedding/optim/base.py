@@ -119,8 +119,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 continue
             rules: dict[str, Rule] = {}
             steps: dict[str, int] = {}
-            touched = [any(bits) for bits in zip(*(g.touched() for _, g in gradients), strict=True)]
-            finite = [all(bits) for bits in zip(*(g.finite() for _, g in gradients), strict=True)]
+            touched = _of_passes(any, [g.touched() for _, g in gradients])
+            finite = _of_passes(all, [g.finite() for _, g in gradients])
             for handle in handles:
                 if not touched[handle.slot]:
                     continue
@@ -165,6 +165,11 @@ class SparseOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """The optimizer state of a new row, as many floats as the rule needs."""
+
+
+def _of_passes(join: Callable[[Iterable[bool]], bool], flags: list[list[bool]]) -> list[bool]:
+    """The flags of each table over some backward passes, of which there is mostly one."""
+    return flags[0] if len(flags) == 1 else [join(bits) for bits in zip(*flags, strict=True)]
 
 
 _observed_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)

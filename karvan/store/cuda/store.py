@@ -21,7 +21,7 @@ from torch import Tensor
 from karvan.store.base import Store
 from karvan.store.capture import Capture
 from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
+from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout, shape_of_keys
 from karvan.store.cuda.batch.batches import (
     DeviceBatches,
     DeviceGradients,
@@ -31,7 +31,7 @@ from karvan.store.cuda.batch.batches import (
 )
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
-from karvan.store.cuda.batch.updates import check_state
+from karvan.store.cuda.batch.updates import SlotRules, check_state
 from karvan.store.cuda.captures import DeviceCapture
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows import contents, policies
@@ -39,7 +39,6 @@ from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 
 
@@ -80,7 +79,7 @@ class CudaStore(Store):
             state = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
             rows = rows._replace(state=np.ascontiguousarray(state.reshape(len(rows.keys), len(initial))))
             self._empty(its)
-        its.arena = self.memory.arena(its.arena.layout._replace(state=len(initial)))
+        its.move_to(self.memory.arena(its.arena.layout._replace(state=len(initial))))
         self.memory.set_initial_state(its, initial)
         if rows is not None:
             contents.load_rows(self.memory, its, rows)
@@ -158,27 +157,33 @@ class CudaStore(Store):
     ) -> dict[str, Found]:
         """See `Store.lookup`."""
         device = self.device
-        batch = self._of_keys({name: unique for name, (unique, _) in keys.items()})
-        batch.uses = {
+        uses = {
             number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(device)
             for number, (_, counts) in enumerate(keys.values())
         }
+        shapes, ids = [], []
+        for slot, (name, (unique, _)) in enumerate(keys.items()):
+            shapes.append(shape_of_keys(slot, self._table(name), len(unique)))
+            ids.append(self._ids_of(unique))
+        batch = self.inputs_of(shapes, ids, uses)
         found = self._batches.look_up(batch, training=training, step=step, now=now)
         return {
             name: Found(out.cpu().numpy(), found.versions[name])
             for name, (out, _) in zip(keys, found.take(), strict=True)
         }
 
-    def _of_keys(self, keys: Mapping[str, Keys]) -> DeviceInputs:
-        ids, layouts = [], []
-        for slot, (name, unique) in enumerate(keys.items()):
-            values = torch.from_numpy(np.ascontiguousarray(unique, np.int64)).to(self.device)
-            size = len(unique)
-            ids.append(
-                FeatureIds(slot, self._table(name), "cells", "sum", 1, values, None, None, size, size, 1)
-            )
-            layouts.append(OutputLayout(size, size, 1, None))
-        return DeviceInputs(ids, layouts)
+    def _ids_of(self, keys: Keys) -> FeatureIds:
+        return FeatureIds(torch.from_numpy(np.ascontiguousarray(keys, np.int64)).to(self.device))
+
+    def inputs_of(
+        self,
+        shapes: Sequence[FeatureShape],
+        ids: Sequence[FeatureIds],
+        uses: Mapping[int, Tensor] | None = None,
+        outs: Mapping[int, Tensor] | None = None,
+    ) -> DeviceInputs:
+        """See `DeviceBatches.inputs_of`."""
+        return self._batches.inputs_of(shapes, ids, uses, outs)
 
     def apply(
         self,
@@ -192,24 +197,23 @@ class CudaStore(Store):
             check_state(table, rules[name])
             passes = [self._of_push(table, push) for push in its if len(push.keys)]
             if passes:
-                update_group(passes, 1, {0: rules[name]}, {0: steps[name]})
+                update_group(passes, SlotRules([rules[name]], [steps[name]]))
             table.next_version()
 
     def _of_push(self, table: DeviceTable, push: Push) -> GroupGradients:
         """A push as gradients of a lookup, whose keys without a row are counted as dropped."""
-        memory = self.memory
-        ids = GroupIds(table.arena, [(0, self._of_keys({table.spec.name: push.keys}).ids[0])], False)
-        outs = ids.outputs(memory.device)
-        descriptors = ids.describe(outs)
-        buffers = LookupBuffers(memory, table.arena, ids.shape)
-        buffers.load(ids, descriptors, 0)
+        memory, ids = self.memory, self._ids_of(push.keys)
+        layout = GroupLayout(table.arena, [(0, shape_of_keys(0, table, len(push.keys)))], False)
+        descriptors = layout.describe([ids])
+        buffers = LookupBuffers(memory, table.arena, layout.shape)
+        buffers.load(layout, descriptors, 0)
         launches.find(buffers, grows=table.index.grows)
         absent = (buffers.rows[: len(push.keys)] == 0).sum()
         memory.own_counters(table)[fields.DROPPED.value] += absent
         launches.group_runs(buffers, uses=False)
-        ids.versions = {0: push.version}
         gradient = torch.from_numpy(np.ascontiguousarray(push.gradients, np.float32)).to(memory.device)
-        return GroupGradients(GroupLookup(ids, descriptors, buffers, None, {}), {0: gradient}, 1.0)
+        found = GroupLookup(layout, push.version, descriptors, buffers, None, {})
+        return GroupGradients(found, {0: gradient}, 1.0)
 
     def skip(self, table: str) -> None:
         """See `Store.skip`."""

@@ -27,13 +27,10 @@ class Staging:
         self._numbers = self._pinned.numpy()
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def write(self, *parts: NDArray[np.int64]) -> None:
-        """Replace the numbers, once the last replay has read them."""
+    def numbers(self) -> NDArray[np.int64]:
+        """The numbers that the next replay copies, once the last one has copied them."""
         self.done.synchronize()
-        at = 0
-        for part in parts:
-            self._numbers[at : at + part.size] = part.reshape(-1)
-            at += part.size
+        return self._numbers
 
     def copy(self) -> None:
         """Queue the copy; recorded in a graph."""
@@ -53,22 +50,19 @@ class Uploads:
         self.send_to(sent, numbers)
         return sent
 
-    def send_to(self, target: Tensor, *parts: NDArray[np.int64]) -> None:
-        """Copy parts, one after the other, to the beginning of a tensor on the device."""
-        size = sum(part.size for part in parts)
+    def send_to(self, target: Tensor, numbers: NDArray[np.int64]) -> None:
+        """Copy numbers to the beginning of a tensor on the device."""
+        size = numbers.size
         if self._device.type != "cuda":
-            target[:size] = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+            target[:size] = torch.from_numpy(numbers.reshape(-1))
             return
-        staging, numbers, event = self._staging(size)
-        at = 0
-        for part in parts:
-            numbers[at : at + part.size] = part.reshape(-1)
-            at += part.size
+        staging, pinned, event = self._staging(size)
+        pinned[:size] = numbers.reshape(-1)
         target[:size].copy_(staging[:size], non_blocking=True)
         if torch.cuda.is_current_stream_capturing():  # a graph reads this memory at each replay: keep it
             return
         event.record()
-        self._ring.append((staging, numbers, event))
+        self._ring.append((staging, pinned, event))
 
     def _staging(self, size: int) -> tuple[Tensor, NDArray[np.int64], torch.cuda.Event]:
         if len(self._ring) >= _RING:
@@ -83,6 +77,7 @@ class Uploads:
 
 class _Copy(NamedTuple):
     numbers: Tensor
+    read: NDArray[np.int64]  # the same, as the host reads it
     event: torch.cuda.Event
     time: int
     spare: bool  # whether its memory can be used for another copy
@@ -124,13 +119,13 @@ class Counters:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         numbers.copy_(self.values, non_blocking=True)
         event.record()
-        self._copies.append(_Copy(numbers, event, self.time, spare=True))
+        self._copies.append(_Copy(numbers, numbers.numpy(), event, self.time, spare=True))
         return self.time
 
-    def note_copy(self, numbers: Tensor, event: torch.cuda.Event) -> None:
+    def note_copy(self, numbers: Tensor, read: NDArray[np.int64], event: torch.cuda.Event) -> None:
         """A graph that was just replayed copies the numbers to the host, before the event."""
         self.time += 1
-        self._copies.append(_Copy(numbers, event, self.time, spare=False))
+        self._copies.append(_Copy(numbers, read, event, self.time, spare=False))
 
     def request_if_idle(self) -> None:
         """The same, unless enough copies are on their way."""
@@ -144,7 +139,8 @@ class Counters:
             self._reuse(newest)
             newest = self._copies.popleft()
         if newest is not None:
-            self._known, self.known_time = newest.numbers.numpy().copy(), newest.time
+            self._known[:] = newest.read
+            self.known_time = newest.time
             self._reuse(newest)
         return self._known
 

@@ -3,6 +3,9 @@
 Features whose tables have the same row layout are looked up together. Every id is a position; those of a
 feature start at a multiple of `BLOCK`. Features that are plain, with one vector without a weight for each
 output row, come first.
+
+What follows from the sizes of a batch alone (`FeatureShape`, `GroupLayout`) is made once for all batches of
+these sizes: of a step, the host has only addresses to write.
 """
 
 from __future__ import annotations
@@ -22,25 +25,26 @@ from karvan.store.cuda.rows.tables import DeviceTable
 
 _BLOCK = fields.BLOCK.value
 _FIELDS = fields.FEATURE_FIELDS.value
+_VALUES, _OFFSETS, _WEIGHTS = fields.VALUES.value, fields.OFFSETS.value, fields.WEIGHTS.value
+_OUT = fields.OUT.value
 _NOWHERE = 1 << 62
 _MODES = {"pooled": 0, "cells": 1, "padded": 2}
 _COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2}
 
 
-class FeatureIds(NamedTuple):
-    """A feature's ids in a batch, on the store's device."""
+class FeatureShape(NamedTuple):
+    """A feature and the sizes of its ids in a batch."""
 
     slot: int  # of its table among those of the program
     table: DeviceTable
     mode: str
     combiner: str
     stack: int
-    values: Tensor  # int64, cells * stack of them
-    offsets: Tensor | None
-    weights: Tensor | None
     cells: int
     samples: int
     length: int
+    ragged: bool  # whether there are offsets
+    weighted: bool
 
     @property
     def positions(self) -> int:
@@ -57,9 +61,22 @@ class FeatureIds(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether each of its cells is one output row, without a weight."""
-        if self.weights is not None or self.stack != 1:
+        if self.weighted or self.stack != 1:
             return False
-        return self.mode == "cells" or (self.offsets is None and (self.mode == "pooled" or self.length == 1))
+        return self.mode == "cells" or (not self.ragged and (self.mode == "pooled" or self.length == 1))
+
+
+class FeatureIds(NamedTuple):
+    """A feature's ids in a batch, on the store's device."""
+
+    values: Tensor  # int64, cells * stack of them
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def shape_of_keys(slot: int, table: DeviceTable, count: int) -> FeatureShape:
+    """The shape of a feature that wants the vector of each of so many keys."""
+    return FeatureShape(slot, table, "cells", "sum", 1, count, count, 1, False, False)
 
 
 class GroupShape(NamedTuple):
@@ -76,27 +93,29 @@ class GroupShape(NamedTuple):
     normals: bool
 
 
-class GroupIds:
-    """The features of a batch whose rows are in one arena."""
+class GroupLayout:
+    """Where the features of a batch whose rows are in one arena have their positions and outputs."""
 
-    def __init__(self, arena: RowSpace, features: Sequence[tuple[int, FeatureIds]], training: bool) -> None:
+    def __init__(self, arena: RowSpace, features: Sequence[tuple[int, FeatureShape]], training: bool) -> None:
         self.arena = arena
         ordered = [feature for feature in features if feature[1].plain]
         self.plain_features = len(ordered)
         ordered += [feature for feature in features if not feature[1].plain]
-        self.features = ordered
+        self.features = ordered  # with their numbers in the program
+        self.numbers = [number for number, _ in ordered]
         self.bases: list[int] = []
+        self.wanted: dict[DeviceTable, int] = {}  # how many rows of each table the group may insert
         blocks = plain = samples = outs = 0
-        for number, (_, feature) in enumerate(ordered):
+        for at, (_, feature) in enumerate(ordered):
             self.bases.append(blocks * _BLOCK)
             blocks += -(-feature.positions // _BLOCK)
-            if number < self.plain_features:
+            self.wanted[feature.table] = self.wanted.get(feature.table, 0) + feature.positions
+            if at < self.plain_features:
                 plain = blocks
             else:
                 samples += -(-feature.samples // _BLOCK)
                 outs += -(-feature.out_rows // _BLOCK)
         self.plain_end = plain * _BLOCK
-        self.versions = {feature.slot: feature.table.version for _, feature in ordered}
         self.shape = GroupShape(
             arena.number,
             training,
@@ -108,56 +127,68 @@ class GroupIds:
             launch.coarse(outs),
             any(feature.table.has_normals for _, feature in ordered),
         )
+        self.positions: int = self.shape.positions * _BLOCK  # with those that only fill blocks
+        self.tables = list(self.wanted)
+        self.slots = sorted({feature.slot for _, feature in ordered})
+        self.admits_all = all(table.admits_all for table in self.tables)
+        self._out_rows = [feature.out_rows for _, feature in ordered]
+        self._out_size = (sum(self._out_rows), arena.layout.dim)
+        self._aligned = arena.layout.dim % 4 == 0  # so that every output begins at a multiple of 16 bytes
+        self._has_offsets = any(feature.ragged for _, feature in ordered)
+        self._has_weights = any(feature.weighted for _, feature in ordered)
+        self._constants = self._describe_constants()
 
-    @property
-    def positions(self) -> int:
-        """How many positions there are, with those that only fill blocks."""
-        return int(self.shape.positions * _BLOCK)
-
-    def outputs(self, device: torch.device) -> dict[int, Tensor]:
-        """Memory for the outputs, by the features' numbers in the program."""
-        dim = self.arena.layout.dim
-        return {number: torch.empty(f.out_rows, dim, device=device) for number, f in self.features}
-
-    def describe(self, outs: Mapping[int, Tensor]) -> NDArray[np.int64]:
-        """The descriptors of all features."""
-        rows = []
+    def _describe_constants(self) -> NDArray[np.int64]:
+        """The descriptors of all features, without addresses."""
+        made = np.zeros((len(self.features), _FIELDS), np.int64)
         out_base = sample_base = 0
-        for at, ((number, f), base) in enumerate(zip(self.features, self.bases, strict=True)):
+        for at, ((_, f), base) in enumerate(zip(self.features, self.bases, strict=True)):
             plain = at < self.plain_features
-            rows.append(
-                (
-                    f.values.data_ptr(),
-                    f.cells,
-                    base,
-                    f.table.number,
-                    0 if f.offsets is None else f.offsets.data_ptr(),
-                    0 if f.weights is None else f.weights.data_ptr(),
-                    f.samples,
-                    f.length,
-                    f.stack,
-                    _MODES[f.mode],
-                    _COMBINERS[f.combiner],
-                    outs[number].data_ptr(),
-                    f.out_rows,
-                    _NOWHERE if plain else out_base,
-                    0,
-                    0,
-                    _NOWHERE if plain else sample_base,
-                    f.slot,
-                )
-            )
+            row = made[at]
+            row[fields.CELLS.value] = f.cells
+            row[fields.BASE.value] = base
+            row[fields.TABLE.value] = f.table.number
+            row[fields.SAMPLES.value] = f.samples
+            row[fields.LENGTH.value] = f.length
+            row[fields.STACK.value] = f.stack
+            row[fields.MODE.value] = _MODES[f.mode]
+            row[fields.COMBINER.value] = _COMBINERS[f.combiner]
+            row[fields.OUT_ROWS.value] = f.out_rows
+            row[fields.OUT_BASE.value] = _NOWHERE if plain else out_base
+            row[fields.SAMPLE_BASE.value] = _NOWHERE if plain else sample_base
+            row[fields.SLOT.value] = f.slot
             if not plain:
                 out_base += -(-f.out_rows // _BLOCK) * _BLOCK
                 sample_base += -(-f.samples // _BLOCK) * _BLOCK
-        return np.array(rows, np.int64).reshape(len(rows), _FIELDS)
+        return made
 
-    def wanted(self) -> dict[DeviceTable, int]:
-        """How many rows of each table the group may insert."""
-        wanted: dict[DeviceTable, int] = {}
-        for _, feature in self.features:
-            wanted[feature.table] = wanted.get(feature.table, 0) + feature.positions
-        return wanted
+    def outputs(self, device: torch.device) -> dict[int, Tensor]:
+        """Memory for the outputs, by the features' numbers in the program.
+
+        That of a training step is one allocation, which takes less of the host's time.
+        """
+        if self.shape.training and self._aligned:
+            memory = torch.empty(self._out_size, device=device)
+            parts = memory.unsafe_split_with_sizes(self._out_rows)  # not views: they may be written to
+            return dict(zip(self.numbers, parts, strict=True))
+        return {
+            number: torch.empty(rows, self._out_size[1], device=device)
+            for number, rows in zip(self.numbers, self._out_rows, strict=True)
+        }
+
+    def describe(
+        self, ids: Sequence[FeatureIds], outs: Mapping[int, Tensor] | None = None
+    ) -> NDArray[np.int64]:
+        """The descriptors of all features; ids: of all features of the program. outs: of this group's."""
+        made = self._constants.copy()
+        made[:, _VALUES] = [ids[number].values.data_ptr() for number in self.numbers]
+        if outs is not None:
+            made[:, _OUT] = [outs[number].data_ptr() for number in self.numbers]
+        if self._has_offsets:
+            made[:, _OFFSETS] = [_address(ids[number].offsets) for number in self.numbers]
+        if self._has_weights:
+            made[:, _WEIGHTS] = [_address(ids[number].weights) for number in self.numbers]
+        return made
 
     def spread(self, uses: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The uses of positions, from those of the features' ids."""
@@ -168,5 +199,9 @@ class GroupIds:
             shifts = torch.from_numpy(np.array(self.bases) - (np.cumsum(sizes) - sizes)).to(device)
             shift = shifts.repeat_interleave(torch.from_numpy(sizes).to(device), output_size=total)
             at = torch.arange(total, device=device) + shift
-            made[at] = torch.cat([uses[number] for number, _ in self.features])
+            made[at] = torch.cat([uses[number] for number in self.numbers])
         return made
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

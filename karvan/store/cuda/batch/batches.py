@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
+from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group, without_moved
 from karvan.store.cuda.batch.graphs import GraphPool
-from karvan.store.cuda.batch.updates import check_state
+from karvan.store.cuda.batch.layouts import BatchLayout, LayoutCache
+from karvan.store.cuda.batch.updates import SlotRules, check_state
 from karvan.store.cuda.rows import policies
 from karvan.store.cuda.rows.arena import RowArena, RowSpace
 from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.rows.tables import next_versions
 from karvan.store.program import FeatureTensors, LookupProgram
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import GradientFlags, Rule
@@ -35,13 +38,15 @@ class DeviceInputs:
 
     def __init__(
         self,
+        layout: BatchLayout,
         ids: Sequence[FeatureIds],
-        layouts: Sequence[OutputLayout],
+        out_layouts: Sequence[OutputLayout],
         uses: Mapping[int, Tensor] | None = None,
         outs: Mapping[int, Tensor] | None = None,
     ) -> None:
+        self.layout = layout
         self.ids = ids
-        self.layouts = layouts
+        self.out_layouts = out_layouts
         self.uses = uses
         self.outs = outs
 
@@ -52,11 +57,16 @@ class DeviceLookup:
     plan = None
 
     def __init__(
-        self, groups: Sequence[GroupLookup], layouts: Sequence[OutputLayout], versions: Mapping[str, int]
+        self,
+        layout: BatchLayout,
+        groups: Sequence[GroupLookup],
+        out_layouts: Sequence[OutputLayout],
+        versions: Mapping[str, int],
     ) -> None:
+        self.layout = layout
         self.groups = groups
         self.versions = versions  # of the tables
-        self._layouts = layouts
+        self._out_layouts = out_layouts
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
         """See `RemoteLookup.take`."""
@@ -64,29 +74,35 @@ class DeviceLookup:
         for group in self.groups:
             outs |= group.outs
             group.outs = {}
-        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
+        return [(outs[number], layout) for number, layout in enumerate(self._out_layouts)]
 
 
 class DeviceGradients(GradientFlags):
     """The gradients of a lookup's outputs. Whether they are finite is only known when they are applied."""
 
-    def __init__(self, groups: Sequence[GroupGradients], slots: int) -> None:
-        touched = [False] * slots
-        for group in groups:
-            for number, feature in group.lookup.ids.features:
-                touched[feature.slot] |= number in group.gradients and feature.cells > 0
-        super().__init__([True] * slots, touched)
+    def __init__(self, groups: Sequence[GroupGradients], touched: list[bool]) -> None:
+        super().__init__([True] * len(touched), touched)
         self.groups = groups
 
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite; waits for the device."""
         found = list(self.finite())
         for group in self.groups:
-            for number, feature in group.lookup.ids.features:
+            for number, feature in group.lookup.layout.features:
                 gradient = group.gradients.get(number)
                 if gradient is not None:
                     found[feature.slot] &= bool(torch.isfinite(gradient).all())
         return found
+
+
+class _ProgramShapes:
+    """The sizes of the last batch of a program: mostly the next one has the same."""
+
+    def __init__(self, program: LookupProgram, memory: TableMemory) -> None:
+        slots = {name: slot for slot, name in enumerate(program.tables)}
+        self.features = [(spec, slots[spec.table], memory.tables[spec.table]) for spec in program.features]
+        self.shapes: list[FeatureShape | None] = [None] * len(self.features)
+        self.layout: BatchLayout | None = None
 
 
 class DeviceBatches:
@@ -95,100 +111,101 @@ class DeviceBatches:
     def __init__(self, memory: TableMemory) -> None:
         self._memory = memory
         self._graphs = GraphPool(memory)
+        self._layouts = LayoutCache(memory)
+        self._programs: WeakKeyDictionary[LookupProgram, _ProgramShapes] = WeakKeyDictionary()
 
     def prepare(self, program: LookupProgram, inputs: Sequence[FeatureTensors]) -> DeviceInputs:
         """Move ids to the device, and check what the host can see of them."""
-        device, tables = self._memory.device, self._memory.tables
-        slots = {name: slot for slot, name in enumerate(program.tables)}
-        ids, layouts = [], []
-        for spec, given in zip(program.features, inputs, strict=True):
-            layout = given.layout
-            if layout.offsets is None:
-                if layout.ids != layout.samples:
+        device = self._memory.device
+        last = self._programs.get(program)
+        if last is None:
+            last = self._programs[program] = _ProgramShapes(program, self._memory)
+        ids: list[FeatureIds] = []
+        out_layouts: list[OutputLayout] = []
+        shapes: list[FeatureShape] = []
+        for (spec, slot, table), shape, given in zip(last.features, last.shapes, inputs, strict=True):
+            keys, weights, out_layout = given
+            samples, cells, length, offsets = out_layout
+            sizes = (cells, samples, length, offsets is not None, weights is not None)
+            if shape is None or shape[-5:] != sizes:
+                if offsets is None and cells != samples:
                     raise ValueError(
-                        f"{spec.title} expected one id for each of {layout.samples} samples, got "
-                        f"{layout.ids} ids."
+                        f"{spec.title} expected one id for each of {samples} samples, got {cells} ids."
                     )
-            elif layout.offsets.is_cpu:
-                _check_offsets(spec.title, layout.offsets, layout.ids)
-            offsets = None if layout.offsets is None else layout.offsets.to(device, non_blocking=True)
-            ids.append(
-                FeatureIds(
-                    slots[spec.table],
-                    tables[spec.table],
-                    spec.mode,
-                    spec.combiner,
-                    spec.stack,
-                    given.keys.to(device, non_blocking=True),
-                    offsets,
-                    None if given.weights is None else given.weights.to(device, non_blocking=True),
-                    layout.ids,
-                    layout.samples,
-                    layout.length,
-                )
-            )
-            layouts.append(layout._replace(offsets=offsets))
-        return DeviceInputs(ids, layouts)
+                shape = FeatureShape(slot, table, spec.mode, spec.combiner, spec.stack, *sizes)
+            shapes.append(shape)
+            if offsets is not None:
+                if offsets.is_cpu:
+                    _check_offsets(spec.title, offsets, cells)
+                offsets = offsets.to(device, non_blocking=True)
+                out_layout = out_layout._replace(offsets=offsets)
+            if weights is not None:
+                weights = weights.to(device, non_blocking=True)
+            ids.append(FeatureIds(keys.to(device, non_blocking=True), offsets, weights))
+            out_layouts.append(out_layout)
+        layout = last.layout
+        if layout is None or not layout.valid or shapes != last.shapes:
+            layout = self._layouts.find(tuple(shapes))
+            last.shapes, last.layout = list(shapes), layout
+        return DeviceInputs(layout, ids, out_layouts)
+
+    def inputs_of(
+        self,
+        shapes: Sequence[FeatureShape],
+        ids: Sequence[FeatureIds],
+        uses: Mapping[int, Tensor] | None = None,
+        outs: Mapping[int, Tensor] | None = None,
+    ) -> DeviceInputs:
+        """A batch of keys that are on the device; see `DeviceInputs`."""
+        out_layouts = [OutputLayout(shape.samples, shape.cells, shape.length, None) for shape in shapes]
+        return DeviceInputs(self._layouts.find(tuple(shapes)), ids, out_layouts, uses, outs)
 
     def look_up(self, batch: DeviceInputs, *, training: bool, step: int, now: float) -> DeviceLookup:
         """Look up a batch and fill its outputs."""
-        memory = self._memory
+        memory, layout = self._memory, batch.layout
         memory.poll()
-        by_arena: dict[RowArena, list[tuple[int, FeatureIds]]] = {}
-        for number, feature in enumerate(batch.ids):
-            by_arena.setdefault(feature.table.arena, []).append((number, feature))
-        tables = {feature.table: None for feature in batch.ids}
-        if training:
-            for table in tables:
-                table.next_version()
+        if not layout.valid:
+            layout = batch.layout = self._layouts.find(layout.shapes)
         with MemoryReport(memory):
-            groups = [
-                self._look_up_group(arena, features, batch, training, step)
-                for arena, features in by_arena.items()
-            ]
+            groups = [self._look_up_group(group, batch, training, step) for group in layout.groups(training)]
             if training:
-                for table in tables:
+                for table in layout.policies:
                     policies.maintain(memory, table, step, now)
-        versions = {feature.table.spec.name: feature.table.version for feature in batch.ids}
-        return DeviceLookup(groups, batch.layouts, versions)
+        versions = {table.spec.name: table.version for table in layout.tables}
+        return DeviceLookup(layout, groups, batch.out_layouts, versions)
 
     def _look_up_group(
-        self,
-        arena: RowArena,
-        features: Sequence[tuple[int, FeatureIds]],
-        batch: DeviceInputs,
-        training: bool,
-        step: int,
+        self, layout: GroupLayout, batch: DeviceInputs, training: bool, step: int
     ) -> GroupLookup:
-        memory, uses = self._memory, batch.uses
-        ids = GroupIds(arena, features, training)
-        wanted = ids.wanted()
+        memory, uses, arena = self._memory, batch.uses, layout.arena
+        assert isinstance(arena, RowArena)
         if training:
-            memory.reserve(arena, wanted)
+            next_versions(layout.tables)
+            memory.reserve(arena, layout.wanted)
         if batch.outs is None:
-            outs = ids.outputs(memory.device)
+            outs = layout.outputs(memory.device)
         else:
-            outs = {number: batch.outs[number] for number, _ in features}
-        descriptors = ids.describe(outs)
-        steady = uses is None and all(t.admits_all and not t.index.grows for t in wanted)
-        graphed = self._graphs.take(arena, ids.shape) if steady and ids.positions else None
-        buffers = LookupBuffers(memory, arena, ids.shape) if graphed is None else graphed.buffers
-        lookup = GroupLookup(ids, descriptors, buffers, graphed, outs)
-        if not ids.positions:
+            outs = {number: batch.outs[number] for number in layout.numbers}
+        descriptors = layout.describe(batch.ids, outs)
+        steady = uses is None and layout.admits_all and not any(t.index.grows for t in layout.tables)
+        graphed = self._graphs.take(arena, layout.shape) if steady and layout.positions else None
+        buffers = LookupBuffers(memory, arena, layout.shape) if graphed is None else graphed.buffers
+        lookup = GroupLookup(layout, arena.newest_version, descriptors, buffers, graphed, outs)
+        if not layout.positions:
             for out in outs.values():
                 out.zero_()
             return lookup
-        buffers.load(ids, descriptors, step)
+        buffers.load(layout, descriptors, step)
         if training:
-            memory.note_lookup(wanted)
+            memory.note_lookup(layout.wanted)
         if graphed is not None:
             graphed.look_up()
         else:
             if uses is not None:
-                buffers.uses = ids.spread(uses, memory.device)
-            if training and not all(table.admits_all for table in wanted):
-                buffers.missing = torch.empty(ids.positions, dtype=torch.int32, device=memory.device)
-            launches.run(buffers, ids)
+                buffers.uses = layout.spread(uses, memory.device)
+            if training and not layout.admits_all:
+                buffers.missing = torch.empty(layout.positions, dtype=torch.int32, device=memory.device)
+            launches.run(buffers, layout)
         if training and graphed is None:
             memory.counters.request_if_idle()
         return lookup
@@ -196,10 +213,16 @@ class DeviceBatches:
     def hold(self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float) -> DeviceGradients:
         """The gradients of a lookup's outputs, which are `scale` times too large."""
         groups = []
+        touched = list(lookup.layout.touched)
+        complete = all(gradient is not None for gradient in gradients)
+        if not complete:
+            touched = [False] * len(touched)
+            for shape, gradient in zip(lookup.layout.shapes, gradients, strict=True):
+                touched[shape.slot] |= gradient is not None and shape.cells > 0
         for group in lookup.groups:
-            own = {n: g for n, _ in group.ids.features if (g := gradients[n]) is not None}
+            own = {n: g for n in group.layout.numbers if (g := gradients[n]) is not None}
             groups.append(GroupGradients(group, own, scale))
-        return DeviceGradients(groups, 1 + max(max(group.ids.versions) for group in lookup.groups))
+        return DeviceGradients(groups, touched)
 
     def update(
         self,
@@ -209,20 +232,19 @@ class DeviceBatches:
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of gradients to those of the tables, which are in the order of slots, with a rule."""
-        for name, rule in rules.items():
-            check_state(self._memory.tables[name], rule)
-        of_slots = {slot: rules[name] for slot, name in enumerate(tables) if name in rules}
-        step_of = {slot: steps[name] for slot, name in enumerate(tables) if name in rules}
+        updated = [self._memory.tables[name] for name in rules]
+        for table, rule in zip(updated, rules.values(), strict=True):
+            check_state(table, rule)
+        chosen = SlotRules([rules.get(name) for name in tables], [steps.get(name, 0) for name in tables])
         by_arena: dict[RowSpace, list[GroupGradients]] = {}
         for held in gradients:
             for group in map(without_moved, held.groups):
                 if group.gradients:
-                    by_arena.setdefault(group.lookup.ids.arena, []).append(group)
+                    by_arena.setdefault(group.lookup.layout.arena, []).append(group)
         with MemoryReport(self._memory):
             for groups in by_arena.values():
-                update_group(groups, len(tables), of_slots, step_of)
-        for name in rules:
-            self._memory.tables[name].next_version()
+                update_group(groups, chosen)
+        next_versions(updated)
 
 
 def _check_offsets(title: str, offsets: Tensor, ids: int) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import GroupIds, GroupShape
+from karvan.store.cuda.batch.batch_ids import GroupLayout, GroupShape
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import PIECE, SPAN
 from karvan.store.cuda.rows.arena import RowSpace
@@ -76,13 +76,15 @@ class LookupBuffers:
         self.missing: Tensor | None = None  # positions of tables that do not admit every key
         self.uses: Tensor | None = None  # of each position; None: one
 
-    def load(self, ids: GroupIds, descriptors: NDArray[np.int64], step: int) -> None:
+    def load(self, layout: GroupLayout, descriptors: NDArray[np.int64], step: int) -> None:
         """Send a batch to the device."""
-        head = np.zeros(_HEAD, np.int64)
-        head[fields.STEP.value] = step
-        head[fields.PLAIN_END.value] = ids.plain_end
-        parts = (head, self.memory.descriptors(), descriptors)
-        if self.staging is None:
-            self.memory.uploads.send_to(self.sent, *parts)
-        else:
-            self.staging.write(*parts)
+        staging = self.staging
+        numbers = np.empty(self.sent.numel(), np.int64) if staging is None else staging.numbers()
+        numbers[fields.STEP.value] = step
+        numbers[fields.PLAIN_END.value] = layout.plain_end
+        tables = self.memory.descriptors()
+        end = _HEAD + tables.size
+        numbers[_HEAD:end] = tables.reshape(-1)
+        numbers[end : end + descriptors.size] = descriptors.reshape(-1)
+        if staging is None:
+            self.memory.uploads.send_to(self.sent, numbers)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import GroupIds
+from karvan.store.cuda.batch.batch_ids import GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.graphs import GraphedBuffers
 from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
@@ -19,24 +19,25 @@ from karvan.store.cuda.kernels.runs import drop_positions, map_plain
 from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.types import Rule
 
 _BLOCK = fields.BLOCK.value
 _GRADIENT = fields.GRADIENT.value
 
 
 class GroupLookup:
-    """A group of features after its lookup."""
+    """A group of features after its lookup; version: of the group's tables at that moment."""
 
     def __init__(
         self,
-        ids: GroupIds,
+        layout: GroupLayout,
+        version: int,
         descriptors: NDArray[np.int64],
         buffers: LookupBuffers,
         graphed: GraphedBuffers | None,
         outs: dict[int, Tensor],
     ) -> None:
-        self.ids = ids
+        self.layout = layout
+        self.version = version
         self.descriptors = descriptors
         self.buffers = buffers
         self.graphed = graphed
@@ -49,13 +50,12 @@ class GroupLookup:
     @property
     def has_erasures(self) -> bool:
         """Whether a table has lost rows since."""
-        versions = self.ids.versions
-        return any(f.table.erasures.newest > versions[f.slot] for _, f in self.ids.features)
+        return any(table.erasures.newest > self.version for table in self.layout.tables)
 
     @property
     def has_moved(self) -> bool:
         """Whether a table's rows have got other numbers since."""
-        return any(f.table.arena is not self.ids.arena for _, f in self.ids.features)
+        return any(table.arena is not self.layout.arena for table in self.layout.tables)
 
 
 class GroupGradients:
@@ -70,16 +70,14 @@ class GroupGradients:
     @property
     def complete(self) -> bool:
         """Whether every position has a gradient."""
-        return self.present is None and len(self.gradients) == len(self.lookup.ids.features)
+        return self.present is None and len(self.gradients) == len(self.lookup.layout.features)
 
     def descriptors(self) -> NDArray[np.int64]:
         """The descriptors of the features, with their gradients."""
         made = self.lookup.descriptors.copy()
-        for at, (number, _) in enumerate(self.lookup.ids.features):
-            gradient = self.gradients.get(number)
-            if gradient is not None:
-                made[at, _GRADIENT] = gradient.data_ptr()
-                made[at, _GRADIENT + 1] = gradient.stride(0)
+        given = [self.gradients.get(number) for number in self.lookup.layout.numbers]
+        made[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in given]
+        made[:, _GRADIENT + 1] = [0 if g is None else g.stride(0) for g in given]
         return made
 
 
@@ -87,14 +85,14 @@ def without_moved(one: GroupGradients) -> GroupGradients:
     """Drop and count gradients of tables whose rows have got other numbers since the lookup."""
     if not one.lookup.has_moved:
         return one
-    ids, rows = one.lookup.ids, one.lookup.buffers.rows
+    layout, rows = one.lookup.layout, one.lookup.buffers.rows
     left = {
         number: one.gradients[number]
-        for number, f in ids.features
-        if f.table.arena is ids.arena and number in one.gradients
+        for number, f in layout.features
+        if f.table.arena is layout.arena and number in one.gradients
     }
     moved: dict[DeviceTable, list[Tensor]] = {}
-    for (number, f), base in zip(ids.features, ids.bases, strict=True):
+    for (number, f), base in zip(layout.features, layout.bases, strict=True):
         if number in one.gradients and number not in left:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
     _count_dropped(one.lookup.buffers.memory, moved)
@@ -112,99 +110,95 @@ def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tens
 
 def is_aligned(descriptors: NDArray[np.int64]) -> bool:
     """Whether all rows of gradients start at multiples of 16 bytes."""
-    gradients = descriptors[:, _GRADIENT : _GRADIENT + 2]
-    return not (gradients[:, 0] % 16).any() and not (gradients[:, 1] % 4).any()
+    address, stride = np.bitwise_or.reduce(descriptors[:, _GRADIENT : _GRADIENT + 2])
+    return bool(address % 16 == 0 and stride % 4 == 0)
 
 
-def update_group(
-    passes: Sequence[GroupGradients], slots: int, rules: Mapping[int, Rule], steps: Mapping[int, int]
-) -> None:
+def update_group(passes: Sequence[GroupGradients], rules: SlotRules) -> None:
     """Apply the sum of the passes' gradients to the tables, by their slots, that have a rule."""
     if len(passes) == 1 and passes[0].complete:
-        _update_one(passes[0], slots, rules, steps)
+        _update_one(passes[0], rules)
         return
-    used = sorted({f.slot for one in passes for _, f in one.lookup.ids.features})
-    chosen = SlotRules.of(slots, used, rules, steps)
+    used = sorted({slot for one in passes for slot in one.lookup.layout.slots})
+    chosen = rules.of_slots(used)
+    if not chosen.kinds:
+        return
     joined = _join(passes, rules)
-    if joined is None or not chosen.kinds:
+    if joined is None:
         return
     buffers, descriptors = joined
-    sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=True)
-    sums.load(0, {}, chosen, descriptors, 1.0)
-    _note_late_changes(passes, sums, slots)
+    sums = UpdateBuffers(buffers, rules.slots, len(descriptors), mapped=True)
+    sums.load(0, 0, chosen, descriptors, 1.0)
+    _note_late_changes(passes, sums, rules.slots)
     sums.run(chosen, is_aligned(descriptors))
 
 
-def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], steps: Mapping[int, int]) -> None:
+def _update_one(one: GroupGradients, rules: SlotRules) -> None:
     lookup = one.lookup
-    ids, buffers, graphed = lookup.ids, lookup.buffers, lookup.graphed
-    if not ids.positions:
+    layout, buffers, graphed = lookup.layout, lookup.buffers, lookup.graphed
+    if not layout.positions:
         return
     if graphed is not None and not graphed.valid:  # for example, a table was added since the lookup
         graphed = None
-    used = sorted(ids.versions)
-    chosen = SlotRules.of(slots, used, rules, steps)
+    chosen = rules.of_slots(layout.slots)
     if not chosen.kinds:
         return
     descriptors = one.descriptors()
     aligned = is_aligned(descriptors)
     if graphed is None:
-        sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=buffers.mapped)
+        sums = UpdateBuffers(buffers, rules.slots, len(descriptors), mapped=buffers.mapped)
     else:
-        sums = graphed.update_buffers(slots, len(descriptors))
-    sums.load(ids.plain_end, ids.versions, chosen, descriptors, one.scale)
+        sums = graphed.update_buffers(rules.slots, len(descriptors))
+    sums.load(layout.plain_end, lookup.version, chosen, descriptors, one.scale)
     if graphed is not None:
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
-        _note_late_changes([one], sums, slots)  # the graph has brought the descriptors to the device
+        _note_late_changes([one], sums, rules.slots)  # the graph has brought the descriptors to the device
         return
     if lookup.has_erasures:
         sums.drop_runs()
     sums.run(chosen, aligned)
-    _note_late_changes([one], sums, slots)
+    _note_late_changes([one], sums, rules.slots)
 
 
 def _note_late_changes(passes: Sequence[GroupGradients], sums: UpdateBuffers, slots: int) -> None:
     """Lookups note changes; if a capture was made since, their update is a change after it."""
-    arena = passes[0].lookup.ids.arena
+    arena = passes[0].lookup.layout.arena
     assert isinstance(arena, RowArena)
-    versions = [one.lookup.ids.versions for one in passes]
-    if arena.captured_version < min(min(of_slots.values()) for of_slots in versions):
+    if arena.captured_version < min(one.lookup.version for one in passes):
         return
     now = np.zeros(slots, np.int64)
     for one in passes:
-        for _, feature in one.lookup.ids.features:
+        for _, feature in one.lookup.layout.features:
             now[feature.slot] = feature.table.version + 1
     sums.note_changes(now)
 
 
 def _join(
-    passes: Sequence[GroupGradients], rules: Mapping[int, Rule]
+    passes: Sequence[GroupGradients], rules: SlotRules
 ) -> tuple[LookupBuffers, NDArray[np.int64]] | None:
     """One lookup whose positions are those of all passes that have a gradient, in the order of passes."""
     rows, feature_of, out_rows, factors, descriptors = [], [], [], [], []
     features = base = 0
     memory: TableMemory | None = None
     for one in passes:
-        ids, buffers = one.lookup.ids, one.lookup.buffers
-        if not ids.positions:
+        layout, buffers = one.lookup.layout, one.lookup.buffers
+        if not layout.positions:
             continue
-        memory, arena = buffers.memory, ids.arena
+        memory, arena = buffers.memory, layout.arena
         made = one.descriptors()
         own_rows, own_features = buffers.rows.clone(), buffers.feature_of
-        versions = np.array([ids.versions.get(slot, 0) for slot in range(1 + max(ids.versions))], np.int64)
-        for at, (_, f) in enumerate(ids.features):
+        for at, (_, f) in enumerate(layout.features):
             if made[at, _GRADIENT] == 0:
-                own_rows[ids.bases[at] : ids.bases[at] + f.positions] = 0
+                own_rows[layout.bases[at] : layout.bases[at] + f.positions] = 0
         if one.present is not None:
             own_rows *= one.present
         if one.lookup.has_erasures:
-            sums = UpdateBuffers(buffers, len(versions), len(made), mapped=buffers.mapped)
-            none = SlotRules.of(len(versions), sorted(ids.versions), {}, {})
-            sums.load(ids.plain_end, ids.versions, none, made, 1.0)
+            sums = UpdateBuffers(buffers, rules.slots, len(made), mapped=buffers.mapped)
+            sums.load(layout.plain_end, one.lookup.version, rules, made, 1.0)
             before = own_rows.clone()
-            drop_positions[(ids.positions // _BLOCK,)](
+            drop_positions[(layout.positions // _BLOCK,)](
                 own_rows,
-                ids.positions,
+                layout.positions,
                 sums.features,
                 own_features,
                 sums.versions,
@@ -214,17 +208,17 @@ def _join(
             )
             gone = torch.where(own_rows == 0, before, 0)
             dropped: dict[DeviceTable, list[Tensor]] = {}
-            for (_, f), start in zip(ids.features, ids.bases, strict=True):
-                if f.slot in rules:
+            for (_, f), start in zip(layout.features, layout.bases, strict=True):
+                if rules.given[f.slot] is not None:
                     dropped.setdefault(f.table, []).append(gone[start : start + f.positions])
             _count_dropped(memory, dropped)
         mapped = buffers.out_rows.clone() if buffers.mapped else torch.empty_like(own_rows)
         own_factors = (
             buffers.factors.clone() if buffers.mapped else torch.empty_like(own_rows, dtype=torch.float32)
         )
-        if ids.plain_end:
+        if layout.plain_end:
             sent = memory.uploads.send(made)
-            map_plain[(ids.plain_end // _BLOCK,)](sent, own_features, mapped, own_factors)
+            map_plain[(layout.plain_end // _BLOCK,)](sent, own_features, mapped, own_factors)
         made[:, fields.BASE.value] += base
         rows.append(own_rows)
         feature_of.append(own_features + features)
@@ -232,13 +226,13 @@ def _join(
         factors.append(own_factors if one.scale == 1.0 else own_factors / one.scale)
         descriptors.append(made)
         features += len(made)
-        base += ids.positions
+        base += layout.positions
     if memory is None:
         return None
-    shape = passes[0].lookup.ids.shape._replace(
+    shape = passes[0].lookup.layout.shape._replace(
         training=False, plain_features=0, features=features, positions=base // _BLOCK, plain=0
     )
-    joined = LookupBuffers(memory, passes[0].lookup.ids.arena, shape)
+    joined = LookupBuffers(memory, passes[0].lookup.layout.arena, shape)
     joined.rows, joined.feature_of = torch.cat(rows), torch.cat(feature_of)
     joined.out_rows, joined.factors = torch.cat(out_rows), torch.cat(factors)
     joined.work.zero_()

@@ -38,6 +38,7 @@ class GraphedBuffers:
         self.staging = buffers.staging = Staging(buffers.sent)
         counters = buffers.memory.counters.values
         self._report = torch.empty(counters.numel(), dtype=torch.int64, pin_memory=True)
+        self._reported = self._report.numpy()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._updates: dict[tuple[int, int], UpdateBuffers] = {}
         self.free = True
@@ -51,7 +52,7 @@ class GraphedBuffers:
         """Queue the lookup of the batch that was loaded into the buffers."""
         self._replay("lookup", self._record_lookup)
         self.staging.done.record()
-        self.buffers.memory.counters.note_copy(self._report, self.staging.done)
+        self.buffers.memory.counters.note_copy(self._report, self._reported, self.staging.done)
 
     def _record_lookup(self) -> None:
         self.staging.copy()

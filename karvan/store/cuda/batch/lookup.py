@@ -9,7 +9,7 @@ import torch
 
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.admission import admit_keys
-from karvan.store.cuda.batch.batch_ids import GroupIds
+from karvan.store.cuda.batch.batch_ids import GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.find import find_rows
@@ -160,15 +160,15 @@ def group_runs(at: LookupBuffers, *, uses: bool) -> None:
     )
 
 
-def run(at: LookupBuffers, ids: GroupIds | None = None) -> None:
-    """All of a lookup. ids: needed where tables do not admit every key, or grow."""
+def run(at: LookupBuffers, layout: GroupLayout | None = None) -> None:
+    """All of a lookup. layout: needed where tables do not admit every key, or grow."""
     memory = at.memory
-    find(at, grows=ids is not None and any(f.table.index.grows for _, f in ids.features))
+    find(at, grows=layout is not None and any(table.index.grows for table in layout.tables))
     if not at.shape.training:
         fill_outputs(at)
         return
-    if ids is not None and at.missing is not None:
-        for table in ids.wanted():
+    if layout is not None and at.missing is not None:
+        for table in layout.tables:
             if not table.admits_all:
                 admit_keys(at, table)
     insert(at)

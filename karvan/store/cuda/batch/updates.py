@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from karvan.store.types import RULES, Rule
 _FIELDS = fields.FEATURE_FIELDS.value
 _HEAD = fields.HEAD.value
 _RULE = update.RULE_FIELDS.value
+_DOUBLE, _INT64 = Struct("d"), Struct("q")
 _PROGRAMS = 4  # times as many as other kernels have: an update waits for memory alone
 
 
@@ -36,6 +37,9 @@ _STATE = {  # floats of state of each rule: times the dim, and more
 
 def check_state(table: DeviceTable, rule: Rule) -> None:
     """Raise unless the rows of a table have the optimizer state that a rule reads and writes."""
+    kind, arena = table.checked_rule
+    if kind == rule.kind and arena is table.arena:
+        return
     times, more = _STATE[rule.kind]
     layout = table.arena.layout
     if times * layout.dim + more != layout.state:
@@ -43,37 +47,47 @@ def check_state(table: DeviceTable, rule: Rule) -> None:
             f"Table '{table.spec.name}': expected {layout.state} floats of optimizer state, got "
             f"{times * layout.dim + more}."
         )
+    table.checked_rule = (rule.kind, table.arena)
 
 
-class SlotRules(NamedTuple):
-    """The rules of an update by the slots of tables, as the kernels read them."""
+class SlotRules:
+    """The rules of an update by the slots of tables, as the kernels read them; None: not updated.
 
-    numbers: NDArray[np.float32]
-    steps: NDArray[np.int64]
-    kinds: tuple[str, ...]
-    limits: bool
-    same: bool
+    used: the slots that matter. kinds: of the rules there are. limits: whether one has something beside its
+    formula. same: whether all of them have the same rule and step, which are then those of slot 0.
+    """
 
-    @classmethod
-    def of(
-        cls, slots: int, used: Sequence[int], rules: Mapping[int, Rule], steps: Mapping[int, int]
-    ) -> SlotRules:
-        """The rules of the `used` ones among so many slots; slots without a rule are not updated."""
-        numbers = np.zeros((slots, _RULE), np.float32)
-        step_of = np.zeros(slots, np.int64)
-        first, step = rules.get(used[0]), steps.get(used[0])
-        same = all(rules.get(slot) is first and steps.get(slot) == step for slot in used)
-        if same:
-            if first is not None and step is not None:
-                numbers[0], step_of[0] = _rule_numbers(first), step
+    def __init__(
+        self, given: Sequence[Rule | None], steps: Sequence[int], used: Sequence[int] | None = None
+    ) -> None:
+        self.given = given
+        self.slots = len(given)
+        self._steps = steps
+        self.numbers = np.zeros((self.slots, _RULE), np.float32)
+        self.steps = np.zeros(self.slots, np.int64)
+        chosen = range(self.slots) if used is None else used
+        first, step = given[chosen[0]], steps[chosen[0]]
+        self.same = all(given[slot] is first and steps[slot] == step for slot in chosen)
+        if self.same:
+            present = [] if first is None else [first]
+            if first is not None:
+                self.numbers[0], self.steps[0] = _rule_numbers(first), step
         else:
-            numbers[:, 0] = -1
-            for slot in used:
-                if slot in rules:
-                    numbers[slot], step_of[slot] = _rule_numbers(rules[slot]), steps[slot]
-        given = {id(rule): rule for slot in used if (rule := rules.get(slot)) is not None}.values()
-        limits = any(r.clip_value or r.clip_norm or r.bound or r.weight_decay for r in given)
-        return cls(numbers, step_of, tuple(sorted({rule.kind for rule in given})), limits, same)
+            self.numbers[:, 0] = -1
+            present = []
+            for slot in chosen:
+                rule = given[slot]
+                if rule is not None:
+                    self.numbers[slot], self.steps[slot] = _rule_numbers(rule), steps[slot]
+                    present.append(rule)
+        self.kinds = tuple(sorted({rule.kind for rule in present}))
+        self.limits = any(r.clip_value or r.clip_norm or r.bound or r.weight_decay for r in present)
+
+    def of_slots(self, used: Sequence[int]) -> SlotRules:
+        """The rules of some slots, of which more may be the same."""
+        if self.same and len(used) == self.slots:
+            return self
+        return SlotRules(self.given, self._steps, used)
 
 
 def _rule_numbers(rule: Rule) -> tuple[float, ...]:
@@ -97,6 +111,11 @@ def _rule_numbers(rule: Rule) -> tuple[float, ...]:
     )
 
 
+def float_bits(number: float) -> int:
+    """The bits of a double, for a head of int64 numbers."""
+    return int(_INT64.unpack(_DOUBLE.pack(number))[0])
+
+
 class UpdateBuffers:
     """The memory of an update of one lookup's rows."""
 
@@ -116,22 +135,23 @@ class UpdateBuffers:
     def load(
         self,
         plain_end: int,
-        versions: Mapping[int, int],
+        version: int,
         rules: SlotRules,
         descriptors: NDArray[np.int64],
         scale: float,
     ) -> None:
-        """Send rules and gradients to the device."""
-        head = np.zeros(_HEAD, np.int64)
-        head[fields.PLAIN_END.value] = plain_end
-        head[fields.INVERSE_SCALE.value] = np.float64(1.0 / scale).view(np.int64)
-        of_slots = np.array([versions.get(slot, 0) for slot in range(len(rules.steps))], np.int64)
-        numbers = rules.numbers.reshape(-1).view(np.int64)
-        parts = (head, rules.steps, of_slots, numbers, descriptors)
-        if self.staging is None:
-            self.lookup.memory.uploads.send_to(self.sent, *parts)
-        else:
-            self.staging.write(*parts)
+        """Send rules and gradients to the device; version: see `GroupLookup`."""
+        staging, slots = self.staging, rules.slots
+        numbers = np.empty(self.sent.numel(), np.int64) if staging is None else staging.numbers()
+        numbers[fields.PLAIN_END.value] = plain_end
+        numbers[fields.INVERSE_SCALE.value] = float_bits(1.0 / scale)
+        numbers[_HEAD : _HEAD + slots] = rules.steps
+        numbers[_HEAD + slots : _HEAD + 2 * slots] = version
+        end = _HEAD + 2 * slots + slots * _RULE // 2
+        numbers[_HEAD + 2 * slots : end] = rules.numbers.reshape(-1).view(np.int64)
+        numbers[end:] = descriptors.reshape(-1)
+        if staging is None:
+            self.lookup.memory.uploads.send_to(self.sent, numbers)
 
     def drop_runs(self) -> None:
         """Pass over the rows that are gone since the lookup, and count them."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from karvan.store.cuda.kernels import fields
 
 _LEAST = 256  # slots
 _LOAD = 0.6  # more used slots than this share of all, and the index grows
@@ -22,6 +26,7 @@ class KeyIndex:
         self.old_slots = 0
         self.moved = 0  # slots of the old index, so far
         self.moved_in_all = 0
+        self.described = False  # whether the table's descriptor has the addresses
 
     def _empty(self, slots: int) -> torch.Tensor:
         return torch.zeros(2 * (slots + WIDTH), dtype=torch.int64, device=self._device)
@@ -35,6 +40,14 @@ class KeyIndex:
     def grows(self) -> bool:
         """Whether an old index still has keys."""
         return self.old is not None
+
+    def describe(self, row: NDArray[np.int64]) -> None:
+        """Write addresses and sizes into the table's descriptor."""
+        row[fields.INDEX.value] = self.entries.data_ptr()
+        row[fields.MASK.value] = self.slots - 1
+        row[fields.OLD_INDEX.value] = 0 if self.old is None else self.old.data_ptr()
+        row[fields.OLD_MASK.value] = self.old_slots - 1
+        self.described = True
 
     def is_full(self, used: int) -> bool:
         """Whether so many used slots are too many."""
@@ -52,6 +65,7 @@ class KeyIndex:
             slots *= 2
         self.old, self.old_slots, self.moved = self.entries, self.slots, 0
         self.entries, self.slots = self._empty(slots), slots
+        self.described = False
 
     def next_move(self, least: int) -> tuple[int, int]:
         """The slots of the old index to move now: the first, and how many."""
@@ -65,3 +79,4 @@ class KeyIndex:
         """Release the old index, whose slots have all been moved."""
         assert self.moved == self.old_slots + 1
         self.old = None
+        self.described = False

@@ -141,12 +141,10 @@ class TableMemory:
         """The descriptors of all tables, as they are now."""
         rows = self._descriptors
         for table in self.tables.values():
-            index, row = table.index, rows[table.number]
-            row[fields.INDEX.value] = index.entries.data_ptr()
-            row[fields.MASK.value] = index.slots - 1
-            row[fields.OLD_INDEX.value] = 0 if index.old is None else index.old.data_ptr()
-            row[fields.OLD_MASK.value] = index.old_slots - 1
-            row[fields.VERSION.value] = table.version
+            index = table.index
+            if not index.described:
+                index.describe(rows[table.number])
+        rows[:, fields.VERSION.value] = [table.version for table in self.tables.values()]
         return rows
 
     def reserve(self, arena: RowArena, wanted: Mapping[DeviceTable, int]) -> None:
@@ -250,7 +248,10 @@ class TableMemory:
 
     def poll(self) -> None:
         """Take what the device has reported so far; raises if it has met wrong offsets."""
-        self._check_faults(self.counters.poll())
+        before = self.counters.known_time
+        numbers = self.counters.poll()
+        if self.counters.known_time != before:
+            self._check_faults(numbers)
 
     def learn_now(self) -> NDArray[np.int64]:
         """Wait for the device, and learn all numbers as they are; returns the tables' counters."""
@@ -272,7 +273,8 @@ class TableMemory:
         return of_tables
 
     def _check_faults(self, numbers: NDArray[np.int64]) -> None:
-        faults = int(numbers[fields.FAULTS.value : _ARENAS * _ARENA_COUNTERS : _ARENA_COUNTERS].sum())
+        first = fields.FAULTS.value
+        faults = sum(int(numbers[first + a.number * _ARENA_COUNTERS]) for a in self._arenas.values())
         if faults > self._faults:
             self._faults = faults
             raise ValueError(

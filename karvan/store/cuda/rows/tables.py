@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ class DeviceTable:
         self.room = 0  # positions that lookups may still have before the host must look at the bounds
         self.erasures = ErasureLog()
         self.filter: torch.Tensor | None = None  # counters of keys without a row, for MinCount
+        self.checked_rule = ("", arena)  # the kind of rule that its rows are known to have the state for
         self.skipped = 0  # updates that were skipped by the host
         self.clock: list[tuple[int, float]] = []  # for TTL: (step, time) now and then
         self._time = self._shown = 0.0
@@ -51,12 +53,14 @@ class DeviceTable:
         self.rows.learn(int(own[fields.ROWS.value]), time)
 
     def next_version(self) -> int:
-        """The version after a change; it grows over all tables of an arena, as their rows' births do.
-
-        A row that one table has released and another has got since is then known to be another one.
-        """
-        self.version = self.arena.newest_version = max(self.version, self.arena.newest_version) + 1
+        """The version after a change; see `next_versions`."""
+        next_versions([self])
         return self.version
+
+    def move_to(self, arena: RowArena) -> None:
+        """Have rows in another arena from now on."""
+        self.arena = arena
+        arena.newest_version = max(arena.newest_version, self.version)
 
     def advance_time(self, now: float) -> float:
         """The table's time, which does not fall when the clock was set back."""
@@ -64,6 +68,21 @@ class DeviceTable:
         self._time = now if now >= latest else latest + max(0.0, now - self._shown)
         self._shown = now
         return self._time
+
+
+def next_versions(tables: Iterable[DeviceTable]) -> None:
+    """Give tables their version after a change, which those of one arena share.
+
+    Versions grow over all tables of an arena, as their rows' births do: a row that one table has released and
+    another has got since is then known to be another one.
+    """
+    done: dict[RowArena, int] = {}
+    for table in tables:
+        arena = table.arena
+        if arena not in done:
+            arena.newest_version += 1
+            done[arena] = arena.newest_version
+        table.version = done[arena]
 
 
 class ErasureLog:

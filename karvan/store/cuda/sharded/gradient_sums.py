@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import GroupIds
+from karvan.store.cuda.batch.batch_ids import GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_aligned
+from karvan.store.cuda.batch.updates import float_bits
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.routing import average_runs
 from karvan.store.cuda.kernels.sums import write_sums as _write_sums
@@ -20,22 +22,27 @@ from karvan.store.cuda.kernels.update import sum_pieces
 _HEAD = fields.HEAD.value
 
 
-def write_sums(ids: GroupIds, at: LookupBuffers, gradients: Mapping[int, Tensor], scale: float) -> None:
+def write_sums(
+    layout: GroupLayout,
+    described: NDArray[np.int64],
+    at: LookupBuffers,
+    gradients: Mapping[int, Tensor],
+    scale: float,
+) -> None:
     """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
-    none = torch.empty(0)
-    empty = ids.describe({number: none for number, _ in ids.features})
-    descriptors = GroupGradients(GroupLookup(ids, empty, at, None, {}), gradients, scale).descriptors()
+    found = GroupLookup(layout, 0, described, at, None, {})
+    descriptors = GroupGradients(found, gradients, scale).descriptors()
     head = np.zeros(_HEAD, np.int64)
-    head[fields.PLAIN_END.value] = ids.plain_end
-    head[fields.INVERSE_SCALE.value] = np.float64(1.0 / scale).view(np.int64)
-    memory, layout = at.memory, at.arena.layout
+    head[fields.PLAIN_END.value] = layout.plain_end
+    head[fields.INVERSE_SCALE.value] = float_bits(1.0 / scale)
+    memory, rows = at.memory, at.arena.layout
     sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
-    partial = torch.empty(at.most_pieces, layout.dim, device=memory.device)
-    group, warps, together = launch.update_tile(layout.columns)
+    partial = torch.empty(at.most_pieces, rows.dim, device=memory.device)
+    group, warps, together = launch.update_tile(rows.columns)
     reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
     shape = {
-        "DIM": layout.dim,
-        "COLUMNS": layout.columns,
+        "DIM": rows.dim,
+        "COLUMNS": rows.columns,
         "GROUP": group,
         "TOGETHER": together,
         "MAPPED": at.mapped,
@@ -58,7 +65,7 @@ def write_sums(ids: GroupIds, at: LookupBuffers, gradients: Mapping[int, Tensor]
             sent,
             memory.programs,
             SHIFT=at.arena.shift,
-            STRIDE=layout.stride,
+            STRIDE=rows.stride,
             LONG=long,
             **shape,
         )
@@ -67,7 +74,7 @@ def write_sums(ids: GroupIds, at: LookupBuffers, gradients: Mapping[int, Tensor]
 def average(group: GroupGradients) -> None:
     """Divide the gradients of each key by the number of ranks that have sent one."""
     at = group.lookup.buffers
-    if not group.lookup.ids.positions:
+    if not group.lookup.layout.positions:
         return
     memory, layout = at.memory, at.arena.layout
     rows, warps = launch.tile(layout.columns)

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from karvan.store.cuda.batch.batch_ids import FeatureIds
-from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
+from karvan.store.cuda.batch.batch_ids import FeatureIds, shape_of_keys
+from karvan.store.cuda.batch.batches import DeviceGradients
 from karvan.store.cuda.sharded.gradient_sums import average
 from karvan.store.cuda.sharded.sections import Sections
 from karvan.store.cuda.store import CudaStore
 from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
-from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import FeatureSpec, Rule
 
 
@@ -55,13 +54,12 @@ class DeviceOwner:
         places = asked.split_vectors(vectors)
         outs = [place if place.is_contiguous() else torch.empty_like(place) for place in places]
         slots = len(tables)
-        ids, layouts = [], []
+        shapes = []
         for part, values in enumerate(keys):
-            slot, size = part % slots, values.numel()
-            table = self._store.memory.tables[tables[slot]]
-            ids.append(FeatureIds(slot, table, "cells", "sum", 1, values, None, None, size, size, 1))
-            layouts.append(OutputLayout(size, size, 1, None))
-        batch = DeviceInputs(ids, layouts, dict(enumerate(uses)), dict(enumerate(outs)))
+            table = self._store.memory.tables[tables[part % slots]]
+            shapes.append(shape_of_keys(part % slots, table, values.numel()))
+        ids = [FeatureIds(values) for values in keys]
+        batch = self._store.inputs_of(shapes, ids, dict(enumerate(uses)), dict(enumerate(outs)))
         plan = self._store.forward(program, batch, training=training, step=step, now=now)
         for place, out in zip(places, outs, strict=True):
             if place is not out:
@@ -81,7 +79,7 @@ class DeviceOwner:
         if present is not None:
             flags = dict(enumerate(answer.sections.split_values(present.int())))
             for group in held.groups:
-                group.present = group.lookup.ids.spread(flags, self._store.device)
+                group.present = group.lookup.layout.spread(flags, self._store.device)
         if by_key:
             for group in held.groups:
                 average(group)

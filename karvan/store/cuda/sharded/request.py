@@ -1,6 +1,6 @@
 """`KeyRequest`: the distinct keys of a batch, sorted by owner, and the batch's positions that have them.
 
-The features of tables of one dim make a group, whose positions are those of `GroupIds`. Positions of all
+The features of tables of one dim make a group, whose positions are those of `GroupLayout`. Positions of all
 groups are sorted by (owner, table, hash), which gives the distinct keys in the order of the messages. The
 host waits for the device once, for the numbers of keys: sizes of messages depend on them.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
+from karvan.store.cuda.batch.batch_ids import FeatureShape, GroupLayout
 from karvan.store.cuda.batch.batches import DeviceInputs
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields, routing
@@ -35,14 +35,14 @@ _BLOCK = fields.BLOCK.value
 class RequestGroup(NamedTuple):
     """The features of a batch whose tables have one dim."""
 
-    ids: GroupIds
+    layout: GroupLayout
     vectors: ReceivedVectors
     buffers: LookupBuffers
 
     @property
     def positions(self) -> int:
         """How many positions there are, with those that only fill blocks."""
-        return self.ids.positions
+        return self.layout.positions
 
 
 class _SortedKeys(NamedTuple):
@@ -65,8 +65,8 @@ class KeyRequest:
         self.batch = batch
         self.ranks = ranks
         dims = [0] * slots
-        by_dim: dict[int, list[tuple[int, FeatureIds]]] = {}
-        for number, feature in enumerate(batch.ids):
+        by_dim: dict[int, list[tuple[int, FeatureShape]]] = {}
+        for number, feature in enumerate(batch.layout.shapes):
             dims[feature.slot] = feature.table.spec.dim
             by_dim.setdefault(dims[feature.slot], []).append((number, feature))
         self.front = max(map(units_of, dims))  # of the row of zeros
@@ -92,11 +92,11 @@ class KeyRequest:
             self._number(found, memory)
 
     def _group(
-        self, dim: int, features: Sequence[tuple[int, FeatureIds]], memory: TableMemory
+        self, dim: int, features: Sequence[tuple[int, FeatureShape]], memory: TableMemory
     ) -> RequestGroup:
         vectors = ReceivedVectors(dim, memory.device)
-        ids = GroupIds(vectors, features, training=False)
-        return RequestGroup(ids, vectors, LookupBuffers(memory, vectors, ids.shape))
+        layout = GroupLayout(vectors, features, training=False)
+        return RequestGroup(layout, vectors, LookupBuffers(memory, vectors, layout.shape))
 
     def _sort(self, positions: int, slots: int, memory: TableMemory) -> tuple[_SortedKeys, Tensor]:
         """The sorted positions, and the number of distinct keys of each part, followed by that of faults."""
@@ -104,18 +104,16 @@ class KeyRequest:
         hashes = torch.empty(positions, dtype=torch.int64, device=device)
         parts = torch.empty(positions, dtype=torch.int32, device=device)
         faults = torch.zeros(fields.ARENA_COUNTERS.value, dtype=torch.int64, device=device)
-        none = torch.empty(0)
         at = 0
         for group in self.groups:
             if not group.positions:
                 continue
-            ids, buffers = group.ids, group.buffers
-            outs = {number: none for number, _ in ids.features}
-            buffers.load(ids, ids.describe(outs), 0)
+            layout, buffers = group.layout, group.buffers
+            buffers.load(layout, layout.describe(self.batch.ids), 0)
             if buffers.mapped:
                 buffers.out_rows.fill_(-1)
-                others = len(ids.features) - ids.plain_features
-                describe_cells[(ids.shape.samples,)](
+                others = len(layout.features) - layout.plain_features
+                describe_cells[(layout.shape.samples,)](
                     buffers.others,
                     others,
                     faults,
@@ -123,9 +121,9 @@ class KeyRequest:
                     buffers.factors,
                     FEATURES=launch.power(others),
                 )
-            routing.route_keys[(ids.shape.positions,)](
+            routing.route_keys[(layout.shape.positions,)](
                 buffers.features,
-                len(ids.features),
+                len(layout.features),
                 buffers.head,
                 buffers.out_rows,
                 buffers.feature_of,
@@ -133,7 +131,7 @@ class KeyRequest:
                 parts[at:],
                 self.ranks,
                 slots,
-                FEATURES=launch.power(len(ids.features)),
+                FEATURES=launch.power(len(layout.features)),
                 MAPPED=buffers.mapped,
             )
             buffers.rows = self.rows[at : at + group.positions]
@@ -184,7 +182,7 @@ class KeyRequest:
         given = self.batch.uses
         if given is None:
             return None
-        return torch.cat([group.ids.spread(given, memory.device) for group in self.groups])
+        return torch.cat([group.layout.spread(given, memory.device) for group in self.groups])
 
     def group_runs(self) -> None:
         """Sort the positions by row, which gradients need; once."""
@@ -209,16 +207,16 @@ class KeyRequest:
         """The outputs of features, from vectors that begin after the row of zeros."""
         outs: dict[int, Tensor] = {}
         for group in self.groups:
-            ids, buffers = group.ids, group.buffers
+            layout, buffers = group.layout, group.buffers
             buffers.memory = memory
-            own = ids.outputs(memory.device)
+            own = layout.outputs(memory.device)
             outs |= own
             if not group.positions:
                 for out in own.values():
                     out.zero_()
                 continue
             group.vectors.place(received, memory.uploads)
-            buffers.load(ids, ids.describe(own), 0)
+            buffers.load(layout, layout.describe(self.batch.ids, own), 0)
             launches.fill_outputs(buffers)
         return outs
 
@@ -230,8 +228,9 @@ class KeyRequest:
             if group.positions:
                 group.buffers.memory = memory
                 group.vectors.place(sums, memory.uploads, before=self.front)
-                own = {number: g for number, _ in group.ids.features if (g := gradients[number]) is not None}
-                write_sums(group.ids, group.buffers, own, scale)
+                own = {number: g for number in group.layout.numbers if (g := gradients[number]) is not None}
+                descriptors = group.layout.describe(self.batch.ids)
+                write_sums(group.layout, descriptors, group.buffers, own, scale)
         return sums
 
     def present(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -239,7 +238,7 @@ class KeyRequest:
         device = self.rows.device
         marks = torch.zeros(self.front + self.sections.floats // 4, dtype=torch.uint8, device=device)
         for group in self.groups:
-            flags = [gradients[number] is not None for number, _ in group.ids.features]
+            flags = [gradients[number] is not None for number in group.layout.numbers]
             if group.positions:
                 has = torch.tensor(flags, device=device)[group.buffers.feature_of.long()]
                 marks[group.buffers.rows[has.repeat_interleave(_BLOCK)].long()] = 1

@@ -199,7 +199,7 @@ class ShardedCudaStore(RankShare):
         self._exchange(vectors.to(self._wire), routed.asked.floats_of, requested.floats_of, received[front:])
         outs = request.pool(received, self._memory())
         return LookupPlan(
-            None, answer.plan.versions, DeviceRankLookup(request, answer, outs, request.batch.layouts)
+            None, answer.plan.versions, DeviceRankLookup(request, answer, outs, request.batch.out_layouts)
         )
 
     def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0) -> RankGradients:
@@ -213,7 +213,7 @@ class ShardedCudaStore(RankShare):
         request, answer = lookup.request, lookup.answer
         slots = len(request.sections.dims)
         flags = torch.zeros(2, slots, dtype=torch.int64)  # has gradients, lacks some
-        for feature, gradient in zip(request.batch.ids, gradients, strict=True):
+        for feature, gradient in zip(request.batch.layout.shapes, gradients, strict=True):
             if feature.cells:
                 flags[int(gradient is None), feature.slot] = 1
         touched, lacking = (self._connection.here.sum(flags) > 0).tolist()
