@@ -81,6 +81,19 @@ class FeatureInput(Output):
         super().__init__(table)
         offsets: Tensor | None = None
         weights: Tensor | None = None
+        self.offsets = self.weights = None
+        if (
+            type(entry) is Tensor
+            and entry.dtype is torch.int64
+            and entry.device == device
+            and entry.dim() == 1
+            and entry.is_contiguous()
+            and table.hash_stack is None
+        ):  # one id for each sample, as most features have: there is nothing to check or convert
+            self.values = entry
+            self.samples = self.cells = entry.numel()
+            self.length = 1 if table.length is None else table.length
+            return
         if isinstance(entry, Tensor):
             values = entry
         elif isinstance(entry, Ragged):

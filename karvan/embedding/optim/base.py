@@ -122,11 +122,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             touched = _of_passes(any, [g.touched() for _, g in gradients])
             finite = _of_passes(all, [g.finite() for _, g in gradients])
             for handle in handles:
-                if not touched[handle.slot]:
+                slot, anchor = handle.slot, handle.anchor
+                if not touched[slot]:
                     continue
-                group, state = groups[handle.anchor], self.state[handle.anchor]
+                group, state = groups[anchor], self.state[anchor]
                 step = state.get("step", 0) + 1
-                if finite[handle.slot]:  # a table whose update will be skipped has not made a step
+                if finite[slot]:  # a table whose update will be skipped has not made a step
                     state["step"] = step
                 key = (id(group), step)
                 if key not in made:

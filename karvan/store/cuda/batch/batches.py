@@ -141,7 +141,9 @@ class DeviceBatches:
                 out_layout = out_layout._replace(offsets=offsets)
             if weights is not None:
                 weights = weights.to(device, non_blocking=True)
-            ids.append(FeatureIds(keys.to(device, non_blocking=True), offsets, weights))
+            if keys.device != device:
+                keys = keys.to(device, non_blocking=True)
+            ids.append(FeatureIds(keys, offsets, weights))
             out_layouts.append(out_layout)
         layout = last.layout
         if layout is None or not layout.valid or shapes != last.shapes:
