@@ -27,9 +27,11 @@ except ImportError as error:
 __all__ = [
     "Bytes",
     "Elements",
+    "Floats",
     "Ids",
     "Integer",
     "Lanes",
+    "Stride",
     "checking_kernel",
     "device_function",
     "kernel",
@@ -44,12 +46,16 @@ if TYPE_CHECKING:
     Elements: TypeAlias = Any
     Integer: TypeAlias = Any
     Lanes: TypeAlias = Any
+    Floats: TypeAlias = Any
+    Stride: TypeAlias = Any
 else:
     Bytes = tl.pointer_type(tl.uint8)
     Ids = tl.pointer_type(tl.int64)
     Elements = tl.pointer_type(tl.int64)  # or to smaller integers: rows are copied whatever they mean
     Integer = tl.int64  # or int32; a kernel is not compiled again for a number that is 1 or divides by 16
     Lanes = tl.uint64  # or another: one value for each element of a block
+    Floats = tl.pointer_type(tl.float32)
+    Stride = tl.int64  # or int32; a kernel is compiled again for one that divides by 16: accesses are wider
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,7 +1,8 @@
 """Dot products of all pairs of a sample's vectors, as in DLRM.
 
-For float32 on the CPU this is native code: on some machines torch's batched products of small matrices take
-thirty times as long, and vectors need not be copied side by side first. Other cases use torch.
+For float32 this is native code on the CPU and a kernel on a GPU: on some machines torch's batched products of
+small matrices take thirty times as long, on a GPU the gradient of choosing pairs takes longer than all the
+rest, and vectors need not be copied side by side first. Other cases use torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from karvan import kernels
 from karvan.native import _native, output_buffers
+
+_MOST_VECTORS = 64  # of a sample on a GPU: a kernel holds its vectors and products in shared memory
 
 
 def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = None) -> Tensor:
@@ -29,9 +33,15 @@ def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = Non
         first = listed[0][:, :0]
     if any(t.dtype is not torch.float32 for t in (first, *listed)):
         dtype = torch.float64 if any(t.dtype is torch.float64 for t in listed) else torch.float32
-        first, listed = first.to(dtype), [t.to(dtype) for t in listed]
-    if first.dtype is torch.float32 and all(t.is_cpu for t in (first, *listed)):
-        return _pairs(first, *(t if t.stride(1) == 1 else t.contiguous() for t in listed))
+        same = first is listed[0]
+        listed = [t.to(dtype) for t in listed]
+        first = listed[0] if same else first.to(dtype)
+    if first.dtype is torch.float32:
+        small = 1 < len(listed) <= _MOST_VECTORS and not torch.compiler.is_compiling()
+        if small and all(map(kernels.on_gpu, (first, *listed))):
+            return _pairs_on_gpu(first, *listed)
+        if all(t.is_cpu for t in (first, *listed)):
+            return _pairs(first, *(t if t.stride(1) == 1 else t.contiguous() for t in listed))
     with torch.autocast(first.device.type, enabled=False):
         return _with_torch(first, torch.stack(listed, 1))
 
@@ -75,8 +85,40 @@ class _Pairs(torch.autograd.Function):
         return gradient[:, : ctx.extra], *made.unbind(1)
 
 
+class _PairsOnGPU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *vectors: Tensor) -> Tensor:
+        from karvan.kernels.pairs import evenly_spaced, pairs
+
+        lead, others = vectors[0], vectors[1:]
+        if lead.stride(1) != 1:
+            lead = lead.contiguous()
+        if not evenly_spaced(others):
+            others = torch.stack(others).unbind()
+        ctx.extra = extra = first.shape[1]
+        ctx.save_for_backward(lead, *others)
+        n = len(vectors)
+        out = torch.empty(len(first), extra + n * (n - 1) // 2, device=first.device)
+        if extra:
+            out[:, :extra] = first
+        pairs(lead, others, out[:, extra:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        from karvan.kernels.pairs import pairs_backward
+
+        lead, *others = ctx.saved_tensors
+        if gradient.stride(1) != 1:
+            gradient = gradient.contiguous()
+        made = pairs_backward(lead, others, gradient[:, ctx.extra :])
+        return gradient[:, : ctx.extra], *made.unbind()
+
+
 # torch declares `apply` without types.
 _pairs = cast(Callable[..., Tensor], _Pairs.apply)
+_pairs_on_gpu = cast(Callable[..., Tensor], _PairsOnGPU.apply)
 
 
 def _addresses(vectors: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import karvan as kv
+from karvan import kernels
 from karvan.models.interaction import pairwise_dots
 
 
 def formula(vectors, first=None):
     x = torch.stack(list(vectors), 1)
-    row, column = torch.tril_indices(x.shape[1], x.shape[1], -1)
+    row, column = torch.tril_indices(x.shape[1], x.shape[1], -1, device=x.device)
     pairs = (x[:, row] * x[:, column]).sum(2)
     return pairs if first is None else torch.cat([first, pairs], 1)
 
@@ -22,21 +23,71 @@ def _leaves(rows, n, dim, extra=0, seed=0, dtype=torch.float32):
     return [t.to(dtype).requires_grad_() for t in (*made, torch.randn(rows, extra, generator=random))]
 
 
+def check_beside_doubles(vectors, first, seed):
+    out = pairwise_dots(vectors, first)
+    doubles = [t.detach().double().requires_grad_() for t in (*vectors, first)]
+    expected = formula(doubles[:-1], doubles[-1])
+    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-4)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.device)
+    made = torch.autograd.grad(out, [*vectors, first], gradient)
+    wanted = torch.autograd.grad(expected, doubles, gradient.double())
+    for got, exact in zip(made, wanted, strict=True):
+        torch.testing.assert_close(got, exact.float(), rtol=1e-4, atol=1e-4)
+
+
 shapes = st.tuples(st.integers(0, 70), st.integers(1, 30), st.sampled_from([1, 2, 5, 8, 16, 17, 32, 64]))
 
 
 @given(shapes, st.sampled_from([0, 1, 16]), st.integers(0, 2**20))
 def test_products_and_gradients_are_those_of_the_formula_in_double(shape, extra, seed):
     *vectors, first = _leaves(*shape, extra, seed)
-    out = pairwise_dots(vectors, first)
-    doubles = [t.detach().double().requires_grad_() for t in (*vectors, first)]
-    expected = formula(doubles[:-1], doubles[-1])
-    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-4)
-    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
-    made = torch.autograd.grad(out, [*vectors, first], gradient)
-    wanted = torch.autograd.grad(expected, doubles, gradient.double())
+    check_beside_doubles(vectors, first, seed)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Kernels compute the products: on a GPU, or in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernels, "on_gpu", lambda tensor: True)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+few = st.tuples(
+    st.integers(0, 17), st.sampled_from([2, 3, 16, 17, 27]), st.sampled_from([1, 5, 16, 128, 130])
+)
+
+
+@given(few, st.sampled_from([0, 1, 16]), st.booleans(), st.integers(0, 2**20))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_kernels_give_products_and_gradients_of_the_formula(by_kernels, shape, extra, together, seed):
+    rows, n, _ = shape
+    *vectors, first = (t.detach().to(DEVICE) for t in _leaves(*shape, extra, seed))
+    if together:  # as the outputs of an engine are
+        vectors = [vectors[0], *torch.cat(vectors[1:]).unsafe_split_with_sizes([rows] * (n - 1))]
+    check_beside_doubles([v.requires_grad_() for v in vectors], first.requires_grad_(), seed)
+
+
+def test_kernels_take_vectors_of_any_layout_and_a_first_that_is_one_of_them(by_kernels):
+    x = torch.randn(9, 5, 8, device=DEVICE)
+    whole = formula(list(x.cpu().unbind(1)))
+    for vectors in (
+        x,
+        list(torch.cat([x.flatten(1), x[:, 0]], 1).split(8, 1))[:5],
+        [v.t().contiguous().t() for v in x.unbind(1)],
+        [x[:, 0].clone(), *(v.clone() for v in x[:, 1:].unbind(1))],
+    ):
+        torch.testing.assert_close(pairwise_dots(vectors).cpu(), whole)
+    vectors = [v.requires_grad_() for v in x.clone().unbind(1)]
+    check_beside_doubles(
+        [v.detach().requires_grad_() for v in vectors], vectors[0].detach().requires_grad_(), 1
+    )
+    out = pairwise_dots(vectors, vectors[0])
+    gradient = torch.randn(out.shape[::-1], device=DEVICE).t()
+    made = torch.autograd.grad(out, vectors, gradient)
+    own = [v.detach().cpu().requires_grad_() for v in vectors]
+    wanted = torch.autograd.grad(formula(own, own[0]), own, gradient.cpu())
     for got, exact in zip(made, wanted, strict=True):
-        torch.testing.assert_close(got, exact.float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.cpu(), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_pairs_come_in_the_order_of_tril_indices_after_the_first_block():

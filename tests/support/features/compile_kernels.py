@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 import karvan.kernels
 
 CONSTANTS = {"block": [128], "columns": [64]}
+CONSTANTS |= {"n": [27], "dim": [128], "rows": [32]}
 CONSTANTS |= {name: [True, False] for name in ("ragged", "first", "last", "whole", "left")}
 # A compilation for small numbers and elements, and one for large ones.
 NUMBERS = ["i32", "i64"]
@@ -34,6 +35,7 @@ def compilations(kernel):
     for values in itertools.product(*(CONSTANTS[name] for name in constants)):
         for number, element in zip(NUMBERS, ELEMENTS, strict=True):
             types = {"Bytes": "*u8", "Ids": "*i64", "Elements": element, "Integer": number}
+            types |= {"Floats": "*fp32", "Stride": number}
             signature = {name: types.get(kind, "constexpr") for name, kind in parameters.items()}
             yield signature, dict(zip(constants, values, strict=True))
 
