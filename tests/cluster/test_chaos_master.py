@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
 from port_helpers import check_ports
+from processes import parent_of
 
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer")
-
-
-def parent_of(pid):
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])
 
 
 def next_master(job, before):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
-from port_helpers import family_of
+from processes import kill_family
 
 SECURED = pytest.mark.parametrize("secured", [False, True], ids=["plain", "mutual TLS"])
 
@@ -35,8 +35,7 @@ def test_a_second_launcher_is_refused_and_a_killed_first_one_is_replaced(tmp_pat
         assert "Started" not in refused
         job.log = log
         job.wait_for_step(job.step() + 3)
-        for pid in reversed(family_of(first.pid)):  # its machine dies
-            os.kill(pid, signal.SIGKILL)
+        kill_family(first.pid)  # its machine dies
         first.wait()
         job.process = launch_again(job, "third")
         job.wait_for_line(f"is taken over from process {master} ")

@@ -10,6 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
+from processes import state_of
 
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer")
 
@@ -83,11 +84,6 @@ class AtTerminal(LaunchedJob):
     def __exit__(self, *exception):
         self.terminal.type("\x03")
         self.terminal.close()
-
-
-def state_of(pid):
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.slow

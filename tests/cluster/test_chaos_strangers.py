@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from chaos_helpers import LaunchedJob, mutual_tls
 from neighbour import needs_root
-from port_helpers import family_of, listening
+from port_helpers import listening
+from processes import family_of
 from support_paths import support_path
 
 pytestmark = [pytest.mark.slow, needs_root]

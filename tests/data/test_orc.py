@@ -12,6 +12,7 @@ from contextlib import suppress
 import fsspec
 import pyarrow as pa
 import pytest
+from processes import is_alive
 from pyarrow import fs, orc
 from rows import read_all
 
@@ -179,12 +180,4 @@ def test_children_end_with_the_process_that_started_them_even_if_it_is_killed(li
     """)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until(lambda: not _is_running(int(done.stdout)))
-
-
-def _is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as status:
-            return status.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not is_alive(int(done.stdout)))

@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import kill
 from ranks_helpers import free_port
 from support_paths import support_path
 
@@ -113,8 +113,7 @@ def test_other_numbers_of_ranks_go_on_where_a_killed_job_was(job):
                 os.killpg(process.pid, signal.SIGKILL)
                 for note in (job / "notes").glob(f"{ranks}-*"):
                     pid = int(note.name.split("-")[2])
-                    if Path(f"/proc/{pid}").exists():
-                        os.kill(pid, signal.SIGKILL)
+                    kill(pid)
                 process.wait()
     assert_each_record_once(job)
 
@@ -124,8 +123,7 @@ def end(agent):
     if agent.poll() is None:
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         for pid in [agent.pid, *map(int, children)]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
         agent.wait()
 
 

@@ -4,11 +4,10 @@ import os
 import shutil
 import signal
 import time
-from contextlib import suppress
 
 import pytest
 from elastic_launch import ElasticLaunch
-from port_helpers import family_of
+from processes import kill_family
 from small_disk import small_disk
 
 pytestmark = pytest.mark.slow
@@ -22,9 +21,7 @@ def saved(job):
 
 def kill_all(job):
     """Kill everything at once, as a machine that loses power."""
-    for pid in family_of(job.process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_family(job.process.pid)
     job.process.wait()
     assert not any(job.pids(role) for role in ROLES)
 

@@ -4,10 +4,10 @@ import os
 import random
 import signal
 import time
-from contextlib import suppress
 
 import pytest
 from elastic_launch import ElasticLaunch
+from processes import kill
 
 pytestmark = pytest.mark.slow
 
@@ -65,8 +65,7 @@ def test_random_kills_of_trainers_workers_and_loaders_cost_nobody_a_rollback(tmp
                 if role == "trainer":  # one is left that has the state of training
                     pids = list(job.worlds()) if len(job.worlds()) > 1 else []
                 if pids:
-                    with suppress(ProcessLookupError):
-                        os.kill(draw.choice(pids), signal.SIGKILL)
+                    kill(draw.choice(pids))
                 time.sleep(draw.choice([0.0, 0.5, 2.0]))
             wait_for_steps(job, 4)
         text = job.finish()
@@ -83,8 +82,7 @@ def test_random_kills_of_everything_lose_and_double_nothing(tmp_path, mode):
         for _ in range(12):
             for role in draw.choices(roles, [4, 2, 4, 1, 1], k=draw.choice([1, 2])):
                 if pids := job.pids(role):
-                    with suppress(ProcessLookupError):
-                        os.kill(draw.choice(pids), signal.SIGKILL)
+                    kill(draw.choice(pids))
             time.sleep(draw.uniform(0.0, 5.0))
             if job.process.poll() is not None or list(job.notes.glob("result-*")):
                 break

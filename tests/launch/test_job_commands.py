@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
-from launch_helpers import Launched, is_alive, keepers_in, wait_until
+from launch_helpers import Launched, keepers_in, wait_until
+from processes import is_alive, kill, parent_of
 from wire_helpers import wait_for
 
 from karvan.cli.main import main
@@ -134,12 +134,8 @@ def test_a_job_all_of_which_was_killed_is_not_said_to_run(tmp_path, run):
     with Launched(tmp_path, ROLES, args=["--detach"]) as job:
         job.output()
         started = job.wait_for("start", "", COUNT)
-        master = job.master()
-        with open(f"/proc/{master}/stat") as stat:
-            keeper = int(stat.read().rpartition(")")[2].split()[1])
-        for pid in {keeper, *keepers_in(job.run_folder)}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in {parent_of(job.master()), *keepers_in(job.run_folder)}:
+            kill(pid)
         wait_until(lambda: not any(is_alive(each["pid"]) for each in started))
         wait_until(job.ended)
         assert status_of(run)["code"] is None

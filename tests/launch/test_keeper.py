@@ -7,7 +7,8 @@ import sys
 import threading
 
 import pytest
-from launch_helpers import Launched, Running, is_alive, wait_until
+from launch_helpers import Launched, Running, wait_until
+from processes import is_alive, parent_of, state_of
 from small_disk import small_disk
 
 from karvan.launch.engines.base import Process
@@ -53,8 +54,6 @@ def test_all_that_a_role_has_started_ends_when_the_role_does(tmp_path, number):
 
 
 def test_ctrl_z_stops_what_roles_have_started(tmp_path):
-    from launch_helpers import state_of
-
     with Families(tmp_path, FAMILY) as job:
         everybody = job.members("trainer") + job.members("parameter-server")
         os.kill(job.process.pid, signal.SIGTSTP)
@@ -149,9 +148,7 @@ def test_orphans_are_not_left_as_zombies_while_the_process_lives(tmp_path):
 def test_a_keeper_takes_little_memory(tmp_path):
     with Running(tmp_path, {}) as job:
         [trainer] = job.wait_for("start", "trainer")
-        with open(f"/proc/{trainer['pid']}/stat") as stat:
-            keeper = stat.read().rpartition(")")[2].split()[1]
-        with open(f"/proc/{keeper}/smaps_rollup") as file:
+        with open(f"/proc/{parent_of(trainer['pid'])}/smaps_rollup") as file:
             sizes = dict(line.split()[:2] for line in file if line.split()[1].isdigit())
         job.order("end-trainer", 0)
         assert job.outcome().code == 0

@@ -3,7 +3,8 @@
 import os
 import signal
 
-from launch_helpers import Launched, is_alive, wait_until
+from launch_helpers import Launched, wait_until
+from processes import is_alive
 
 ROLES = "roles: {trainers: 2, parameter_servers: 1, embedding_workers: 1, loaders: 1}"
 COUNT = 5

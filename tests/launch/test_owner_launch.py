@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import kill, parent_of
 
 PROGRAM = """
 import os, pathlib, time
@@ -51,10 +52,6 @@ def launched(job, **environment):
     finally:
         process.terminate()
         process.communicate()
-
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait_for(condition):
@@ -100,7 +97,7 @@ def test_a_second_launcher_is_refused_with_code_2_and_a_killed_one_is_replaced(j
         assert record["taken"] in output
         keeper = parent_of(record["pid"])
         for pid in (first.pid, keeper, record["pid"]):  # the machine dies, as far as the folder can tell
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)  # the master ends with its keeper
         first.wait()
         with launched(job, KARVAN_JOBS=str(tmp_path / "jobs")) as third:
             wait_for(lambda: len(started(job)) == 4)

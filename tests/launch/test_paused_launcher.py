@@ -4,7 +4,8 @@ import os
 import signal
 import time
 
-from launch_helpers import Launched, is_alive, state_of, wait_until
+from launch_helpers import Launched, wait_until
+from processes import is_alive, state_of
 
 ROLES = "roles: {trainers: 2, parameter_servers: 1, loaders: 1}"
 COUNT = 4

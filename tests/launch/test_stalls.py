@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from launch_helpers import QUICK, Known, Launched, Running, is_alive, wait_until
+from launch_helpers import QUICK, Known, Launched, Running, wait_until
+from processes import is_alive
 
 from karvan.activity import ActivityReport
 from karvan.clock import clock

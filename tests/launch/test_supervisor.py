@@ -5,7 +5,8 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from launch_helpers import QUICK, Running, is_alive, wait_until
+from launch_helpers import QUICK, Running, wait_until
+from processes import is_alive
 
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic.group_client import GroupClient

@@ -3,11 +3,10 @@
 import json
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from launch_helpers import wait_until
 from neighbour import needs_root, run_as_neighbour
-from port_helpers import family_of
+from processes import family_of, kill_family
 
 from karvan.discovery.directory import Directory
 from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
@@ -67,6 +66,14 @@ class Job:
         assert note.exists(), self.output.read_text()
         return json.loads(note.read_text())
 
+    def commands(self):
+        """The command lines of all its seven processes; none while there are more or fewer."""
+        found = []
+        for pid in family_of(self.process.pid):
+            with suppress(OSError):  # one that a role has started, and that has just ended
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        return found if len(found) == 7 else []
+
     def said(self):
         """All that the job has written to the terminal and to its logs."""
         files = [self.output, *(self.folder / "logs").glob("*")]
@@ -92,8 +99,7 @@ def test_a_launched_job_has_a_random_token_that_its_owner_alone_can_read(tmp_pat
         assert path == tmp_path / "jobs" / "quiet" / "token"
         assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
         assert not any(token in value for value in given.values())
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family_of(job.process.pid)]
-        assert len(commands) == 7  # the launcher, the master, two roles, and their keepers
+        commands = wait_until(job.commands, "the launcher, the master, two roles, and their keepers")
         assert not any(token.encode() in each for each in commands)
         (tmp_path / "note.end").touch()
         assert job.process.wait(60) == 0
@@ -105,8 +111,7 @@ def test_a_launched_job_has_a_random_token_that_its_owner_alone_can_read(tmp_pat
 def test_a_killed_job_leaves_nothing_that_counts(tmp_path):
     with Job(tmp_path) as job:
         token = Path(job.environment()["KARVAN_TOKEN_FILE"]).read_text()
-        for pid in family_of(job.process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_family(job.process.pid)
         job.process.wait(60)
     (tmp_path / "note").unlink()
     wait_until(lambda: not RunFolder(tmp_path / "jobs" / "quiet").runs)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import is_alive, wait_until
+from launch_helpers import wait_until
+from processes import is_alive
 
 from karvan.launch.engines import keeper
 from karvan.launch.engines.ray.actor_folder import make_folder, remove_abandoned

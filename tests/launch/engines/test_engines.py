@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 
-from launch_helpers import is_alive, state_of, wait_until
+from launch_helpers import wait_until
+from processes import is_alive, state_of
 
 FAMILY = (
     "import os, subprocess, sys, time",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from engine_helpers import Run
-from launch_helpers import is_alive, state_of, wait_until
-from ray_jobs import parent_of
+from launch_helpers import wait_until
+from processes import is_alive, parent_of, state_of
 from support_paths import support_path
 from test_engines import FAMILY, family_of
 

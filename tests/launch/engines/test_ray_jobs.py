@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY
-from launch_helpers import is_alive, wait_until
+from launch_helpers import wait_until
+from processes import is_alive
 from ray_jobs import RayJob, karvan
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_RAY, reason=NEEDS_RAY)]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY, JobNodes, shared_cluster, token_settings
-from launch_helpers import is_alive, wait_until
-from ray_jobs import DetachedJob, RayJob, karvan, parent_of
+from launch_helpers import wait_until
+from processes import is_alive, parent_of
+from ray_jobs import DetachedJob, RayJob, karvan
 
 from karvan.launch.run_folder import RunFolder
 

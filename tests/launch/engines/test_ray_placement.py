@@ -5,8 +5,8 @@ import signal
 
 import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY
-from launch_helpers import is_alive, spec_of, wait_until
-from ray_jobs import parent_of
+from launch_helpers import spec_of, wait_until
+from processes import is_alive, parent_of
 from test_engines import FAMILY, family_of
 from test_ray_engine import SLEEP, Driver, actor_of, folder_of
 

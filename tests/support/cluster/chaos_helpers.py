@@ -98,8 +98,9 @@ class LaunchedJob:
             step = self.step()
             begun = step if begun is None or step < begun else begun
             if step and step >= begun + after and (pids := self.pids(role)):
-                os.kill(random.choice(pids), how)
-                return
+                with suppress(ProcessLookupError):  # one that has just ended is not the one to disturb
+                    os.kill(random.choice(pids), how)
+                    return
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.01)
         raise TimeoutError(self.log.read_text())

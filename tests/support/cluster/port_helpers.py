@@ -4,10 +4,12 @@ import ipaddress
 import os
 import socket
 import struct
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from processes import family_of
 
 ROLES = ("trainer", "parameter-server", "embedding-worker", "loader", "master")
 _LISTEN = "0A"
@@ -21,19 +23,6 @@ class Listening(NamedTuple):
     kind: str  # tcp, tcp6, udp, udp6 or unix
     host: str  # or the path of a Unix socket
     port: int
-
-
-def family_of(pid):
-    """A process and all that it has started, directly or not."""
-    children = defaultdict(list)
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(place.read_text().rpartition(")")[2].split()[1])
-            children[parent].append(int(place.parent.name))
-    found = [pid]
-    for each in found:
-        found += children[each]
-    return found
 
 
 def listening(pid):

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastic_launch import ElasticLaunch
+from processes import is_alive, kill
 from support_paths import support_path
 
 ROUNDS = 14
@@ -50,7 +51,7 @@ class ChaosLaunch(ElasticLaunch):
         jobs = f"KARVAN_JOBS={self.environment['KARVAN_JOBS']}".encode()
         for place in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if jobs in place.read_bytes().split(b"\0") and _state_of(int(place.parent.name)) != "Z":
+                if jobs in place.read_bytes().split(b"\0") and is_alive(int(place.parent.name)):
                     found.append(int(place.parent.name))
         return found
 
@@ -79,13 +80,13 @@ class Chaos:
                 for role in victims:
                     self._disturb(role, number)
             until = time.monotonic() + 180.0
-            while any(map(_is_alive, self._stopped)):
+            while any(map(is_alive, self._stopped)):
                 assert time.monotonic() < until, f"{self._stopped} hang\n{self._job.log.read_text()}"
                 self._continue_due()
                 time.sleep(0.02)
         finally:
             for pid in self._stopped:
-                _send(pid, signal.SIGCONT)
+                kill(pid, signal.SIGCONT)
 
     def __str__(self):
         total = sum(count for (_, how), count in self.counts.items() if how != "for ever")
@@ -137,7 +138,7 @@ class Chaos:
     def _continue_due(self):
         now = time.monotonic()
         for pid in [pid for pid, due in self._stopped.items() if due is not None and due <= now]:
-            _send(pid, signal.SIGCONT)
+            kill(pid, signal.SIGCONT)
             del self._stopped[pid]
 
     # Disturbances
@@ -161,11 +162,11 @@ class Chaos:
                 self.counts[role, "for ever"] += 1
             due = time.monotonic() + self._draw.uniform(0.05, LONGEST_STOP)
             self._stopped[victim] = None if lasting else due
-            _send(victim, signal.SIGSTOP)
+            kill(victim, signal.SIGSTOP)
         elif role == "launcher":
             self._launch_again()
         else:
-            _send(victim, signal.SIGTERM if how == "end" else signal.SIGKILL)
+            kill(victim, signal.SIGTERM if how == "end" else signal.SIGKILL)
 
     def _launch_again(self):
         """Kill the launcher; its job stops, and is launched again."""
@@ -182,19 +183,3 @@ class Chaos:
 
     def _pids(self, role):
         return [self._job.process.pid] if role == "launcher" else self._job.pids(role)
-
-
-def _send(pid, number):
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _state_of(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
-
-
-def _is_alive(pid):
-    return _state_of(pid) not in (None, "Z")

@@ -4,13 +4,13 @@ import fcntl
 import importlib.util
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 
-from launch_helpers import PATIENCE, is_alive, wait_until
+from launch_helpers import PATIENCE, wait_until
+from processes import is_alive, kill
 from support_paths import support_path
 
 from karvan.job.roles import Role
@@ -110,7 +110,7 @@ class JobNodes:
     def close(self):
         """Kill those that are left."""
         for raylet in self.living():
-            os.kill(raylet, signal.SIGKILL)
+            kill(raylet)
 
 
 def token_settings(path):

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from processes import is_alive, kill
 from support_paths import support_path
 
 from karvan.job.roles import START_ORDER
@@ -65,18 +66,6 @@ def wait_until(condition, what="something", seconds=PATIENCE):
             return found
         time.sleep(0.01)
     raise AssertionError(f"waited {seconds:g} s for {what}")
-
-
-def state_of(pid):
-    """The letter that ps shows, such as T for a process that is stopped; Z as well if it is not there."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
-
-
-def is_alive(pid):
-    return state_of(pid) != "Z"
 
 
 def keepers_in(folder):
@@ -197,7 +186,7 @@ class Launched(Place):
             self.process.wait()
         self.process.stdout.close()
         for keeper in keepers_in(self.run_folder):
-            os.kill(keeper, signal.SIGKILL)
+            kill(keeper)
 
     def output(self):
         """Wait for its end; what it printed."""

@@ -7,24 +7,20 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from chaos_helpers import LaunchedJob
-from launch_helpers import is_alive, wait_until
+from launch_helpers import wait_until
+from processes import is_alive, parent_of
 from support_paths import support_path
 
 from karvan.launch.run_folder import RunFolder
 
 LONG = "master_timeout: 300\n"  # a busy machine is slow
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer", "master")
-
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class RayJob(LaunchedJob):

@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from engine_helpers import token_settings
 from launch_helpers import PATIENCE, wait_until
+from processes import kill
 
 STORE = str(80 << 20)
 _STARTED = 3 * PATIENCE  # seconds that a node of Ray may take, on a busy machine
@@ -102,8 +102,7 @@ def kill_far(number):
     """Kill all processes of the second machine; their ids."""
     pids = [int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", f"kv{number}"]).split()]
     for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        kill(pid)
     return pids
 
 
