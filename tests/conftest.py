@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ import torch  # after that, as it reads the variable
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, on CPU tensors. Triton reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with suppress(ImportError):  # triton is not there on every machine
+        import quick_interpreter  # noqa: F401
 
 # Tests of stores are there; pytest explains the failures only of modules that it knows.
 _SUITES = ("capture", "device", "policy", "rows", "training")

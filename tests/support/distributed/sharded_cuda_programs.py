@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import quick_interpreter  # noqa: F401, for ranks in Triton's interpreter
 import torch
 import torch.distributed as dist
 import trainer_programs
