@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from malformed_calls import KEYS, SUBJECTS, ElasticServerSubject, ServerSubject
+from malformed_calls import SUBJECTS
+from server_calls import KEYS, ElasticServerSubject, ServerSubject
 
 import karvan as kv
 from karvan.protocol.values import TRAINER_OPTIONS
