@@ -233,3 +233,26 @@ def rows_of(engine):
         order = rows.keys.argsort()
         found[table.name] = [column[order].tolist() for column in rows]
     return found
+
+
+def train(engine, given, optimizer, accumulate=1, ahead=0):
+    """Outputs of each batch; `ahead` batches are prepared before their turn."""
+    seen = []
+    given = list(given)
+    for number, batch in enumerate(given):
+        for later in given[number if number == 0 else number + ahead : number + ahead + 1] if ahead else []:
+            engine.prepare(later, training=True)
+        outputs = engine(batch)
+        seen.append([t.detach().clone() for t in tensors(outputs)])
+        loss_of(outputs).backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+    return seen
+
+
+def in_memory(given, accumulate=1):
+    """An engine in memory that is trained on these batches, and their outputs."""
+    kv.connect("memory")
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    seen = train(engine, given, kv.optim.Adagrad(engine, lr=0.1), accumulate)
+    return engine, seen
