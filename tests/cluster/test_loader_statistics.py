@@ -111,7 +111,7 @@ class ThreadLoaders(Loaders):
     def __exit__(self, *error):
         self.leave()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
         super().__exit__(*error)
 

@@ -69,7 +69,7 @@ def test_a_master_that_is_stopped_leaves_the_ledger_to_the_next(start_master, tm
     client.acknowledge({lease.token: 3})
     client.close()
     master.terminate()
-    assert master.wait(20) == 0
+    assert master.wait(60) == 0
     assert sorted(os.listdir(tmp_path / "run" / "master")) == ["work.db"]
     client = WorkClient(start_master().address, "trainer 0")
     assert client.lease()[0].task.first == 3

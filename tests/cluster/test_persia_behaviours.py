@@ -50,7 +50,7 @@ def loader(clusters):
     clusters[2].directory.find("loader", 0)
     yield process
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -42,7 +42,7 @@ class Role:
         return self.wait()
 
     def wait(self):
-        self.out, self.err = self.process.communicate(timeout=30)
+        self.out, self.err = self.process.communicate(timeout=60)
         return self.process.returncode
 
     def __enter__(self):

@@ -104,7 +104,7 @@ def test_planned_batches_can_be_sent_again_too(tmp_path):
             assert torch.equal(workers.ids(batch[REFERENCE])["id"].float(), batch["label"])
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=60.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

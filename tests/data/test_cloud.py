@@ -149,7 +149,7 @@ def test_a_server_that_cannot_be_reached_is_an_error_in_time_that_names_the_url(
         began = time.monotonic()
         with pytest.raises(DataError, match=rf"^{re.escape(url)}: UNAVAILABLE: .* connect to server$"):
             find(url)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 25  # Google waits for half a minute otherwise
 
 
 def test_googles_storage_is_tried_for_half_a_minute_unless_the_url_says_otherwise():

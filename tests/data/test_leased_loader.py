@@ -182,7 +182,7 @@ def test_a_loader_waits_for_the_end_of_an_epoch_that_others_work_on(tmp_path):
         assert (seen, thread.is_alive()) == ([], True)
         slow.acknowledge(2)
         slow.close()
-        thread.join(30)
+        thread.join(60)
         assert sorted(seen) == held
 
 
@@ -381,7 +381,7 @@ class Taker:
     def close(self):
         self._loader.close()
         self._wanted.release()
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

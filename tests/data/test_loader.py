@@ -412,7 +412,7 @@ def test_an_interrupt_ends_a_program_that_waits_for_a_batch():
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "reading\n"
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert out == "interrupted\n"
     assert process.returncode == 0
 

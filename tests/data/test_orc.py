@@ -33,7 +33,7 @@ def lists(tmp_path):
     return path
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -65,9 +65,9 @@ def test_closing_wakes_a_caller_while_the_iterable_waits_for_data():
     got = []
     taker = threading.Thread(target=lambda: got.extend(numbers(stream)))
     taker.start()
-    assert asked.wait(20)
+    assert asked.wait(60)
     stream.close()
-    taker.join(timeout=20)
+    taker.join(timeout=60)
     assert not taker.is_alive()
     assert got == [0]
     arrives.set()

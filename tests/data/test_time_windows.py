@@ -119,9 +119,9 @@ def test_waiting_ends_when_a_window_arrives_or_somebody_closes(root):
     taker = threading.Thread(target=take)
     taker.start()
     root.add("a", 1)
-    assert arrived.wait(20)
+    assert arrived.wait(60)
     windows.close()
-    taker.join(timeout=20)
+    taker.join(timeout=60)
     assert got == ["a"]
     assert windows.ended
 

@@ -23,7 +23,7 @@ threading.Event().wait()
 """
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=60.0):
     due = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < due, "waited in vain"
@@ -57,7 +57,7 @@ def test_a_member_is_found_until_it_leaves(registry, directory):
     assert registry.healthy("loader", 1) is None
     member = Membership(registry.address, "loader", 1, "10.0.0.1:5")
     assert registry.healthy("loader", 1) is True
-    assert directory.find("loader", 1, 5) == "10.0.0.1:5"
+    assert directory.find("loader", 1, 60) == "10.0.0.1:5"
     (known,) = registry.members()
     assert (known.role, known.index, known.pid, known.healthy) == ("loader", 1, os.getpid(), True)
     assert directory.members()[0].address == "10.0.0.1:5"
@@ -69,7 +69,7 @@ def test_a_member_is_found_until_it_leaves(registry, directory):
 
 def test_finding_waits_until_somebody_comes(registry, directory):
     found = []
-    looking = threading.Thread(target=lambda: found.append(directory.find("parameter-server", 0, 20)))
+    looking = threading.Thread(target=lambda: found.append(directory.find("parameter-server", 0, 60)))
     looking.start()
     members = [Membership(registry.address, "parameter-server", index, f"h:{index}") for index in (1, 0)]
     looking.join()
@@ -94,13 +94,13 @@ def test_a_member_that_is_killed_counts_as_lost_and_the_next_one_takes_its_place
     directory = Directory(registry.address)
     process = start_member(registry, "h:1")
     try:
-        assert directory.find("parameter-server", 0, 5) == "h:1"
+        assert directory.find("parameter-server", 0, 60) == "h:1"
         process.kill()
         wait_for(lambda: registry.healthy("parameter-server", 0) is False)
         with pytest.raises(WireError, match="no heartbeat"):
             directory.find("parameter-server", 0, 0.1)
         member = Membership(registry.address, "parameter-server", 0, "h:2", beat=0.1)
-        assert directory.find("parameter-server", 0, 5) == "h:2"
+        assert directory.find("parameter-server", 0, 60) == "h:2"
         member.leave()
     finally:
         process.kill()
@@ -113,7 +113,7 @@ def test_a_stopped_member_that_was_replaced_stays_silent(registry, directory):
     first = Membership(registry.address, "loader", 0, "h:1", beat=0.1)
     second = Membership(registry.address, "loader", 0, "h:2")
     wait_for(lambda: first.replaced)
-    assert directory.find("loader", 0, 5) == "h:2"
+    assert directory.find("loader", 0, 60) == "h:2"
     first.leave()
     assert registry.healthy("loader", 0) is True
     second.leave()
@@ -123,11 +123,11 @@ def test_members_register_again_with_a_registry_that_was_restarted():
     registry = Registry()
     member = Membership(registry.address, "trainer", 0, "h:1", beat=0.1)
     directory = Directory(registry.address)
-    assert directory.find("trainer", 0, 5) == "h:1"
+    assert directory.find("trainer", 0, 60) == "h:1"
     registry.close()
     port = int(registry.address.rpartition(":")[2])
     again = Registry(port=port)
-    assert directory.find("trainer", 0, 20) == "h:1"
+    assert directory.find("trainer", 0, 60) == "h:1"
     assert not member.replaced
     member.leave()
     directory.close()
@@ -161,7 +161,7 @@ def test_a_process_of_an_older_generation_cannot_take_a_place(registry):
 
 
 def test_a_trainer_may_be_silent_longer_than_others():
-    registry = Registry(lost_after=0.2)
+    registry = Registry(lost_after=0.5)
     trainer = Membership(registry.address, "trainer", 0, "h:1", beat=100)
     loader = Membership(registry.address, "loader", 0, "h:2", beat=100)
     wait_for(lambda: registry.healthy("loader", 0) is False)

@@ -50,13 +50,13 @@ class Member:
     def end(self):
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 @pytest.fixture
 def group(tmp_path):
     """start(name) starts a member of a job whose group begins with two."""
-    service = TrainerGroup(tmp_path / "group.json", least=2, lost_after=3.0)
+    service = TrainerGroup(tmp_path / "group.json", least=2, lost_after=5.0)
     registry = Registry(beside=[service])
     members = {}
 
@@ -75,7 +75,7 @@ def group(tmp_path):
 def trains(*members):
     """Wait until all of them have made three more steps together."""
     target = max(member.step for member in members) + 3
-    wait_for(lambda: all(m.world == len(members) and m.step >= target for m in members), 30)
+    wait_for(lambda: all(m.world == len(members) and m.step >= target for m in members))
 
 
 @pytest.mark.parametrize("transport", ["auto", "network"])
@@ -110,7 +110,7 @@ def test_a_member_that_is_stopped_is_left_behind_and_refused_when_it_continues(g
     one.process.send_signal(signal.SIGSTOP)
     trains(two)
     one.process.send_signal(signal.SIGCONT)
-    assert one.process.wait(30) != 0
+    assert one.process.wait(60) != 0
     trains(two)
 
 

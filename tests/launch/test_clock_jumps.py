@@ -47,7 +47,7 @@ def go_on(job, steps):
 
 def test_the_clocks_of_a_job_jump_and_its_loader_is_killed(tmp_path):
     clocks = WallClocks(tmp_path / "clocks", NAMES)
-    options = {"records": 300, "epochs": 1, "servers": 1, "loaders": 1, "environment": clocks.environment}
+    options = {"records": 600, "epochs": 1, "servers": 1, "loaders": 1, "environment": clocks.environment}
     with ElasticLaunch(tmp_path, trainers="{replicas: 1}", **options) as job:
         job.wait_for_world(1)
         for offset in (DAY, -DAY, 0):

@@ -36,7 +36,7 @@ def test_bad_records_are_skipped_and_all_others_are_trained_once(tmp_path, poiso
         trainers = job.start(), job.start()
         for result in job.results(2):
             check_all_others(job, result)
-        assert [each.wait(30) for each in trainers] == [0, 0]
+        assert [each.wait(60) for each in trainers] == [0, 0]
         path = job.data / "1.parquet"
         for number in (10, 33):
             line = f"Skipped record {number} of {path} (epoch 1), bad record"
@@ -60,7 +60,7 @@ def test_bad_records_are_skipped_while_trainers_die(tmp_path, seed, servers):
                 break
             victim = order.choice(alive)
             os.kill(victim.pid, order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
-            victim.wait(30)
+            victim.wait(60)
             alive.remove(victim)
             alive.append(job.start())
         job.hurry()

@@ -51,7 +51,7 @@ def _kill_one(job):
     job.hurry()
     results = job.results(2)
     check(job, results)
-    assert [two.wait(20), three.wait(20)] == [0, 0]
+    assert [two.wait(60), three.wait(60)] == [0, 0]
     assert max(result["trained"] for result in results) == results[0]["step"]  # nobody went back
     return results
 
@@ -60,7 +60,7 @@ def test_a_trainer_that_is_terminated_finishes_its_batch_and_leaves(job):
     one, two = job.start(), job.start()
     job.wait(lambda: job.step(one)[1] == job.step(two)[1] == 2)
     one.send_signal(signal.SIGTERM)
-    assert one.wait(30) == 0, job.logs()
+    assert one.wait(60) == 0, job.logs()
     job.wait(lambda: job.step(two)[1] == 1)
     job.hurry()
     check(job, job.results(1))
@@ -76,7 +76,7 @@ def test_all_trainers_die_and_the_next_ones_continue_from_the_checkpoint(job):
     (result,) = job.results(1)
     check(job, [result])
     assert 0 < result["step"] - result["trained"] <= 15
-    assert three.wait(20) == 0
+    assert three.wait(60) == 0
 
 
 def test_all_trainers_are_terminated_and_save(job):
@@ -84,7 +84,7 @@ def test_all_trainers_are_terminated_and_save(job):
     job.wait(lambda: min(job.step(one)[0], job.step(two)[0]) > 3)
     for trainer in (one, two):
         trainer.send_signal(signal.SIGTERM)
-    assert [one.wait(30), two.wait(30)] == [0, 0]
+    assert [one.wait(60), two.wait(60)] == [0, 0]
     assert job.group.has_left(one.name)  # they have ended, but are not done
     assert job.group.has_left(two.name)
     stopped = max(job.step(one)[0], job.step(two)[0])
@@ -169,7 +169,7 @@ def test_many_kills(tmp_path, seed):
                 break
             victim = order.choice(alive)
             os.kill(victim.pid, order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
-            victim.wait(30)
+            victim.wait(60)
             alive.remove(victim)
             alive.append(job.start())
         job.hurry()

@@ -217,7 +217,7 @@ def test_a_trainer_that_was_asked_to_leave_its_fit_predicts_nothing(tmp_path):
         leaver, other = job.start(), job.start()
         job.wait(lambda: job.step(leaver)[1] == job.step(other)[1] == 2)
         leaver.send_signal(signal.SIGTERM)
-        assert leaver.wait(30) == 0
+        assert leaver.wait(60) == 0
         job.hurry()
         job.results(2)
         check_predictions(job, value=1.0)

@@ -93,11 +93,11 @@ def test_one_who_waits_for_a_batch_is_let_go_when_asked_to_stop():
     def slow():
         yield 1
         waiting.set()
-        more.wait(20)
+        more.wait(60)
         yield 2
 
     def wait_and_stop():
-        waiting.wait(20)
+        waiting.wait(60)
         stop.set()
 
     with closing(feed(slow(), prefetch=1, stopped=stop.is_set)) as batches:

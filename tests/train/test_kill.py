@@ -162,10 +162,10 @@ def test_a_signal_ends_the_wait_for_data():
 
     def data():
         yield from batches(3)
-        trained.wait(20)
+        trained.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Timer(0.3, more.set).start()
-        more.wait(20)
+        more.wait(60)
         yield from batches(1)
 
     result = trainer(callbacks=[Watch()]).fit(data())

@@ -76,8 +76,8 @@ def test_strangers_harm_nobody(process, name):
             one.settimeout(0.05)
             with contextlib.suppress(TimeoutError):
                 one.recv(1000)
-            peer.call("ping", deadline=10)
-        peer.call("ping", deadline=10)
+            peer.call("ping", deadline=60)
+        peer.call("ping", deadline=60)
         assert peer.connections == 1
 
 
@@ -91,11 +91,11 @@ def test_many_strangers_leave_no_memory_taken(process):
             with contextlib.suppress(ConnectionError):
                 one.sendall(list(SENT.values())[number % len(SENT)])
             kept.append(one)  # half-open: neither used nor closed
-        peer.call("ping", deadline=10)
+        peer.call("ping", deadline=60)
         assert process.memory() - before < MOST_GROWTH
         for one in kept:
             one.close()
-        peer.call("ping", deadline=10)
+        peer.call("ping", deadline=60)
         assert process.memory() - before < MOST_GROWTH
 
 

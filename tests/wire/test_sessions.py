@@ -90,7 +90,7 @@ def test_a_caller_that_may_come_back_keeps_its_session_whatever_the_pressure():
         wait_for(lambda: not server.connections, LIMIT)
         drop_sessions(server.address, 9, calls=1)
         with (
-            Client("late", server.address, deadline=0.5) as late,
+            Client("late", server.address, deadline=2.0) as late,
             pytest.raises(WireError, match="late is busy: expected up to 10 sessions"),
         ):
             late.call("ping")

@@ -48,7 +48,7 @@ def test_a_server_closes_with_calls_in_flight_and_callers_wait_for_the_next_one(
     port = int(server.address.rpartition(":")[2])
     peer = Client("counting", server.address, forgetful=True)
     replies = [peer.begin("gate"), *(peer.begin("echo", {"n": number}) for number in range(3))]
-    assert service.entered.wait(30)
+    assert service.entered.wait(60)
     server.close(0.1)
     server.close()
     assert not any(reply.done for reply in replies)
@@ -91,7 +91,7 @@ def test_what_is_done_after_a_call_is_told_of_failures():
     told = threading.Event()
     peer = Client("nobody", "127.0.0.1:1", deadline=0.1)
     reply = peer.begin("ping", then=lambda reply: told.set() if reply.error else None)
-    assert told.wait(20)
+    assert told.wait(60)
     assert reply.done
     peer.close()
 
@@ -212,7 +212,7 @@ def test_a_program_ends_without_noise_with(process, name):
         [sys.executable, "-W", quiet, "-c", head + body + "\nprint('end')", process.address],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "end\n", "")
 

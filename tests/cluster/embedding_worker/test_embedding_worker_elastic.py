@@ -107,7 +107,7 @@ def commit(trainers, step, staged):
         trainer.commits.commit(step, [each.part for each in staged], 1.0, {"step": step})
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=60.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

@@ -31,7 +31,7 @@ def start():
         each.close()
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=60.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

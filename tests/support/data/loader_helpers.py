@@ -50,5 +50,5 @@ def no_threads_left():
     """Whether the loader's threads have ended, within a generous time."""
     for thread in threading.enumerate():
         if thread.name == "karvan-data":
-            thread.join(timeout=20)
+            thread.join(timeout=60)
     return not any(thread.name == "karvan-data" for thread in threading.enumerate())

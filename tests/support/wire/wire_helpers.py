@@ -96,7 +96,7 @@ class Process:
         self.kill()
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=60.0):
     due = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < due, "waited in vain"
