@@ -33,9 +33,11 @@ test: $(VENV)/.dev  ## set everything up and run all checks and tests
 test-native: $(VENV)/.dev  ## the C++ core's own tests
 	@tools/test_native.sh plain
 
-# Tests start hundreds of processes. Each would compile the package where PYTHONDONTWRITEBYTECODE is set.
+# Tests start hundreds of processes. Each would compile the package where PYTHONDONTWRITEBYTECODE is set, and
+# each process of pytest all tests.
 test-python: $(VENV)/.dev  ## the Python tests; ARGS go to pytest
 	@$(BIN)/python -m compileall -q karvan tests/support
+	@$(BIN)/python tools/rewrite_asserts.py
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples

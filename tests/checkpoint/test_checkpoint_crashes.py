@@ -15,14 +15,6 @@ import karvan as kv
 from karvan.checkpoint import CheckpointError
 
 
-def _expected(steps):
-    """The rows of an uninterrupted run."""
-    model = Model()
-    for step in range(steps):
-        model.train_on(1, seed=step)
-    return model
-
-
 def _kill_again_and_again(folder, rounds):
     saver = subprocess.Popen(
         [sys.executable, support_path("checkpoint/saver.py"), folder],
@@ -43,6 +35,7 @@ def _kill_again_and_again(folder, rounds):
 def _kill_rounds(saver, folder, rounds):
     random_ = random.Random(rounds)
     reached = hidden = 0
+    uninterrupted = Model()
     for _ in range(rounds):
         saver.stdin.write("\n")
         saver.stdin.flush()
@@ -63,11 +56,13 @@ def _kill_rounds(saver, folder, rounds):
         if newest is None:
             continue
         assert newest.step >= reached
+        for step in range(reached, newest.step):
+            uninterrupted.train_on(1, seed=step)
         reached = newest.step
         assert kv.checkpoint.verify(folder) == []
         loaded = Model()
         loaded.restore(newest.load(loaded))
-        assert same_rows(loaded.rows(), _expected(reached).rows())
+        assert same_rows(loaded.rows(), uninterrupted.rows())
     assert reached > 0
     assert hidden > rounds // 4  # it was in the midst of a save that they were killed
 

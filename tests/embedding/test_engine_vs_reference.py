@@ -27,7 +27,7 @@ def test_all_combiners_weights_and_dtypes_in_one_engine(optimizer):
         label = f"{name} {dtype} {with_weights}"
         features[label], dtypes[label], weighted[label] = feature, dtype, with_weights
     pair, source = Pair(features, optimizer, dtypes=dtypes), random.Random(optimizer)
-    for seed in range(3):
+    for seed in range(2):
         rows = {name: random_rows(source) for name in features}
         pair.train({n: (r, weigh(r, seed) if weighted[n] else None) for n, r in rows.items()}, seed)
 

@@ -122,10 +122,11 @@ def test_a_process_that_stops_before_it_finds_the_next_master_is_replaced(tmp_pa
         os.kill(before, signal.SIGKILL)
         killed, until = False, time.monotonic() + 60.0
         while not killed:  # the next master continues what was stopped
-            kill(trainer["pid"], signal.SIGSTOP)
+            for _ in range(20):
+                kill(trainer["pid"], signal.SIGSTOP)
+                time.sleep(0.001)
             killed = said(job, "trainer-0 does not answer any more; it is killed.")
             assert time.monotonic() < until
-            time.sleep(0.0005)
         job.wait_for("start", "trainer", 2)
         assert said(job, "The master was restarted: generation 0, 2 processes.")
         job.order("end-trainer", 0)

@@ -1,0 +1,41 @@
+"""Compiles the tests as pytest does when it imports them, with the values of asserts that fail.
+
+Pytest keeps what it has compiled beside the tests, if Python may. Where it may not, or has not yet, each of
+the processes of `make test` would compile all of them, which takes as long as some hundred tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from _pytest.assertion import rewrite
+
+ROOT = Path(__file__).resolve().parent.parent
+PATTERNS = ("test_*.py", "conftest.py", "*_conformance.py")  # the last are named in tests/conftest.py
+
+
+def compile_test(path: Path) -> None:
+    """Write what pytest would, if it is not there."""
+    folder = rewrite.get_cache_dir(path)
+    target = folder / (path.name[:-3] + rewrite.PYC_TAIL)
+    if rewrite._read_pyc(path, target) is not None:
+        return
+    source_hash, code = rewrite._rewrite_test(path, None)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(partial := target.with_suffix(".partial"), "wb") as file:
+        rewrite._write_pyc_fp(file, source_hash, code)
+    partial.replace(target)
+
+
+def main() -> int:
+    """Compile all tests, in as many processes as there are cores."""
+    paths = sorted({path for pattern in PATTERNS for path in (ROOT / "tests").rglob(pattern)})
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(compile_test, paths, chunksize=8))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
