@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from free_ports import free_port
 
 from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
 from karvan.discovery.membership import Membership
@@ -120,12 +121,12 @@ def test_a_stopped_member_that_was_replaced_stays_silent(registry, directory):
 
 
 def test_members_register_again_with_a_registry_that_was_restarted():
-    registry = Registry()
+    port = free_port()
+    registry = Registry(port=port)
     member = Membership(registry.address, "trainer", 0, "h:1", beat=0.1)
     directory = Directory(registry.address)
     assert directory.find("trainer", 0, 60) == "h:1"
     registry.close()
-    port = int(registry.address.rpartition(":")[2])
     again = Registry(port=port)
     assert directory.find("trainer", 0, 60) == "h:1"
     assert not member.replaced

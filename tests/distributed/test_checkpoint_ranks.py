@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_programs import RARE, Model
+from forked_programs import ForkedProgram
 from ranks_helpers import run, start
 
 import karvan as kv
@@ -153,7 +154,7 @@ def resign(folder, change):
 def test_the_checkpoint_before_survives_the_death_of_a_rank_that_writes(tmp_path, victim):
     results, folder = tmp_path / "results", tmp_path / "run"
     results.mkdir()
-    processes = start(2, "checkpoint_programs:die", results, place=str(folder), victim=victim)
+    processes = start(2, "checkpoint_programs:die", results, ForkedProgram, place=str(folder), victim=victim)
     try:
         codes = [process.wait(60) for process in processes]
     finally:

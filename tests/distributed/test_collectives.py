@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from ranks_helpers import run, start
 
 from karvan import distributed
@@ -57,6 +58,7 @@ def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport, vict
             3,
             "collective_programs:lose",
             folder,
+            ForkedProgram,
             how=how,
             timeout=timeout,
             transport=transport,

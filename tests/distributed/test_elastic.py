@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from free_ports import free_port
 from processes import kill
-from ranks_helpers import free_port
 from support_paths import support_path
 
 import karvan as kv

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from forked_programs import ForkedProgram
+from free_ports import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks_helpers import run
@@ -127,8 +128,8 @@ def test_the_engine_says_which_process_has_ended(group):
 def test_a_group_outlives_its_master(tmp_path):
     path = tmp_path / "group.json"
     service = TrainerGroup(path, least=1)
-    registry = Registry(beside=[service])
-    port = int(registry.address.rpartition(":")[2])
+    port = free_port()
+    registry = Registry(port=port, beside=[service])
     one = Member(registry.address, "one")
     try:
         trains(one)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import trainer_programs
-from ranks_helpers import free_port, run
+from free_ports import free_port
+from ranks_helpers import run
 
 PROGRAMS = {
     "uneven": ["uneven", {}],

@@ -8,7 +8,6 @@ torch, which takes seconds; `start` starts whole new ones, for tests of how proc
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,14 +16,9 @@ from pathlib import Path
 
 import torch
 from forked_programs import fork_context, prepare_fork
+from free_ports import free_port
 
 HERE = Path(__file__).parent
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def environments(world):
@@ -41,16 +35,17 @@ def environments(world):
         }
 
 
-def start(world, function, folder, **arguments):
-    """The processes, started; each writes its result to folder/RANK.pt."""
+def start(world, function, folder, kind=subprocess.Popen, **arguments):
+    """The processes, started; each writes its result to folder/RANK.pt.
+
+    kind: `ForkedProgram`, for processes that are killed, but need not be new ones.
+    """
     started = []
     for rank, added in enumerate(environments(world)):
         environment = {**os.environ, **added}
         command = [sys.executable, __file__, function, str(folder), json.dumps(arguments)]
         output = (Path(folder) / f"{rank}.log").open("wb")
-        started.append(
-            subprocess.Popen(command, env=environment, cwd=HERE, stdout=output, stderr=subprocess.STDOUT)
-        )
+        started.append(kind(command, env=environment, cwd=HERE, stdout=output, stderr=subprocess.STDOUT))
     return started
 
 
