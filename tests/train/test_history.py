@@ -4,10 +4,10 @@ import json
 import math
 import resource
 import signal
-import subprocess
 import sys
 
 import pytest
+from forked_programs import ForkedProgram
 from hypothesis import given
 from hypothesis import strategies as st
 from train_helpers import StopAt, batches, trainer
@@ -89,15 +89,16 @@ def test_the_history_survives_kill_9(tmp_path):
         "        if logs.step == 9: trainer.saver._checkpoints.wait(); os.kill(os.getpid(), signal.SIGKILL)\n"
         "trainer(checkpoints=sys.argv[1], checkpoint_every=4, log_every=1, callbacks=[Kill()]).fit(batches())"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)])
-    assert done.returncode == -signal.SIGKILL
-    assert [entry["step"] for entry in entries(tmp_path)] == list(range(1, 9))  # the 9th was not reported
-    with (tmp_path / FILE).open("a") as file:
+    (program := tmp_path / "program.py").write_text(script)
+    folder = tmp_path / "run"
+    assert ForkedProgram([sys.executable, program, folder]).wait(60) == -signal.SIGKILL
+    assert [entry["step"] for entry in entries(folder)] == list(range(1, 9))  # the 9th was not reported
+    with (folder / FILE).open("a") as file:
         file.write('{"kind"')
-    fit = trainer(checkpoints=tmp_path, log_every=1)
+    fit = trainer(checkpoints=folder, log_every=1)
     fit.fit(batches())
     assert list(fit.history.step) == list(range(1, 13))
-    assert [entry["step"] for entry in entries(tmp_path)] == list(range(1, 13))
+    assert [entry["step"] for entry in entries(folder)] == list(range(1, 13))
 
 
 @pytest.mark.parametrize(
