@@ -1,6 +1,6 @@
 """Every socket on which a process of a launched job listens is known, and on the job's host.
 
-`test_chaos_master.py` checks it in the default run, before it kills the master of its job.
+`test_chaos_master.py` checks it, too, before it kills the master of its job.
 """
 
 import socket
