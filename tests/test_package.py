@@ -249,7 +249,7 @@ def _seconds(code):
 
 
 def test_import_takes_less_than_two_seconds():
-    for _ in range(2):
+    for _ in range(5):
         whole = _seconds("import karvan; karvan.EmbeddingEngine")
         # Where torch alone takes that long, as on a busy machine, karvan may add a quarter of its time.
         if whole < 2.0 or whole < 1.25 * (alone := _seconds("import torch")):
