@@ -12,6 +12,10 @@ what breaks without it:
 - `_profiler_enabled`, `_global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`,
   `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: whether anybody observes a step of an optimizer.
   Without them steps of sparse optimizers fail; if their meaning changes, hooks and profiles miss such steps.
+- `_step_supports_amp_scaling`, `found_inf` and `grad_scale` of an optimizer: torch's fused optimizers leave
+  out a step by a flag on the GPU. Without them every step waits for the GPU; if their meaning changes, steps
+  are made that should be skipped.
+- `_get_scale_async` of a GradScaler: the scale of the loss on the GPU. Without it precision "fp16" fails.
 - `_version` of a tensor: the number of writes to it. Without it a batch that was changed in place after
   `EmbeddingEngine.prepare` trains with its old ids.
 - `GOMP_parallel`, `omp_get_max_threads` of libtorch_cpu.so: torch's OpenMP threads, which the native core
@@ -31,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OPENMP_FUNCTIONS",
+    "SKIP_ATTRIBUTES",
     "TENSOR_VERSION",
     "PrefixStore",
     "Store",
@@ -38,11 +43,16 @@ __all__ = [
     "default_group",
     "default_store",
     "is_step_observed",
+    "loss_scale",
     "openmp_addresses",
+    "skips_on_device",
+    "step_unless",
 ]
 
 # The attribute of a tensor that counts the writes to it.
 TENSOR_VERSION = "_version"
+# Of an optimizer, the first, if it can skip a step by the other two.
+SKIP_ATTRIBUTES = ("_step_supports_amp_scaling", "found_inf", "grad_scale")
 # What the native core calls to run on torch's threads, in the order of `_native.share_team`.
 OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_max_threads")
 
@@ -59,6 +69,41 @@ def is_step_observed(optimizer: torch.optim.Optimizer) -> bool:
         or _global_optimizer_post_hooks
         or _profiler_enabled()
     )
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_unless` works for the next step of this optimizer."""
+    if not getattr(optimizer, SKIP_ATTRIBUTES[0], False):
+        return False
+    # The groups decide, which a checkpoint may have replaced.
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    # Torch allocates the buffers of momentum in the first step, and does not fill them if it is skipped.
+    return not isinstance(optimizer, torch.optim.SGD) or not any(
+        group["momentum"] and optimizer.state.get(each, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.grad is not None
+    )
+
+
+def step_unless(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
+    """Make a step unless this float on the parameters' device is 1.0: then it changes nothing."""
+    _, flag, scale = SKIP_ATTRIBUTES
+    setattr(optimizer, flag, found_inf)
+    setattr(optimizer, scale, None)
+    try:
+        optimizer.step()
+    finally:
+        delattr(optimizer, flag)
+        delattr(optimizer, scale)
+
+
+def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """The scale of the loss, on its device; the scaler writes later ones to the same tensor."""
+    scale = scaler._get_scale_async()
+    assert scale is not None, "the scaler has scaled no loss yet"
+    return scale
 
 
 def openmp_addresses() -> list[int] | None:

@@ -49,6 +49,34 @@ def test_an_optimizer_has_its_hooks(name):
     assert hasattr(optimizer, name), _missing(f"Optimizer.{name}")
 
 
+def test_a_fused_optimizer_skips_a_step_by_a_flag():
+    from karvan.torch_internals import SKIP_ATTRIBUTES, skips_on_device, step_unless
+
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
+    assert hasattr(optimizer, SKIP_ATTRIBUTES[0]), _missing(f"Adam.{SKIP_ATTRIBUTES[0]}")
+    assert skips_on_device(optimizer)
+    step_unless(optimizer, torch.tensor(1.0))
+    assert weight.tolist() == [1.0, 1.0]
+    assert not any(hasattr(optimizer, name) for name in SKIP_ATTRIBUTES[1:])
+    step_unless(optimizer, torch.tensor(0.0))
+    assert weight.tolist() != [1.0, 1.0]
+    assert optimizer.state[weight]["step"].item() == 1
+    assert not skips_on_device(torch.optim.Adam([weight], lr=0.1))
+
+
+def test_a_scaler_has_its_scale_as_a_tensor():
+    from karvan.torch_internals import loss_scale
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    scale = loss_scale(scaler)
+    assert scale.item() == 8.0
+    scaler.update(4.0)
+    assert scale.item() == 4.0  # the same tensor
+
+
 def test_a_tensor_counts_what_is_written_to_it():
     from karvan.torch_internals import TENSOR_VERSION
 
@@ -89,10 +117,16 @@ def test_hooks_and_profilers_observe_a_step():
 
 
 def test_the_docstring_says_what_breaks_for_each_name():
-    from karvan.torch_internals import OPENMP_FUNCTIONS, TENSOR_VERSION
+    from karvan.torch_internals import OPENMP_FUNCTIONS, SKIP_ATTRIBUTES, TENSOR_VERSION
 
     told = ast.get_docstring(TREE)
-    names = [name for _, name in INTERNAL] + [*ATTRIBUTES, TENSOR_VERSION, *OPENMP_FUNCTIONS]
+    names = [name for _, name in INTERNAL] + [
+        *ATTRIBUTES,
+        *SKIP_ATTRIBUTES,
+        TENSOR_VERSION,
+        *OPENMP_FUNCTIONS,
+    ]
+    names.append("_get_scale_async")
     assert [name for name in names if f"`{name}`" not in told] == []
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import torch
+from torch import Tensor
 
 from karvan.dense.step_policies import Outcome, Staleness
+from karvan.torch_internals import skips_on_device, step_unless
 
 
 class LocalDense:
@@ -42,6 +44,16 @@ class LocalDense:
         if self.optimizer is not None:
             self.optimizer.step()
         return "accepted"
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step_unless` works for the next step."""
+        return self.optimizer is None or skips_on_device(self.optimizer)
+
+    def step_unless(self, found_inf: Tensor) -> None:
+        """Make a step unless this float on the parameters' device is 1.0; without waiting for it."""
+        if self.optimizer is not None:
+            step_unless(self.optimizer, found_inf)
 
     def settle(self) -> None:
         """Wait for all trainers' steps and get the resulting parameters; a collective."""

@@ -62,6 +62,11 @@ class PeriodicAveraging(LocalDense):
         flags = self._connection.main.sum(torch.tensor([0.0 if finite else 1.0]))
         return not bool(flags[0])
 
+    @property
+    def skips_on_device(self) -> bool:
+        """See `LocalDense.skips_on_device`: ranks agree on every step."""
+        return False
+
     def step(self) -> Outcome:
         """See `LocalDense.step`."""
         outcome = super().step()

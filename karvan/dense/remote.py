@@ -98,6 +98,11 @@ class RemoteDense(LocalDense):
             "faster. Expected a larger tolerance, or trainers of similar speed."
         )
 
+    @property
+    def skips_on_device(self) -> bool:
+        """See `LocalDense.skips_on_device`: servers have to know whether a step is made."""
+        return False
+
     def step(self) -> Outcome:
         """See `LocalDense.step`."""
         outcome = self._dense.step()

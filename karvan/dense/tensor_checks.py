@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -59,7 +59,16 @@ def _names(parameters: Mapping[str, Any]) -> str:
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Whether no element is an infinity or a NaN."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if not dense:
+        return True
     if all(g.is_cpu and g.dtype is torch.float32 and g.is_contiguous() for g in dense):
         return _native.all_finite([g.data_ptr() for g in dense], [g.numel() for g in dense])
-    largest = get_total_norm(dense, math.inf)  # the largest magnitude: unlike a sum, it cannot overflow
-    return bool(torch.isfinite(largest))
+    return bool(torch.isfinite(largest_magnitude(dense)))
+
+
+def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of at least one gradient, on its device; NaN if an element is NaN.
+
+    Unlike a sum, it cannot overflow.
+    """
+    return get_total_norm(gradients, math.inf)

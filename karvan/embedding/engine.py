@@ -54,8 +54,9 @@ class EmbeddingEngine(nn.Module):
         check_features(features)
         share_torch_threads()
         self.features = dict(features)
-        # The factor by which mixed precision scales the loss; gradients are divided by it.
-        self.gradient_scale = 1.0
+        # The factor by which mixed precision scales the loss; gradients are divided by it. An engine whose
+        # store is on a GPU takes it as a float there, too, which is read when the gradients are applied.
+        self.gradient_scale: float | Tensor = 1.0
         # The connection that chose the store; None if the user passed one.
         self.connection: Connection | None = distributed.current() if store is None else None
         self._prepared = PreparedBatches(self.features)

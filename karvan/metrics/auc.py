@@ -127,7 +127,7 @@ def count_scores(scores: Tensor, labels: Tensor, weights: Tensor | None, counts:
     index = (torch.logit(scores) * (bins / (2 * _LIMIT)) + bins / 2).clamp(0, bins - 1).long()
     # Two more bins count NaN and values that are no probabilities: a check here would synchronise.
     known = (scores >= 0) & (scores <= 1) & (labels >= 0) & (labels <= 1)
-    index = torch.where(known, index, torch.where(scores.isnan(), bins, bins + 1))
+    index = torch.where(known, index, bins + 1 - scores.isnan().long())  # `where` of a number would wait
     clicks = labels if weights is None else labels * weights
     others = 1 - labels if weights is None else weights - clicks
     counts[0].index_add_(0, index, clicks)

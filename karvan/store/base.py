@@ -200,10 +200,13 @@ class Store(ABC):
         assert plan.native is not None
         return plan.native.reduce(list(addresses), list(strides))
 
-    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Gradients:
+    def hold(
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
+    ) -> Gradients:
         """Take the gradients of outputs of a `RemoteLookup`; for stores that take references or tensors.
 
-        scale: by how much the gradients are too large; stores that take tensors divide by it.
+        scale: by how much the gradients are too large; stores that take tensors divide by it. Those on a GPU
+        take it as a float there, too, which they read when the gradients are applied.
         """
         raise TypeError(f"{type(self).__name__} takes no gradients of outputs that it has not made.")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from karvan.native import _native
 
@@ -185,6 +187,18 @@ class GradientFlags:
     def touched(self) -> list[bool]:
         """See `Gradients.touched`."""
         return self._touched
+
+
+class LateGradients(GradientFlags):
+    """Gradients on a device that can check them, and skip the update by them, while the host continues."""
+
+    def tensors(self, slots: Collection[int]) -> list[Tensor]:
+        """The gradients of outputs of the tables in these slots, as they came: still scaled."""
+        raise NotImplementedError
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        """Update nothing unless this float on the device is 0, when the update is computed."""
+        raise NotImplementedError
 
 
 def finite_flags(gradients: Gradients) -> list[bool]:

@@ -33,6 +33,7 @@ from karvan.train.step.optimizer_step import (
     OptimizerStep,
     OptimizerStepSettings,
     engines_of,
+    fused_on_gpu,
     make_dense,
     make_sparse,
 )
@@ -134,6 +135,12 @@ def make_training_setup(
     )
     frozen_parts = Frozen(model, frozen)
     optimizer = make_dense(dense_optimizer, model, frozen_parts)
+    if (
+        optimizer is not None
+        and optimizer is not dense_optimizer
+        and not connection.settings.mode.dense_on_servers
+    ):
+        optimizer = fused_on_gpu(optimizer)
     communication.check(
         connection,
         scaled=runs.precision.always_checks,
@@ -149,5 +156,7 @@ def make_training_setup(
     for engine in engines:
         engine.hold_prepared(2 * runs.prefetch + passes.count + 2)
     parallel = make_parallel(model, connection, communication)
-    routine = StepRoutine(runs.placement, runs.precision, parallel, passes, update)
+    # PowerSGD undoes what it has sent of a step that is skipped, so the host must know of it.
+    late = runs.device.type == "cuda" and communication.powersgd is None
+    routine = StepRoutine(runs.placement, runs.precision, parallel, passes, update, late)
     return TrainingSetup(runs, frozen_parts, dense, update, passes, routine, communication)

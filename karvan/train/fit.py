@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
 from karvan.label_columns import required_labels
@@ -30,6 +32,7 @@ from karvan.train.state.resuming import check_choice, chosen
 from karvan.train.state.saving import Snapshot
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.nonfinite import Skips
+from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import StepBatches
 from karvan.train.stopping.goal import Goal
 from karvan.train.stopping.stopping import Stopping
@@ -92,6 +95,7 @@ class Fit:
         self._skips = Skips(
             parts.setup.runs.precision.always_checks, parts.connection.rank == 0, parts.nonfinite == "raise"
         )
+        self._outcomes = StepOutcomes(self._skips, parts.counts)
         self._alone = parts.connection.world_size == 1
         self._unsaved = False
         self._trained = 0
@@ -112,6 +116,7 @@ class Fit:
                         self._train(group)
                         if self._counts.step % parts.log_every == 0:
                             self._reporter.training()
+                            self._outcomes.settle()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluate()
                         due = self._save_due(group)
@@ -227,17 +232,16 @@ class Fit:
         self._trained += 1
         self._unsaved = True
         activity.advance()
-        if taken:
-            self._skips.take()
+        outcome = taken if isinstance(taken, Tensor) else bool(taken)
+        if outcome is not False:  # a schedule does not wait for the device
             parts.schedule.after_step()
-        else:
-            counts.skipped += 1
-            self._skips.skip(counts.step, (fed.batch for fed in group))
+        self._outcomes.add(counts.step, outcome, [fed.batch for fed in group])
         means = losses.means()
         self._window.add(means, losses.weight / step.whole_weight)
         parts.progress.step(counts.step)
         parts.callbacks.on_step_end(
-            self._trainer, StepLogs(counts.step, counts.epoch, samples, means, bool(taken))
+            self._trainer,
+            StepLogs(counts.step, counts.epoch, samples, means, outcome),
         )
 
     def _compute(self, step: StepBatches, first: bool) -> Losses:
@@ -287,6 +291,7 @@ class Fit:
 
     def _end(self) -> FitResult:
         parts, counts = self._parts, self._counts
+        self._outcomes.settle()
         self._reporter.training()
         if (
             self._stopping.reason is None and self._passes.together
@@ -335,6 +340,7 @@ class Fit:
     def _snapshot(self) -> Snapshot:
         parts, counts = self._parts, self._counts
         metrics = counts.evaluation if counts.evaluated == counts.step else None
+        self._outcomes.settle()
         parts.setup.dense.take()
         return Snapshot(counts.step, self._state(), parts.model, metrics)
 

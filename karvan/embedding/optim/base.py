@@ -13,7 +13,7 @@ from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.engine_state import EngineState
 from karvan.embedding.table_handle import TableHandle
 from karvan.store import Rule
-from karvan.store.types import finite_flags
+from karvan.store.types import LateGradients, finite_flags
 from karvan.torch_internals import is_step_observed
 
 Group: TypeAlias = dict[str, Any]
@@ -93,6 +93,28 @@ class SparseOptimizer(torch.optim.Optimizer):
             for _, gradients in engine.gradients(handle.name for handle in handles)
             for handle in handles
         )
+
+    def late_gradients(self) -> list[Tensor] | None:
+        """The gradients that wait for these tables, where a device can skip their update by itself.
+
+        None if the host has to decide, as for tables in memory: see `gradients_finite`. They are scaled, if
+        the loss is.
+        """
+        found: list[Tensor] = []
+        for engine, handles in self._tables.items():
+            slots = {handle.slot for handle in handles}
+            for _, gradients in engine.gradients(handle.name for handle in handles):
+                if not isinstance(gradients, LateGradients):
+                    return None
+                found += gradients.tensors(slots)
+        return found
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        """The next `step` updates no row unless this float on the device is 0; after `late_gradients`."""
+        for engine, handles in self._tables.items():
+            for _, gradients in engine.gradients(handle.name for handle in handles):
+                assert isinstance(gradients, LateGradients)
+                gradients.skip_if(found_inf)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients that the engines hold, and release them."""

@@ -190,7 +190,7 @@ class PlacedStore(Store):
         return LookupPlan(None, versions, lookup)
 
     def hold(
-        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> PlacedGradients:
         """See `Store.hold`."""
         lookup = plan.remote

@@ -136,7 +136,7 @@ class CudaStore(Store):
         return LookupPlan(None, lookup.versions, lookup)
 
     def hold(
-        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> DeviceGradients:
         """See `Store.hold`."""
         assert isinstance(plan.remote, DeviceLookup)

@@ -95,7 +95,7 @@ class RemoteStore(SharedStore):
         return self.batches.reduce(plan, addresses, strides)
 
     def hold(
-        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> LocalGradients:
         """See `RemoteBatches.hold`."""
         return self.batches.hold(plan, gradients)

@@ -20,7 +20,8 @@ from karvan.train.feed.epoch import Epoch
 from karvan.train.feed.feed import same
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.step.device_placement import make_placement
-from karvan.train.step.nonfinite import Skips, nonfinite_text
+from karvan.train.step.nonfinite import Skips
+from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import StepBatches, StepPass
 from karvan.train.types import Losses, samples_of
 
@@ -36,9 +37,9 @@ class ContextSteps:
         self._setup = setup
         self._routine = setup.routine
         self._counts = counts
-        self._raises = raises
         self._moving = make_placement(runs.model, runs.device, same, [])
-        self._skips = Skips(runs.precision.always_checks, runs.connection.rank == 0)
+        self._skips = Skips(runs.precision.always_checks, runs.connection.rank == 0, raises)
+        self._outcomes = StepOutcomes(self._skips, counts)
         self._turn: StepPass | None = None  # the batch that the loader gave, until its forward
         self._pass: StepPass | None = None  # the forward that waits for its backward
         self._step: StepBatches | None = None  # a step of which some batches, but not all, have been trained
@@ -55,8 +56,13 @@ class ContextSteps:
 
     def end(self) -> None:
         """Training has ended; raises if all of its steps were skipped."""
+        self.settle()
         if self._setup.passes.together:  # only then do all ranks come to the same result
             self._skips.end()
+
+    def settle(self) -> None:
+        """Wait until it is known, and counted, which steps were skipped."""
+        self._outcomes.settle()
 
     def batches(self, epoch: Epoch, required: AbstractContextManager[None]) -> Generator[Any, None, None]:
         """The batches of an epoch, one after the other, each of which must be trained.
@@ -119,7 +125,7 @@ class ContextSteps:
         every = samples if channel.world_size == 1 else int(channel.sum(torch.tensor([samples]))[0])
         return StepPass(self._routine.begin([FedBatch(moved, None, samples, every)]), 0), moved
 
-    def backward(self, losses: Losses) -> bool:
+    def backward(self, losses: Losses) -> bool | Tensor:
         """Go backward from the loss of the last forward; whether a step was made by it."""
         made = self._pass
         if made is None:
@@ -141,13 +147,10 @@ class ContextSteps:
         if step.done < len(step.group):
             raise _incomplete(step)
         self._step = None
-        taken = bool(self._routine.apply(step))
+        taken = self._routine.apply(step)
         self._count(step)
-        if taken:
-            self._skips.take()
-        else:
-            self._skip(step, loss)
-        return taken
+        self._outcomes.add(self._counts.step, taken, [fed.batch for fed in step.group], loss.detach())
+        return taken if isinstance(taken, Tensor) else bool(taken)
 
     def _count(self, step: StepBatches) -> None:
         if step.epoch is not None:
@@ -156,17 +159,6 @@ class ContextSteps:
             note_training()
             self._counts.step += 1
             self._counts.samples += sum(fed.all_samples for fed in step.group)
-
-    def _skip(self, step: StepBatches, loss: Tensor) -> None:
-        self._counts.skipped += 1
-        what = "a gradient" if bool(torch.isfinite(loss.detach())) else "the loss"
-        batches = [fed.batch for fed in step.group]
-        number, overflows = self._counts.step, self._setup.runs.precision.always_checks
-        if self._raises and not overflows:  # with fp16, occasional overflows are normal
-            raise FloatingPointError(
-                f"Step {number} was skipped: {what} is not finite.{nonfinite_text(batches)}"
-            )
-        self._skips.skip(number, batches, what)
 
 
 def _incomplete(step: StepBatches) -> RuntimeError:

@@ -141,7 +141,8 @@ class TrainContext:
 
     @property
     def skipped(self) -> int:
-        """Steps that were skipped, because a gradient was not finite."""
+        """Steps that were skipped, because a gradient was not finite; on a GPU this waits for it."""
+        self._steps.settle()
         return self.counts.skipped
 
     @property
@@ -216,10 +217,11 @@ class TrainContext:
         output, used = self._steps.forward(batch)
         return full(output), labels_of(used, self._label, self.device)
 
-    def backward(self, loss: Losses) -> bool:
+    def backward(self, loss: Losses) -> bool | torch.Tensor:
         """Compute the gradients of a loss, a mean over the batch, and make the step if it is complete.
 
-        Returns whether a step was made: False if it was skipped, or before its last batch.
+        Returns whether a step was made: False if it was skipped, or before its last batch. On a GPU that
+        finds out by itself, this is a tensor; bool() reads it, and waits for the GPU.
         Several losses by name are summed.
         """
         self._require("backward")
@@ -253,6 +255,7 @@ class TrainContext:
         """
         if self._steps.in_step:
             raise RuntimeError("save was called in the middle of a step: expected it after its backward.")
+        self._steps.settle()
         return self._state.save(folder, extra, metrics, block)
 
     def load(
@@ -278,6 +281,7 @@ class TrainContext:
         """
         if self._iteration() is not None or self._steps.in_step:
             raise RuntimeError("load was called inside of a loop over a loader: expected it before or after.")
+        self._steps.settle()
         return self._state.load(checkpoint, data, data_name, drop_unfinished)
 
     def sizes(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from karvan.train.state.gathering import summed
 class StepLogs:
     """One optimizer step: its losses as tensors (float() reads one), whether it was taken or skipped.
 
+    On a GPU that finds out by itself, `taken` is a tensor, too: bool() reads it, and waits for the GPU.
     Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none.
     """
 
@@ -24,7 +25,7 @@ class StepLogs:
     epoch: int
     samples: int
     losses: Mapping[str, Tensor]
-    taken: bool
+    taken: bool | Tensor
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 _log = logging.getLogger("karvan.train")
 
+# How torch computes a step, which depends on the device: the program's, whatever the checkpoint has.
+_OWN = ("foreach", "fused")
 KINDS = "optimizer_kinds"  # in the state of a checkpoint: the classes of its optimizers
 
 
@@ -48,7 +50,9 @@ def restore_optimizer(
             "(kv.checkpoint.warm_start) into another folder."
         )
     given = [_settings(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(saved))
+    own = [{name: group[name] for name in _OWN if name in group} for group in optimizer.param_groups]
+    groups = [{**group, **mine} for group, mine in zip(saved["param_groups"], own, strict=True)]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     if new_settings:
         for group, settings in zip(optimizer.param_groups, given, strict=True):
             if group.get("initial_lr"):  # the schedule continues from the new rate

@@ -42,11 +42,11 @@ class Skips:
 
     def skip(self, step: int, batches: Iterable[Any], what: str = "a gradient") -> None:
         """A step was skipped; raises if it is one too many for a fit that has not taken any."""
-        self.count += 1
         if self._raises:
             raise FloatingPointError(
                 f"Step {step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
             )
+        self.count += 1
         if self.count == 1:
             self._found = nonfinite_text(batches)
             if not self._scaled and (self._warns or self._found):

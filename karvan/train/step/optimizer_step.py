@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from karvan.argument_checks import check_integers
 from karvan.dense.local import LocalDense
 from karvan.dense.step_policies import Outcome
-from karvan.dense.tensor_checks import all_finite
+from karvan.dense.tensor_checks import all_finite, largest_magnitude
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.checks.frozen import Frozen, names_text, tables_of
@@ -29,6 +29,10 @@ class OptimizerStepSettings:
     limits. nonfinite: what happens if a gradient has an infinity or a NaN. "skip" skips the step, dense and
     sparse; "raise" does so, too, and then raises a FloatingPointError, except for the overflows that are a
     part of fp16; "apply" does not check.
+
+    With "skip", a GPU checks and skips steps by itself, while the host continues, if the rows and the dense
+    parameters are both there, and the dense optimizer is one of torch's with fused=True. "raise" waits for
+    the check in every step, unless the precision is fp16.
     """
 
     gradient_accumulation_steps: int = 1
@@ -107,6 +111,33 @@ class OptimizerStep:
         self._precision.update()
         self.forget()
         return None if outcome == "rejected" else outcome == "accepted"
+
+    def apply_late(self) -> Tensor | None:
+        """Make the step unless gradients are not finite, as the device finds; whether, as a tensor there.
+
+        None if the host has to decide: see `apply`. Nothing has changed then. The host continues without the
+        answer, so the steps of tables count a step that is skipped; those of the dense optimizer do not.
+        """
+        raises = self._settings.nonfinite == "raise" and not self._precision.always_checks
+        if not self._checks or raises or not self._stepping.skips_on_device:
+            return None
+        of_rows = [] if self._sparse is None else self._sparse.late_gradients()
+        if of_rows is None:
+            return None
+        gradients = [*self._gradients(), *of_rows]
+        if len({each.device for each in gradients}) != 1 or any(each.is_sparse for each in gradients):
+            return None
+        largest = largest_magnitude(gradients)
+        found_inf = (~torch.isfinite(largest)).float()
+        self._precision.unscale_late(self._dense, largest)
+        self._clip()
+        self._stepping.step_unless(found_inf)
+        if self._sparse is not None:
+            self._sparse.skip_if(found_inf)
+            self._sparse.step()
+        self._precision.update()
+        self.forget()
+        return found_inf == 0
 
     def unscale(self) -> bool:
         """Undo the scale of mixed precision; whether the gradients that were computed are finite."""
@@ -205,6 +236,20 @@ def make_dense(
             f"but it made {type(made).__name__}."
         )
     return made
+
+
+def fused_on_gpu(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A new optimizer in torch's fused form, which can skip a step on a GPU, if that is left to choose."""
+    kind: Any = type(made)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return made
+    for group in made.param_groups:
+        if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
+            return made
+        if group.get("capturable") or not all(p.is_cuda and p.is_floating_point() for p in group["params"]):
+            return made
+    fused: torch.optim.Optimizer = kind([{**group, "fused": True} for group in made.param_groups], fused=True)
+    return fused
 
 
 def make_sparse(

@@ -8,7 +8,8 @@
 | "auto" | "bf16" | "fp16" |
 
 A scaled loss makes all gradients too large by the scale. The scaler divides those of parameters, the
-embedding engines divide theirs before they sum them (`EmbeddingEngine.gradient_scale`).
+embedding engines divide theirs (`EmbeddingEngine.gradient_scale`). The scale is on the GPU, where engines
+with rows on that GPU read it; others need it on the host, which waits for it in every step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from karvan.embedding import EmbeddingEngine
-from karvan.torch_internals import TorchDispatchMode
+from karvan.torch_internals import TorchDispatchMode, loss_scale
 
 NAMES = ("fp32", "bf16", "fp16", "auto")
 
@@ -44,6 +45,12 @@ class Precision:
 
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
         """Undo `scale` on the gradients of an optimizer's parameters."""
+
+    def unscale_late(self, optimizer: torch.optim.Optimizer | None, largest: Tensor) -> None:
+        """The same where only the device knows whether gradients are finite.
+
+        largest: the largest magnitude of all gradients, rows' included, before this.
+        """
 
     def update(self) -> None:
         """A step was taken, or skipped because of an overflow."""
@@ -97,14 +104,23 @@ class Scaled(Autocast):
     def scale(self, loss: Tensor) -> Tensor:
         """See `Precision.scale`; also sets the scale of the engines."""
         scaled = self._scaler.scale(loss)
-        scale = self._scaler.get_scale() if self._engines else 1.0  # it waits for the GPU
+        scale = loss_scale(self._scaler)
+        on_host = any(engine.store.device != scale.device for engine in self._engines)
+        number = self._scaler.get_scale() if on_host else 0.0  # it waits for the GPU
         for engine in self._engines:
-            engine.gradient_scale = scale
+            engine.gradient_scale = scale if engine.store.device == scale.device else number
         return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
         """See `Precision.unscale`."""
-        self._witness.grad = torch.full_like(self._witness, 0.0 if sparse_finite else torch.inf)
+        self._unscale(optimizer, torch.full_like(self._witness, 0.0 if sparse_finite else torch.inf))
+
+    def unscale_late(self, optimizer: torch.optim.Optimizer | None, largest: Tensor) -> None:
+        """See `Precision.unscale_late`."""
+        self._unscale(optimizer, largest.to(self._witness.dtype, copy=True).reshape(1))
+
+    def _unscale(self, optimizer: torch.optim.Optimizer | None, of_rows: Tensor) -> None:
+        self._witness.grad = of_rows
         self._scaler.unscale_(self._witness_optimizer)
         if optimizer is not None:
             self._scaler.unscale_(optimizer)

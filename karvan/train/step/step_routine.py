@@ -77,6 +77,7 @@ class StepRoutine:
     parallel: Parallel
     passes: Accumulation
     update: OptimizerStep
+    late: bool = False  # whether a step may be skipped where only the device knows
 
     def begin(self, group: list[FedBatch], epoch: Epoch | None = None) -> StepBatches:
         """A step of these batches."""
@@ -111,10 +112,16 @@ class StepRoutine:
             self.update.backward(step_pass.root, divisor)
         step.done += 1
 
-    def apply(self, step: StepBatches) -> bool | None:
-        """Clip the gradients of a complete step and apply them; see `OptimizerStep.apply`."""
-        learns = self.passes.together or any(step.weights)
-        taken = self.update.apply() if learns else self.update.pass_over()
+    def apply(self, step: StepBatches) -> bool | Tensor | None:
+        """Clip the gradients of a complete step and apply them; see `OptimizerStep.apply`.
+
+        A tensor on the device says whether the step was made, where only the device knows.
+        """
+        if not (self.passes.together or any(step.weights)):
+            return self.update.pass_over()
+        if self.late and (known_there := self.update.apply_late()) is not None:
+            return known_there
+        taken = self.update.apply()
         if taken is False:
             self.parallel.reduction.undo()
         return taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,7 @@ from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import next_versions
 from karvan.store.program import FeatureTensors, LookupProgram
 from karvan.store.remote.output_layout import OutputLayout
-from karvan.store.types import GradientFlags, Rule
+from karvan.store.types import LateGradients, Rule
 
 
 class DeviceInputs:
@@ -77,7 +77,7 @@ class DeviceLookup:
         return [(outs[number], layout) for number, layout in enumerate(self._out_layouts)]
 
 
-class DeviceGradients(GradientFlags):
+class DeviceGradients(LateGradients):
     """The gradients of a lookup's outputs. Whether they are finite is only known when they are applied."""
 
     def __init__(self, groups: Sequence[GroupGradients], touched: list[bool]) -> None:
@@ -93,6 +93,20 @@ class DeviceGradients(GradientFlags):
                 if gradient is not None:
                     found[feature.slot] &= bool(torch.isfinite(gradient).all())
         return found
+
+    def tensors(self, slots: Collection[int]) -> list[Tensor]:
+        """See `LateGradients.tensors`."""
+        return [
+            group.gradients[number]
+            for group in self.groups
+            for number, feature in group.lookup.layout.features
+            if feature.slot in slots and number in group.gradients
+        ]
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        """See `LateGradients.skip_if`."""
+        for group in self.groups:
+            group.unless = found_inf
 
 
 class _ProgramShapes:
@@ -212,7 +226,9 @@ class DeviceBatches:
             memory.counters.request_if_idle()
         return lookup
 
-    def hold(self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float) -> DeviceGradients:
+    def hold(
+        self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float | Tensor
+    ) -> DeviceGradients:
         """The gradients of a lookup's outputs, which are `scale` times too large."""
         groups = []
         touched = list(lookup.layout.touched)

@@ -61,10 +61,11 @@ class GroupLookup:
 class GroupGradients:
     """A lookup of one group, and the gradients of its outputs."""
 
-    def __init__(self, lookup: GroupLookup, gradients: Mapping[int, Tensor], scale: float) -> None:
+    def __init__(self, lookup: GroupLookup, gradients: Mapping[int, Tensor], scale: float | Tensor) -> None:
         self.lookup = lookup
         self.gradients = gradients  # by the features' numbers in the program
-        self.scale = scale  # the gradients are this many times too large
+        self.scale = scale  # the gradients are this many times too large; a float on the device, or here
+        self.unless: Tensor | None = None  # a float on the device: unless it is 0, nothing is updated
         self.present: Tensor | None = None  # of each position, 0 where it has no gradient; None: all have one
 
     @property
@@ -97,7 +98,7 @@ def without_moved(one: GroupGradients) -> GroupGradients:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
     _count_dropped(one.lookup.buffers.memory, moved)
     made = GroupGradients(one.lookup, left, one.scale)
-    made.present = one.present
+    made.present, made.unless = one.present, one.unless
     return made
 
 
@@ -128,7 +129,7 @@ def update_group(passes: Sequence[GroupGradients], rules: SlotRules) -> None:
         return
     buffers, descriptors = joined
     sums = UpdateBuffers(buffers, rules.slots, len(descriptors), mapped=True)
-    sums.load(0, 0, chosen, descriptors, 1.0)
+    sums.load(0, 0, chosen, descriptors, 1.0, passes[0].unless)
     _note_late_changes(passes, sums, rules.slots)
     sums.run(chosen, is_aligned(descriptors))
 
@@ -149,7 +150,7 @@ def _update_one(one: GroupGradients, rules: SlotRules) -> None:
         sums = UpdateBuffers(buffers, rules.slots, len(descriptors), mapped=buffers.mapped)
     else:
         sums = graphed.update_buffers(rules.slots, len(descriptors))
-    sums.load(layout.plain_end, lookup.version, chosen, descriptors, one.scale)
+    sums.load(layout.plain_end, lookup.version, chosen, descriptors, one.scale, one.unless)
     if graphed is not None:
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
         _note_late_changes([one], sums, rules.slots)  # the graph has brought the descriptors to the device
@@ -223,7 +224,8 @@ def _join(
         rows.append(own_rows)
         feature_of.append(own_features + features)
         out_rows.append(mapped)
-        factors.append(own_factors if one.scale == 1.0 else own_factors / one.scale)
+        unscaled = isinstance(one.scale, float) and one.scale == 1.0  # to compare a tensor would wait
+        factors.append(own_factors if unscaled else own_factors / one.scale)
         descriptors.append(made)
         features += len(made)
         base += layout.positions

@@ -8,6 +8,7 @@ from struct import Struct
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.buffers import LookupBuffers
@@ -116,6 +117,13 @@ def float_bits(number: float) -> int:
     return int(_INT64.unpack(_DOUBLE.pack(number))[0])
 
 
+def put_scale(head: NDArray[np.int64], scale: float | Tensor) -> None:
+    """Write the number that gradients are divided by into a head: itself, or its address on the device."""
+    inverse, address = (1.0, scale.data_ptr()) if isinstance(scale, Tensor) else (1.0 / scale, 0)
+    head[fields.INVERSE_SCALE.value] = float_bits(inverse)
+    head[fields.SCALE.value] = address
+
+
 class UpdateBuffers:
     """The memory of an update of one lookup's rows."""
 
@@ -138,13 +146,15 @@ class UpdateBuffers:
         version: int,
         rules: SlotRules,
         descriptors: NDArray[np.int64],
-        scale: float,
+        scale: float | Tensor,
+        unless: Tensor | None = None,
     ) -> None:
-        """Send rules and gradients to the device; version: see `GroupLookup`."""
+        """Send rules and gradients to the device; version: see `GroupLookup`, unless: `GroupGradients`."""
         staging, slots = self.staging, rules.slots
         numbers = np.empty(self.sent.numel(), np.int64) if staging is None else staging.numbers()
         numbers[fields.PLAIN_END.value] = plain_end
-        numbers[fields.INVERSE_SCALE.value] = float_bits(1.0 / scale)
+        put_scale(numbers, scale)
+        numbers[fields.FOUND_INF.value] = 0 if unless is None else unless.data_ptr()
         numbers[_HEAD : _HEAD + slots] = rules.steps
         numbers[_HEAD + slots : _HEAD + 2 * slots] = version
         end = _HEAD + 2 * slots + slots * _RULE // 2

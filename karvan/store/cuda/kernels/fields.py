@@ -74,7 +74,9 @@ ARENA_COUNTERS = tl.constexpr(8)
 STEP = tl.constexpr(0)
 PLAIN_END = tl.constexpr(1)  # the end of the positions of plain features
 INVERSE_SCALE = tl.constexpr(2)  # a double: gradients are multiplied by it
-HEAD = tl.constexpr(4)
+SCALE = tl.constexpr(3)  # the address of a float that gradients are divided by, too; 0: none
+FOUND_INF = tl.constexpr(4)  # the address of a float: unless it is 0.0, nothing is updated; 0: none
+HEAD = tl.constexpr(6)
 
 # Counters of one lookup.
 FRESH = tl.constexpr(0)  # new rows

@@ -11,12 +11,14 @@ from karvan.store.cuda.kernels.fields import (
     BLOCK,
     COUNTERS,
     FEATURE_FIELDS,
+    FOUND_INF,
     GRADIENT,
     GRADIENT_STRIDE,
     INVERSE_SCALE,
     LONG_RUNS,
     PIECES,
     PLAIN_END,
+    SCALE,
     SKIPPED,
     SLOT,
     TABLE,
@@ -51,6 +53,13 @@ CLIP_VALUE = tl.constexpr(11)
 CLIP_NORM = tl.constexpr(12)
 BOUND = tl.constexpr(13)
 RULE_FIELDS = tl.constexpr(16)
+
+
+@triton.jit
+def head_number(head, FIELD: tl.constexpr, NONE: tl.constexpr):
+    """The float whose address a field of the head has; NONE if that is 0."""
+    address = tl.load(head + FIELD)
+    return tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=NONE)
 
 
 @triton.jit
@@ -95,7 +104,8 @@ def sum_positions(
         if MAPPED:
             values = values * tl.load(factors + position, mask=inside & ~plain, other=1.0)[:, :, None]
         total += tl.sum(values, axis=1)
-    return total * tl.load(head + INVERSE_SCALE).to(tl.float64, bitcast=True).to(tl.float32)
+    inverse = tl.load(head + INVERSE_SCALE).to(tl.float64, bitcast=True).to(tl.float32)
+    return total * tl.div_rn(inverse, head_number(head, SCALE, 1.0))
 
 
 @triton.jit
@@ -279,6 +289,7 @@ def update_rows(
     SAME: all tables have the rule 0, otherwise each slot has its own.
     """
     count = tl.load(work + (LONG_RUNS if LONG else UNIQUE))
+    count = tl.where(head_number(head, FOUND_INF, 0.0) == 0.0, count, 0)
     column = tl.arange(0, COLUMNS)
     inside = (column < DIM)[None, :]
     for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):

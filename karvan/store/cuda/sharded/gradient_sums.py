@@ -13,7 +13,7 @@ from karvan.store.cuda import launch
 from karvan.store.cuda.batch.batch_ids import GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_aligned
-from karvan.store.cuda.batch.updates import float_bits
+from karvan.store.cuda.batch.updates import put_scale
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.routing import average_runs
 from karvan.store.cuda.kernels.sums import write_sums as _write_sums
@@ -27,14 +27,14 @@ def write_sums(
     described: NDArray[np.int64],
     at: LookupBuffers,
     gradients: Mapping[int, Tensor],
-    scale: float,
+    scale: float | Tensor,
 ) -> None:
     """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
     found = GroupLookup(layout, 0, described, at, None, {})
     descriptors = GroupGradients(found, gradients, scale).descriptors()
     head = np.zeros(_HEAD, np.int64)
     head[fields.PLAIN_END.value] = layout.plain_end
-    head[fields.INVERSE_SCALE.value] = float_bits(1.0 / scale)
+    put_scale(head, scale)
     memory, rows = at.memory, at.arena.layout
     sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
     partial = torch.empty(at.most_pieces, rows.dim, device=memory.device)

@@ -220,7 +220,9 @@ class KeyRequest:
             launches.fill_outputs(buffers)
         return outs
 
-    def sum_gradients(self, gradients: Sequence[Tensor | None], scale: float, memory: TableMemory) -> Tensor:
+    def sum_gradients(
+        self, gradients: Sequence[Tensor | None], scale: float | Tensor, memory: TableMemory
+    ) -> Tensor:
         """Gradients of outputs, divided by `scale`, as sums by key in the order of the message."""
         self.group_runs()
         sums = torch.empty(self.sections.floats, device=memory.device)

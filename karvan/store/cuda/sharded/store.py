@@ -202,7 +202,9 @@ class ShardedCudaStore(RankShare):
             None, answer.plan.versions, DeviceRankLookup(request, answer, outs, request.batch.out_layouts)
         )
 
-    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0) -> RankGradients:
+    def hold(
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
+    ) -> RankGradients:
         """See `Store.hold`; a collective.
 
         The hosts tell each other which tables have gradients, and which features have none. Only if some keys
