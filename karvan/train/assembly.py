@@ -23,7 +23,7 @@ from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.checks.frozen import Frozen, Patterns
 from karvan.train.checks.label_values import Check, no_check
 from karvan.train.checks.preflight import check_connection, check_trained
-from karvan.train.feed.feed import Feed, feed, prefetch_of, same
+from karvan.train.feed.feed import Feed, feed, prefetch_of
 from karvan.train.feed.rank_rounds import RankRounds
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import make_parallel
@@ -39,6 +39,7 @@ from karvan.train.step.optimizer_step import (
 )
 from karvan.train.step.precision import Precision, make_precision
 from karvan.train.step.step_routine import StepRoutine
+from karvan.train.types import same
 
 
 @dataclass(frozen=True)

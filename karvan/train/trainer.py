@@ -26,7 +26,6 @@ from karvan.train.checks.label_values import check_of
 from karvan.train.elastic.choice import host_of, make_fit, make_predictions
 from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
-from karvan.train.feed.feed import same
 from karvan.train.fit import Begin
 from karvan.train.reporting.describe import describe
 from karvan.train.reporting.history import History
@@ -41,7 +40,7 @@ from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettin
 from karvan.train.stopping.goal import Goal
 from karvan.train.stopping.stop_request import StopRequest
 from karvan.train.trainer_parts import RunProgress, TrainerParts
-from karvan.train.types import Loss, MetricLike, Prediction
+from karvan.train.types import Loss, MetricLike, Prediction, same
 
 _log = logging.getLogger("karvan.train")
 

@@ -17,13 +17,12 @@ from karvan.exit_codes import note_training
 from karvan.train.assembly import TrainingSetup
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
-from karvan.train.feed.feed import same
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.nonfinite import Skips
 from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import StepBatches, StepPass
-from karvan.train.types import Losses, samples_of
+from karvan.train.types import Losses, same, samples_of
 
 
 class ContextSteps:

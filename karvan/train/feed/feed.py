@@ -25,16 +25,12 @@ from karvan.data.loading.worker_threads import start
 from karvan.distributed import Connection
 from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, move_back, position_of
 from karvan.train.feed.rank_rounds import RankBatchSource, RankRounds, never
+from karvan.train.types import same
 
 _log = logging.getLogger("karvan.train")
 
 _WAKE = 0.1  # seconds between checks for a stop while waiting for a batch
 _END = 5.0  # seconds to wait for a batch that is not needed any more
-
-
-def same(batch: Any) -> Any:
-    """Prepares nothing."""
-    return batch
 
 
 def prefetch_of(prefetch: int, connection: Connection) -> int:

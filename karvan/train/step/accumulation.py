@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from karvan.argument_checks import check_integers
-from karvan.train.feed.batch_source import FedBatch
+
+if TYPE_CHECKING:
+    from karvan.train.feed.batch_source import FedBatch
 
 
 @dataclass(frozen=True)

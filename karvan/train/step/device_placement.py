@@ -20,8 +20,8 @@ from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
 from karvan.train.checks.label_values import Check, no_check
-from karvan.train.feed.feed import same
 from karvan.train.step.optimizer_step import engines_of
+from karvan.train.types import same
 
 _log = logging.getLogger("karvan.train")
 _CPU = torch.device("cpu")

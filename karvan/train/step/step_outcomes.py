@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from karvan.train.reporting.results import TrainingCounts
 from karvan.train.step.nonfinite import Skips
+
+if TYPE_CHECKING:
+    from karvan.train.reporting.results import TrainingCounts
 
 _MOST = 4  # steps whose batches are held until their outcome is known
 

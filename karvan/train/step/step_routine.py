@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from karvan.train.feed.batch_source import FedBatch
-from karvan.train.feed.epoch import Epoch
 from karvan.train.losses import nothing_of, total
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import Parallel
@@ -21,6 +19,10 @@ from karvan.train.step.device_placement import Placement
 from karvan.train.step.optimizer_step import OptimizerStep
 from karvan.train.step.precision import Precision
 from karvan.train.types import Loss, Losses
+
+if TYPE_CHECKING:
+    from karvan.train.feed.batch_source import FedBatch
+    from karvan.train.feed.epoch import Epoch
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A program on a machine with only torch, triton and numpy: whatever else is imported is refused.
 
-It imports Karvan's modules for embeddings, trains an engine on a store in plain torch, and asks for what
-needs the native core. It prints the vectors that it has trained and the errors that it got, as JSON.
+It imports Karvan's modules for embeddings and for steps of training, trains an engine on a store in plain
+torch, and asks for what needs the native core. It prints the vectors that it has trained and the errors that
+it got, as JSON.
 """
 
 import importlib
@@ -30,9 +31,13 @@ class OnlyTorch:
 def import_all():
     import karvan.embedding
     import karvan.store
+    import karvan.train.step
 
-    names = [f"karvan.{name}" for name in ("distributed", "features", "ids", "metrics", "models", "threads")]
-    for package in (karvan.store, karvan.embedding):
+    names = [
+        f"karvan.{name}"
+        for name in ("distributed", "features", "ids", "metrics", "models", "threads", "train.losses")
+    ]
+    for package in (karvan.store, karvan.embedding, karvan.train.step):
         names += [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     for name in names:
         if not name.startswith(NEEDS_ARROW):
