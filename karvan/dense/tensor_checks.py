@@ -59,6 +59,7 @@ def _names(parameters: Mapping[str, Any]) -> str:
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Whether no element is an infinity or a NaN."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    dense = [g for g in dense if g.numel()]  # torch has no largest magnitude of nothing
     if not dense:
         return True
     if all(g.is_cpu and g.dtype is torch.float32 and g.is_contiguous() for g in dense):
@@ -67,7 +68,7 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of at least one gradient, on its device; NaN if an element is NaN.
+    """The largest magnitude of gradients that are not empty, on their device; NaN if an element is NaN.
 
     Unlike a sum, it cannot overflow.
     """

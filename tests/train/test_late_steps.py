@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import gpu_steps
 import pytest
 import torch
 from store_kinds import also_slowly, make_cuda
@@ -160,6 +161,35 @@ def test_the_host_decides_where_a_device_cannot():
         steps.gradients(batch)
         assert steps.update.apply_late() is None
         assert steps.update.apply()
+
+
+def test_steps_agree_with_those_of_torch_and_bad_ones_are_skipped():
+    """The programs of tests/gpu/test_steps_gpu.py."""
+    run, reference = (kind(torch.device("cpu")) for kind in (gpu_steps.Run, gpu_steps.Reference))
+    outcomes = []
+    for number, batch in enumerate(gpu_steps.batches(3)):
+        if number:
+            reference.step([batch])
+        outcomes.append(bool(run.step([batch if number else gpu_steps.damaged(batch)])))
+    assert outcomes == [False, True, True]
+    assert run.counts.skipped == 1
+    for name, value in reference.state().items():
+        torch.testing.assert_close(run.state()[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_feature_without_ids_has_nothing_to_check():
+    engine = kv.EmbeddingEngine({"seen": kv.Table(2, combiner="ragged")}, store=make_cuda("cpu")())
+    weight = torch.ones(2, requires_grad=True)
+    dense, sparse = torch.optim.Adam([weight], fused=True), kv.optim.SGD(engine, lr=0.1)
+    update = OptimizerStep(dense, sparse, OptimizerStepSettings(), Precision())
+    out = engine({"seen": kv.Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))})
+    update.backward(out["seen"].values.sum() + weight.sum(), 1)
+    assert bool(update.apply_late())
+    update.backward(
+        engine({"seen": kv.Ragged(torch.arange(0), torch.zeros(2).long())})["seen"].values.sum(), 1
+    )
+    assert update.apply_late() is None  # there is no gradient at all
+    assert update.apply()
 
 
 def late_trainer(**options):

@@ -124,7 +124,7 @@ class OptimizerStep:
         of_rows = [] if self._sparse is None else self._sparse.late_gradients()
         if of_rows is None:
             return None
-        gradients = [*self._gradients(), *of_rows]
+        gradients = [each for each in (*self._gradients(), *of_rows) if each.numel()]
         if len({each.device for each in gradients}) != 1 or any(each.is_sparse for each in gradients):
             return None
         largest = largest_magnitude(gradients)
