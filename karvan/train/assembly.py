@@ -27,7 +27,7 @@ from karvan.train.feed.feed import Feed, feed, prefetch_of
 from karvan.train.feed.rank_rounds import RankRounds
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import make_parallel
-from karvan.train.step.device_placement import Placement, make_placement, target_device
+from karvan.train.step.device_placement import Placement, device_of, make_placement, target_device
 from karvan.train.step.optimizer_step import (
     DenseOptimizer,
     OptimizerStep,
@@ -96,11 +96,11 @@ def make_model_setup(
     prepare: Callable[[Any], Any] = same,
     check: Check = no_check,
 ) -> ModelSetup:
-    """What runs this model, moved to the device unless that is None. The arguments are a Trainer's."""
+    """What runs this model, moved to the device, or to its tables on a GPU. The arguments are a Trainer's."""
     connection = distributed.current()
     prefetch = prefetch_of(prefetch, connection)
     where = target_device(model, device)
-    moved = model if device is None else model.to(where)
+    moved = model if device is None and where == device_of(model) else model.to(where)
     engines = engines_of(moved)
     for engine in engines:  # batches that wait, in training and in an evaluation at the same time
         engine.hold_prepared(2 * prefetch + 2)

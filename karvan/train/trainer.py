@@ -63,7 +63,8 @@ class Trainer:
     checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
     evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
     in a row the fit raises the error. The last save of a fit is repeated for save_retry_seconds, and then
-    raises it. device is where the model is to be, "cuda" for this rank's GPU; without it, where it is.
+    raises it. device is where the model is to be, "cuda" for this rank's GPU; without it, where its tables
+    are, if that is a GPU, else where it is.
     prefetch batches are taken from the data while one computes, 0 for none; on the thread that takes them,
     prepare is called with each, and embedding engines group the ids that are in it already.
 

@@ -16,7 +16,11 @@ try:
 except ModuleNotFoundError as missing:
     pytest.skip(f"kv.Trainer needs {missing.name}", allow_module_level=True)
 
+from cli_helpers import write_clicks, write_jobs
 from train_helpers import StopAt, batches, everything, model, trainer
+
+from karvan.cli.config.build_job import make_job
+from karvan.cli.config.schema import read_config
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 needs_core = pytest.mark.skipif(not is_built(), reason="needs the native core")
@@ -239,3 +243,25 @@ def test_a_table_in_memory_beside_others_on_the_gpu():
         assert result.metrics["auc"] > 0.6
         assert net.embeddings.store.of("user").device.type == "cpu"
         assert net.embeddings.table("item").stats()["device_bytes"] > 0
+
+
+@needs_core
+def test_a_config_trains_tables_on_the_gpu(tmp_path):
+    kv.disconnect()
+    write_clicks(tmp_path)
+    write_jobs(tmp_path)
+    settings = {"connect": "cuda", "train.precision": "bf16", "data.device": "cuda"}
+    job = make_job(read_config(tmp_path / "config.yaml", settings), progress="none")
+    assert job.trainer.device.type == "cuda"  # as the tables, unless the config says where
+    assert job.trainer.model.embeddings.store.device == job.trainer.device
+    result = job.fit()
+    assert result.evaluation["auc"] > 0.5
+    assert result.skipped == 0
+
+
+def test_a_model_goes_to_its_tables():
+    fit = trainer(model())
+    assert fit.device == fit.model.embeddings.store.device
+    assert fit.model.last.weight.is_cuda
+    with pytest.raises(ValueError, match="expects tables in memory, but the model has some on cuda:0"):
+        trainer(model(), device="cpu")

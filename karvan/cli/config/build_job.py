@@ -36,6 +36,7 @@ _EVICTIONS = {
 
 def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
     """The job of a config; without `training` its training data is not opened."""
+    connect_tables(config.connect)
     torch.manual_seed(config.train.seed)
     transform = make_features(config.features)
     model = make_model(config.model)
@@ -96,6 +97,14 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         predict_columns=tuple(config.predict.columns),
         warm_start=None if train.warm_start is None else dict(train.warm_start),
     )
+
+
+def connect_tables(config: configs.Named | None) -> None:
+    """Choose where tables are, by `kv.connect`: `cuda`, or `{name: cuda, …}` with its options."""
+    if config is None:
+        return
+    check_arguments(kv.connect, "connect", (config.name,), config.arguments, ("kind",))
+    build("connect", kv.connect, config.name, **config.arguments)
 
 
 def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv.FeatureEngine | None:
@@ -218,6 +227,7 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         name=config.name,
         combiner=config.combiner,
         dtype=getattr(torch, config.dtype),
+        device=config.device,
         **parts,
     )
     return made
@@ -299,6 +309,7 @@ def _read(
             seed=data.seed,
             workers=data.workers,
             transform=transform,
+            device=data.device,
             retry_seconds=data.retry_seconds,
         )
     except kv.data.DataError:

@@ -97,6 +97,7 @@ class Data(Section):
     format: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     workers: Count = 2
+    device: str | None = None
     retry_seconds: Annotated[float, Field(ge=0)] = 60.0
 
 
@@ -109,6 +110,7 @@ class Table(Section):
     init: Choice | None = None
     admit: Choice | None = None
     evict: Choice | None = None
+    device: Literal["cpu", "cuda"] | None = None
 
 
 class Model(Named):
@@ -239,6 +241,7 @@ class Config(Section):
 
     former: ClassVar = {"logs": "loggers"}
 
+    connect: Choice | None = None  # the kind and the options of `kv.connect`
     data: Data
     features: dict[str, list[str | dict[str, Any]]] = Field(default_factory=dict)
     model: Annotated[Model, BeforeValidator(_named)]

@@ -197,11 +197,25 @@ def make_placement(
     return Placement(prepare, engines, check)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model is on: that of its first parameter."""
+    return next((parameter.device for parameter in model.parameters()), _CPU)
+
+
 def target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The requested device, with its index, or the one that the model is on."""
+    """The requested device, with its index; without one, that of the tables on a GPU, or of the model."""
+    tables = {engine.store.device for engine in engines_of(model)} - {_CPU}
     if device is None:
-        return next((parameter.device for parameter in model.parameters()), _CPU)
-    return exact_device(device)
+        here = device_of(model)
+        return tables.pop() if here == _CPU and len(tables) == 1 else here
+    where = exact_device(device)
+    if where.type == "cpu" and tables:
+        raise ValueError(
+            f"device={str(device)!r} expects tables in memory, but the model has some on "
+            f"{', '.join(sorted(map(str, tables)))}: leave device out, and the model is moved there, or "
+            'create it after kv.connect("memory").'
+        )
+    return where
 
 
 def host_columns(model: nn.Module, device: torch.device) -> set[str]:
