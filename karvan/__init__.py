@@ -75,8 +75,8 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and that nothing e
             raise missing_name("karvan", name)
         home = _HOME[name]
         found = (
-            importlib.import_module(f"karvan.{name}")
-            if home == "karvan"
+            importlib.import_module(f"{home}.{name}")
+            if home in ("karvan", "karvan.train.reporting")  # whose names are modules
             else getattr(importlib.import_module(home), name)
         )
         globals()[name] = found  # the next access needs no call of this function

@@ -192,9 +192,12 @@ class GradientFlags:
 class LateGradients(GradientFlags):
     """Gradients on a device that can check them, and skip the update by them, while the host continues."""
 
-    def tensors(self, slots: Collection[int]) -> list[Tensor]:
-        """The gradients of outputs of the tables in these slots, as they came: still scaled."""
+    def tensors(self, slots: Collection[int]) -> list[Tensor] | None:
+        """The gradients of the tables in these slots, to be checked; None if the host has to do that."""
         raise NotImplementedError
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Set this float on the device to 1 if it is 1 on any rank; without ranks, nothing happens."""
 
     def skip_if(self, found_inf: Tensor) -> None:
         """Update nothing unless this float on the device is 0, when the update is computed."""

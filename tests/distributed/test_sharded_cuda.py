@@ -200,6 +200,18 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_its_row_alone_and_all_r
             assert (before[key][0] == after[key][0]).all() == stays
 
 
+def test_ranks_skip_a_step_together_that_is_not_finite_on_one_of_them():
+    results = run(2, "sharded_cuda_programs:late_steps", timeout=300)
+    for result in results:
+        assert result["taken"] == [True, False, True]
+        first, second, third = (
+            dict(zip(keys.tolist(), vectors, strict=True)) for keys, vectors, *_ in result["rows"]
+        )
+        for key, vector in first.items():
+            assert (vector == second[key]).all()
+            assert (vector != third[key]).all()
+
+
 @pytest.mark.slow
 def test_a_trainer_on_ranks_trains_what_one_process_trains():
     results = run(2, "sharded_cuda_programs:fit", timeout=400, ranks=2)

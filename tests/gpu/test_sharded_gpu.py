@@ -57,6 +57,14 @@ def test_one_rank_over_nccl_trains_what_one_process_trains_on_the_gpu():
     assert_same_tables([alone], programs.train(device="cuda:0", shared=False, **options), 1e-5)
 
 
+def test_a_rank_over_nccl_skips_a_step_that_is_not_finite():
+    (result,) = run(1, "sharded_cuda_programs:late_steps", timeout=300, device="cuda:0")
+    assert result["taken"] == [True, False, True]
+    first, second, third = (vectors for _, vectors, *_ in result["rows"])
+    assert (first == second).all()
+    assert (first != third).all()
+
+
 @pytest.mark.skipif(not is_built(), reason="its model first has tables in memory, by the native core")
 def test_a_trainer_on_ranks_that_share_a_gpu_trains_what_one_process_trains():
     results = run(2, "sharded_cuda_programs:fit_over_gloo", timeout=300, ranks=2, device="cuda:0", epochs=2)

@@ -97,23 +97,29 @@ class SparseOptimizer(torch.optim.Optimizer):
     def late_gradients(self) -> list[Tensor] | None:
         """The gradients that wait for these tables, where a device can skip their update by itself.
 
-        None if the host has to decide, as for tables in memory: see `gradients_finite`. They are scaled, if
-        the loss is.
+        None if the host has to decide, as for tables in memory: see `gradients_finite`. They may be scaled,
+        if the loss is.
         """
         found: list[Tensor] = []
         for engine, handles in self._tables.items():
             slots = {handle.slot for handle in handles}
             for _, gradients in engine.gradients(handle.name for handle in handles):
-                if not isinstance(gradients, LateGradients):
+                late = gradients.tensors(slots) if isinstance(gradients, LateGradients) else None
+                if late is None:
                     return None
-                found += gradients.tensors(slots)
+                found += late
         return found
 
     def skip_if(self, found_inf: Tensor) -> None:
-        """The next `step` updates no row unless this float on the device is 0; after `late_gradients`."""
+        """The next `step` updates no row unless this float on the device is 0; after `late_gradients`.
+
+        Ranks that share the tables agree: it is then 1 if it was on any of them.
+        """
         for engine, handles in self._tables.items():
-            for _, gradients in engine.gradients(handle.name for handle in handles):
+            for number, (_, gradients) in enumerate(engine.gradients(handle.name for handle in handles)):
                 assert isinstance(gradients, LateGradients)
+                if not number:
+                    gradients.agree(found_inf)
                 gradients.skip_if(found_inf)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

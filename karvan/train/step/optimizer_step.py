@@ -127,13 +127,13 @@ class OptimizerStep:
         gradients = [each for each in (*self._gradients(), *of_rows) if each.numel()]
         if len({each.device for each in gradients}) != 1 or any(each.is_sparse for each in gradients):
             return None
-        largest = largest_magnitude(gradients)
-        found_inf = (~torch.isfinite(largest)).float()
-        self._precision.unscale_late(self._dense, largest)
+        found_inf = (~torch.isfinite(largest_magnitude(gradients))).float()
+        if self._sparse is not None:
+            self._sparse.skip_if(found_inf)
+        self._precision.unscale_late(self._dense, found_inf)
         self._clip()
         self._stepping.step_unless(found_inf)
         if self._sparse is not None:
-            self._sparse.skip_if(found_inf)
             self._sparse.step()
         self._precision.update()
         self.forget()

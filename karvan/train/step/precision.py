@@ -46,11 +46,8 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
         """Undo `scale` on the gradients of an optimizer's parameters."""
 
-    def unscale_late(self, optimizer: torch.optim.Optimizer | None, largest: Tensor) -> None:
-        """The same where only the device knows whether gradients are finite.
-
-        largest: the largest magnitude of all gradients, rows' included, before this.
-        """
+    def unscale_late(self, optimizer: torch.optim.Optimizer | None, found_inf: Tensor) -> None:
+        """The same where only the device knows: found_inf is 1.0 if any gradient is not finite, else 0.0."""
 
     def update(self) -> None:
         """A step was taken, or skipped because of an overflow."""
@@ -115,9 +112,9 @@ class Scaled(Autocast):
         """See `Precision.unscale`."""
         self._unscale(optimizer, torch.full_like(self._witness, 0.0 if sparse_finite else torch.inf))
 
-    def unscale_late(self, optimizer: torch.optim.Optimizer | None, largest: Tensor) -> None:
+    def unscale_late(self, optimizer: torch.optim.Optimizer | None, found_inf: Tensor) -> None:
         """See `Precision.unscale_late`."""
-        self._unscale(optimizer, largest.to(self._witness.dtype, copy=True).reshape(1))
+        self._unscale(optimizer, (found_inf / (1 - found_inf)).reshape(1))  # 0, or infinite
 
     def _unscale(self, optimizer: torch.optim.Optimizer | None, of_rows: Tensor) -> None:
         self._witness.grad = of_rows

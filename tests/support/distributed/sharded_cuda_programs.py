@@ -16,6 +16,8 @@ from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.sharded.transport import make_transport
 from karvan.store.cuda.store import CudaStore
 from karvan.store.memory import MemoryStore
+from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
+from karvan.train.step.precision import Precision
 
 FEATURES = {
     "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),
@@ -180,6 +182,22 @@ def not_finite(device="cpu"):
     after = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     skipped = engine.table("user").stats()["skipped_updates"]
     return {"before": before, "after": after, "finite": finite, "flags": flags, "skipped": skipped}
+
+
+def late_steps(device="cpu"):
+    """Three steps, the second of which is not finite on rank 0; the rows after each, and what ranks know."""
+    connection = distributed.connect("sharded", timeout=100)
+    store = ShardedCudaStore(connection, device)
+    engine = kv.EmbeddingEngine({"user": kv.Table(4)}, seed=3, store=store)
+    update = OptimizerStep(None, kv.optim.Adam(engine, lr=0.1), OptimizerStepSettings(), Precision())
+    users = torch.tensor([1, 2, 3, 4] if connection.rank == 0 else [3, 4, 5]).to(device)
+    taken, rows = [], []
+    for factor in (1.0, torch.inf, 1.0):
+        out = engine({"user": users})["user"]
+        update.backward(out.sum() * (factor if connection.rank == 0 else 1.0), 1)
+        taken.append(bool(update.apply_late()))
+        rows.append(tuple(engine.table("user").snapshot()))
+    return {"taken": taken, "rows": rows}
 
 
 class Net(trainer_programs.Net):

@@ -87,11 +87,15 @@ class DeviceGradients(LateGradients):
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite; waits for the device."""
         found = list(self.finite())
+        flags, slots = [], []
         for group in self.groups:
             for number, feature in group.lookup.layout.features:
                 gradient = group.gradients.get(number)
                 if gradient is not None:
-                    found[feature.slot] &= bool(torch.isfinite(gradient).all())
+                    flags.append(torch.isfinite(gradient).all())
+                    slots.append(feature.slot)
+        for slot, good in zip(slots, torch.stack(flags).tolist() if flags else (), strict=True):
+            found[slot] &= good
         return found
 
     def tensors(self, slots: Collection[int]) -> list[Tensor]:

@@ -19,7 +19,7 @@ the same order on each channel. Everything else concerns this rank's share alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,24 +32,30 @@ from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.sharded.owner import Answer, DeviceOwner
 from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.sharded.sections import UNIT, Sections
-from karvan.store.cuda.sharded.transport import make_transport
+from karvan.store.cuda.sharded.transport import MemoryTransport, make_transport
 from karvan.store.cuda.store import CudaStore
 from karvan.store.program import FeatureTensors, LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.rank_share import RankShare
 from karvan.store.remote.output_layout import OutputLayout
-from karvan.store.types import Counts, FeatureSpec, Found, GradientFlags, Keys, Rule
+from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, Rule
 
 
-class RankGradients(GradientFlags):
+class RankGradients(LateGradients):
     """Gradients that the owners of their rows have received; `touched` is the same on all ranks."""
 
     def __init__(
-        self, touched: list[bool], answer: Answer, held: DeviceGradients, connection: distributed.Connection
+        self,
+        touched: list[bool],
+        answer: Answer,
+        held: DeviceGradients,
+        connection: distributed.Connection,
+        transport: MemoryTransport,
     ) -> None:
         super().__init__([True] * len(touched), touched)
         self.answer = answer
         self.held = held
         self._connection = connection
+        self._transport = transport
         self._checked: list[bool] | None = None
 
     def check_finite(self) -> list[bool]:
@@ -58,6 +64,25 @@ class RankGradients(GradientFlags):
             bad = torch.tensor([not good for good in self.held.check_finite()], dtype=torch.int64)
             self._checked = [not count for count in self._connection.here.sum(bad).tolist()]
         return self._checked
+
+    def tensors(self, slots: Collection[int]) -> list[Tensor] | None:
+        """See `LateGradients.tensors`: those that this rank has received; at least one, as on any rank."""
+        if self._transport.waits:
+            return None
+        received = self.held.tensors(slots)
+        return (
+            received
+            if any(each.numel() for each in received)
+            else [torch.zeros(1, device=self._transport.device)]
+        )
+
+    def agree(self, found_inf: Tensor) -> None:
+        """See `LateGradients.agree`; a collective."""
+        self._transport.find_any(found_inf)
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        """See `LateGradients.skip_if`."""
+        self.held.skip_if(found_inf)
 
 
 class RoutedRequest:
@@ -227,7 +252,7 @@ class ShardedCudaStore(RankShare):
         if any(has and lacks for has, lacks in zip(touched, lacking, strict=True)):
             present = self._exchange(request.present(gradients), to.keys_of, of.keys_of)
         held = self._owner.hold(answer, received, present, by_key=self._by_key)
-        return RankGradients(touched, answer, held, self._connection)
+        return RankGradients(touched, answer, held, self._connection, self._transport)
 
     def update(
         self,

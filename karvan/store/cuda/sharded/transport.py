@@ -22,22 +22,43 @@ class MemoryTransport:
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
-        self._device = device
+        self.device = device
+
+    @property
+    def waits(self) -> bool:
+        """Whether the calling thread waits for the device."""
+        return self.device.type == "cuda"
+
+    def find_any(self, flag: Tensor) -> None:
+        """Set a float to 1 if it is 1 on any rank, else to 0."""
+        flag.fill_(float(self._connection.here.sum(flag.reshape(1).long().cpu())[0] > 0))
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
         """Send to[r] elements to rank r, and receive of[r] from it, into `out`."""
         channel = self._connection.here
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             out.copy_(channel.exchange(send, to, of))
             return
         staging = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
         staging.copy_(send, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
         out.copy_(channel.exchange(staging, to, of).pin_memory(), non_blocking=True)
 
 
 class NcclTransport(MemoryTransport):
     """Sends tensors from GPU to GPU, on the thread that computes; nothing waits for the device."""
+
+    @property
+    def waits(self) -> bool:
+        """See `MemoryTransport.waits`."""
+        return False
+
+    def find_any(self, flag: Tensor) -> None:
+        """See `MemoryTransport.find_any`."""
+        try:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise self._connection.explained(error) from error
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
         """See `MemoryTransport.exchange`."""
