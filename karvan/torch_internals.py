@@ -42,6 +42,7 @@ __all__ = [
     "TorchDispatchMode",
     "default_group",
     "default_store",
+    "has_step_hooks",
     "is_step_observed",
     "loss_scale",
     "openmp_addresses",
@@ -60,11 +61,15 @@ default_group = _get_default_group
 default_store = _get_default_store
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer has hooks of its own that are called at a step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def is_step_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks or a profiler want to know of a step of this optimizer."""
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
+        has_step_hooks(optimizer)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
         or _profiler_enabled()

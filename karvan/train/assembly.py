@@ -33,7 +33,7 @@ from karvan.train.step.optimizer_step import (
     OptimizerStep,
     OptimizerStepSettings,
     engines_of,
-    fused_on_gpu,
+    fuse_on_gpu,
     make_dense,
     make_sparse,
 )
@@ -141,7 +141,7 @@ def make_training_setup(
         and optimizer is not dense_optimizer
         and not connection.settings.mode.dense_on_servers
     ):
-        optimizer = fused_on_gpu(optimizer)
+        fuse_on_gpu(optimizer)
     communication.check(
         connection,
         scaled=runs.precision.always_checks,

@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
 from gpu_steps import Reference, Run, batches, damaged
 
 import karvan as kv
-from karvan.train.step.optimizer_step import fused_on_gpu
+from karvan.torch_internals import skips_on_device
+from karvan.train.step.optimizer_step import fuse_on_gpu
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 DEVICE = torch.device("cuda", 0)
@@ -214,13 +215,20 @@ def test_the_dense_part_can_be_compiled(precision):
 def test_optimizers_are_fused_unless_the_program_says_otherwise():
     weights = [torch.zeros(3, device=DEVICE, requires_grad=True)]
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        made = fused_on_gpu(make(weights, lr=0.5, weight_decay=0.25))
-        assert type(made) is make
-        assert made.param_groups[0]["fused"]
-        assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.5, 0.25)
+        made = make([{"params": weights, "lr": 0.25}], lr=0.5, weight_decay=0.125)
+        (group,) = made.param_groups
+        fuse_on_gpu(made)
+        assert skips_on_device(made)
+        assert made.param_groups[0] is group
+        assert (group["lr"], group["weight_decay"], made.defaults["lr"]) == (0.25, 0.125, 0.5)
         for other in ({"fused": False}, {"foreach": False}, {"foreach": True}):
             given = make(weights, lr=0.5, **other)
-            assert fused_on_gpu(given) is given
+            fuse_on_gpu(given)
+            assert not skips_on_device(given)
+        observed = make(weights, lr=0.5)
+        observed.register_step_post_hook(lambda *_: None)
+        fuse_on_gpu(observed)
+        assert not skips_on_device(observed)
 
 
 def train_new_keys(engine, optimizer):

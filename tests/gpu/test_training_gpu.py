@@ -16,11 +16,7 @@ try:
 except ModuleNotFoundError as missing:
     pytest.skip(f"kv.Trainer needs {missing.name}", allow_module_level=True)
 
-from cli_helpers import write_clicks, write_jobs
 from train_helpers import StopAt, batches, everything, model, trainer
-
-from karvan.cli.config.build_job import make_job
-from karvan.cli.config.schema import read_config
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 needs_core = pytest.mark.skipif(not is_built(), reason="needs the native core")
@@ -247,6 +243,12 @@ def test_a_table_in_memory_beside_others_on_the_gpu():
 
 @needs_core
 def test_a_config_trains_tables_on_the_gpu(tmp_path):
+    pytest.importorskip("typer")
+    from cli_helpers import write_clicks, write_jobs
+
+    from karvan.cli.config.build_job import make_job
+    from karvan.cli.config.schema import read_config
+
     kv.disconnect()
     write_clicks(tmp_path)
     write_jobs(tmp_path)

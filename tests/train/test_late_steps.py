@@ -12,7 +12,7 @@ from train_helpers import batches, everything
 
 import karvan as kv
 from karvan.store import MemoryStore
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fused_on_gpu
+from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
 from karvan.train.step.precision import Precision
 
 DENSE = {
@@ -242,4 +242,5 @@ def test_a_fit_that_a_device_has_skipped_entirely_is_an_error():
 def test_optimizers_on_the_cpu_stay_as_they_are():
     for make in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad):
         made = make(Net().parameters(), lr=0.1)
-        assert fused_on_gpu(made) is made
+        fuse_on_gpu(made)
+        assert not made.param_groups[0]["fused"]

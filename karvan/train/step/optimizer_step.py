@@ -16,6 +16,7 @@ from karvan.dense.step_policies import Outcome
 from karvan.dense.tensor_checks import all_finite, largest_magnitude
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.torch_internals import has_step_hooks
 from karvan.train.checks.frozen import Frozen, names_text, tables_of
 from karvan.train.step.precision import Precision
 
@@ -238,18 +239,26 @@ def make_dense(
     return made
 
 
-def fused_on_gpu(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A new optimizer in torch's fused form, which can skip a step on a GPU, if that is left to choose."""
+def fuse_on_gpu(made: torch.optim.Optimizer) -> None:
+    """Give an optimizer torch's fused form, which can skip a step on a GPU, if that is left to choose.
+
+    It is the same object afterwards, which the program may know.
+    """
     kind: Any = type(made)
-    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return made
+    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or made.state:
+        return
     for group in made.param_groups:
         if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
-            return made
+            return
         if group.get("capturable") or not all(p.is_cuda and p.is_floating_point() for p in group["params"]):
-            return made
-    fused: torch.optim.Optimizer = kind([{**group, "fused": True} for group in made.param_groups], fused=True)
-    return fused
+            return
+    if has_step_hooks(made):  # they would be lost
+        return
+    defaults, groups = made.defaults, made.param_groups
+    for settings in (defaults, *groups):
+        settings["fused"] = True
+    kind.__init__(made, [dict(group) for group in groups], fused=True)
+    made.defaults, made.param_groups = defaults, groups
 
 
 def make_sparse(

@@ -13,7 +13,7 @@ from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import Parallel
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.nonfinite import Skips
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fused_on_gpu
+from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
 from karvan.train.step.precision import make_precision
 from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import StepRoutine
@@ -139,7 +139,9 @@ class Run:
 
     def _dense(self):
         fused = True if self.device.type == "cpu" else None  # on a GPU it is chosen
-        return fused_on_gpu(torch.optim.Adam(self.net.parameters(), lr=0.01, fused=fused))
+        made = torch.optim.Adam(self.net.parameters(), lr=0.01, fused=fused)
+        fuse_on_gpu(made)
+        return made
 
     def _loss(self, output, batch):
         return kv.losses.BinaryCrossEntropy()(output, batch) * self.factor
