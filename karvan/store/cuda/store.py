@@ -32,7 +32,7 @@ from karvan.store.cuda.batch.batches import (
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
 from karvan.store.cuda.batch.updates import SlotRules, check_state
-from karvan.store.cuda.captures import DeviceCapture
+from karvan.store.cuda.captures.device_capture import DeviceCapture
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows import contents, policies
 from karvan.store.cuda.rows.memory_errors import MemoryReport
@@ -279,8 +279,9 @@ class CudaStore(Store):
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`."""
-        return DeviceCapture(self.memory, {name: self._table(name) for name in tables}, parts, since)
+        """See `Store.capture`: waits for a list of the rows, not for the rows. Changes are always tracked."""
+        with MemoryReport(self.memory):
+            return DeviceCapture(self.memory, {name: self._table(name) for name in tables}, parts, since)
 
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
         """See `Store.extra`."""

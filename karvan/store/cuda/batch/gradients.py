@@ -131,6 +131,7 @@ def update_group(passes: Sequence[GroupGradients], rules: SlotRules) -> None:
     sums = UpdateBuffers(buffers, rules.slots, len(descriptors), mapped=True)
     sums.load(0, 0, chosen, descriptors, 1.0, passes[0].unless)
     _note_late_changes(passes, sums, rules.slots)
+    _save_rows(buffers)
     sums.run(chosen, is_aligned(descriptors))
 
 
@@ -151,6 +152,7 @@ def _update_one(one: GroupGradients, rules: SlotRules) -> None:
     else:
         sums = graphed.update_buffers(rules.slots, len(descriptors))
     sums.load(layout.plain_end, lookup.version, chosen, descriptors, one.scale, one.unless)
+    _save_rows(buffers)
     if graphed is not None:
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
         _note_late_changes([one], sums, rules.slots)  # the graph has brought the descriptors to the device
@@ -159,6 +161,14 @@ def _update_one(one: GroupGradients, rules: SlotRules) -> None:
         sums.drop_runs()
     sums.run(chosen, aligned)
     _note_late_changes([one], sums, rules.slots)
+
+
+def _save_rows(buffers: LookupBuffers) -> None:
+    """Rows of the lookup that a capture has still to read are saved before they change."""
+    arena = buffers.arena
+    assert isinstance(arena, RowArena)
+    for watcher in arena.watchers:
+        watcher.save(buffers.run_rows, buffers.run_rows.numel() - 1, buffers.work)
 
 
 def _note_late_changes(passes: Sequence[GroupGradients], sums: UpdateBuffers, slots: int) -> None:

@@ -155,6 +155,35 @@ def read_rows(
 
 
 @triton.jit
+def copy_words(source, target, there, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy words of 4 bytes from addresses to addresses, all multiples of 16, where `there`."""
+    for start in range(0, WORDS, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
+        mask = there[:, None] & (column < WORDS)
+        words = tl.load(floats(source[:, None], column, 16), mask=mask, other=0.0)
+        tl.store(floats(target[:, None], column, 16), words, mask=mask)
+
+
+@triton.jit
+def copy_rows(
+    rows,
+    count,
+    chunks,
+    target,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy rows, as they are in memory, to an address."""
+    number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    there = number < count
+    row = tl.load(rows + number, mask=there, other=0)
+    to = target + number.to(tl.int64) * STRIDE
+    copy_words(row_address(chunks, row, SHIFT, STRIDE), to, there, STRIDE // 4, COLUMNS)
+
+
+@triton.jit
 def write_rows(
     rows,
     count,

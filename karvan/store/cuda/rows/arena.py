@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,19 @@ class RowLayout(NamedTuple):
         return max(2, 1 << (self.state - 1).bit_length()) if self.state else 2
 
 
+class RowWatcher(Protocol):
+    """Copies rows in the background, and must be called before they change (`captures/pending_rows.py`)."""
+
+    def save(self, rows: torch.Tensor, most: int, work: torch.Tensor | None = None) -> None:
+        """These distinct rows change or become free next, by work that is queued on the current stream.
+
+        work: that of the lookup whose runs they are; otherwise there are `most` of them.
+        """
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Within it, no row is read: what moves rows to other addresses is queued on the current stream."""
+
+
 class RowSpace:
     """Rows that kernels find by number: those of chunk c have the numbers from c << shift on."""
 
@@ -64,6 +78,7 @@ class RowArena(RowSpace):
         super().__init__(layout, number, shift, torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device))
         self.newest_version = 0  # of its tables
         self.captured_version = -1  # the newest one at the last capture of a table
+        self.watchers: tuple[RowWatcher, ...] = ()  # captures that have not read all of their rows
         self._device = device
         self._uploads = uploads
         self._memory: list[torch.Tensor] = []

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from karvan.store.cuda import launch
 from karvan.store.cuda.kernels import maintenance
+from karvan.store.cuda.rows.arena import RowLayout
 from karvan.store.cuda.rows.index import WIDTH
+from karvan.store.cuda.rows.row_staging import RowStaging, unpack
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.types import Keys, Rows
 
 _SIGN = -(1 << 63)
+_MOST_COLUMNS = 1024  # words of a row that a program copies at a time
 _LOGGED = 1 << 20  # hashes of removed keys that a table remembers at least
-_TOGETHER = 1 << 18  # rows that are copied to the host at a time
 
 
 class RowFields(NamedTuple):
@@ -109,14 +111,26 @@ def row_constants(table: DeviceTable) -> dict[str, int]:
 
 def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
     """Rows with all they have, in host memory."""
-    count, layout = noted.rows.numel(), table.arena.layout
+    arena, count, layout = table.arena, noted.rows.numel(), table.arena.layout
     vectors = np.empty((count, layout.dim), np.float32)
     state = np.empty((count, layout.state), np.float32)
-    for first in range(0, count, _TOGETHER):
-        some = slice(first, min(first + _TOGETHER, count))
-        values, states = read_values(memory, table, noted.rows[some])
-        vectors[some] = values.cpu().numpy()
-        state[some] = states.cpu().numpy()
+
+    def fill(buffer: Tensor, first: int, size: int) -> torch.cuda.Event | None:
+        constants = copy_constants(layout)
+        maintenance.copy_rows[(-(-size // constants["GROUP"]),)](
+            noted.rows[first : first + size],
+            size,
+            arena.chunks,
+            buffer.data_ptr(),
+            SHIFT=arena.shift,
+            **constants,
+        )
+        return torch.cuda.current_stream(memory.device).record_event() if buffer.is_cuda else None
+
+    if count:
+        for first, words in RowStaging(memory.device, layout, count).read(count, fill):
+            some = slice(first, first + len(words))
+            unpack(words, layout, vectors[some], state[some])
     return Rows(
         unmix(noted.hashes.cpu().numpy()),
         vectors,
@@ -124,6 +138,13 @@ def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
         noted.counts.cpu().numpy().view(np.uint32),
         noted.lasts.cpu().numpy().view(np.uint32),
     )
+
+
+def copy_constants(layout: RowLayout) -> dict[str, int]:
+    """How kernels copy rows as they are in memory: the bytes of a row, and the shape of a block."""
+    columns = min(launch.power(layout.stride // 4), _MOST_COLUMNS)
+    group, warps = launch.tile(columns)
+    return {"STRIDE": layout.stride, "GROUP": group, "COLUMNS": columns, "num_warps": warps}
 
 
 def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
@@ -154,6 +175,8 @@ def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
         WIDTH=WIDTH,
     )
     memory.settle_queue(arena)
+    for watcher in arena.watchers:
+        watcher.save(numbers, count)
     group, warps = launch.tile(max(arena.layout.columns, arena.layout.states))
     maintenance.write_rows[(-(-count // group),)](
         numbers,
@@ -182,6 +205,8 @@ def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log
     maintenance.find_places[launch.blocks(count)](
         index.entries.data_ptr(), index.slots - 1, hashes, count, places, rows, WIDTH=WIDTH
     )
+    for watcher in arena.watchers:
+        watcher.save(rows, count)
     arena.reserve_queue(memory.arena_counters(arena))
     maintenance.erase_places[launch.blocks(count)](
         places,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
+from karvan.store.cuda.interpreter import take_turns
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.find import SPARE_LANES
 from karvan.store.cuda.kernels.growth import move_slots
@@ -54,6 +55,8 @@ class TableMemory:
             self.side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
             self.programs = _PROGRAMS * self.processors
+        else:
+            take_turns()
         self.tables: dict[str, DeviceTable] = {}
         self.epoch = 0  # grows when memory that graphs point to has been replaced
         self._arenas: dict[RowLayout, RowArena] = {}

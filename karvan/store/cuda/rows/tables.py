@@ -32,6 +32,7 @@ class DeviceTable:
         self.erasures = ErasureLog()
         self.filter: torch.Tensor | None = None  # counters of keys without a row, for MinCount
         self.checked_rule = ("", arena)  # the kind of rule that its rows are known to have the state for
+        self.captured = False  # whether a capture of it is open
         self.skipped = 0  # updates that were skipped by the host
         self.clock: list[tuple[int, float]] = []  # for TTL: (step, time) now and then
         self._time = self._shown = 0.0
