@@ -114,10 +114,15 @@ def train(optimizer, steps, **options):
         sparse.step()
     table = engine.table("plain")
     rows = table.snapshot()
+    capture = store.capture(["plain", "half"], {"plain": 1, "half": 1})
     table.clear()
     table.load(rows)
     engine(batch)
-    engine({**batch, "plain": torch.arange(70) * 3})
+    engine({**batch, "plain": torch.arange(70) * 3})["half"].sum().backward()
+    sparse.step()
+    for name in ("plain", "half"):
+        capture.part(name, 0)
+    capture.close()
     return store
 
 
@@ -125,6 +130,8 @@ def test_every_kernel_of_tables_compiles_for_hopper(launches, tmp_path):
     train(kv.optim.Adam, 3, clip_norm=1.0, weight_bound=1.0)
     made = compiled(launches, tmp_path)
     assert made >= {
+        "copy_rows",
+        "gather_rows",
         "insert_admitted",
         "copy_vectors",
         "count_nominees",
@@ -143,6 +150,7 @@ def test_every_kernel_of_tables_compiles_for_hopper(launches, tmp_path):
         "pool_vectors",
         "read_fields",
         "read_rows",
+        "save_rows",
         "sum_pieces",
         "update_rows",
         "write_rows",

@@ -1,6 +1,7 @@
 """What a store must do for checkpoints: captures of one moment, deltas, and files that any store reads."""
 
 import numpy as np
+import pytest
 import torch
 from rows_conformance import Rig, assert_same_rows
 from store_kinds import memory
@@ -104,6 +105,27 @@ class CaptureConformance:
             for part in range(parts):
                 assert_same_rows(capture.part("t", part), rig.store.snapshot("t", part, parts))
             capture.close()
+
+    def test_a_table_has_one_capture_whose_parts_are_read_in_order(self, kind, source):
+        rig = Rig(kind)
+        rig.see(list(range(8)))
+        whole = rig.snapshot()
+        capture = rig.store.capture(["t"], {"t": 2})
+        with pytest.raises(ValueError, match="'t' is being captured already"):
+            rig.store.capture(["t"], {"t": 2})
+        with pytest.raises(ValueError, match="expected part 0 of 2, got 1"):
+            capture.part("t", 1)
+        rig.update(source)
+        assert_same_rows(read(capture, 2), whole)
+        with pytest.raises(ValueError, match="in order"):
+            capture.part("t", 1)
+        capture.close()
+        capture.close()
+        with pytest.raises(ValueError, match="closed"):
+            capture.part("t", 0)
+        with pytest.raises(ValueError, match="power of two, got 3"):
+            rig.store.capture(["t"], {"t": 3})
+        rig.store.capture(["t"], {"t": 1}).close()
 
     def test_checkpoints_go_from_any_store_to_any(self, kind, tmp_path):
         """From this kind to memory and back: rows, state, counts, steps and the filter's counters."""

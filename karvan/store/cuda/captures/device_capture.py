@@ -23,7 +23,9 @@ from karvan.store.types import Keys, Rows
 class _Listed(NamedTuple):
     """The rows of a table in a capture, in the order of their hashes."""
 
-    fields: RowFields  # as they were
+    hashes: Tensor
+    counts: Tensor
+    lasts: Tensor
     bounds: list[int]  # of parts
     pending: PendingRows
     first_range: int  # of those of its arena
@@ -85,7 +87,9 @@ class DeviceCapture(Capture):
         pending = PendingRows(memory, arena, numbers, cuts)
         self._pending.append(pending)
         for name, noted in listed.items():
-            self._listed[name] = _Listed(noted, bounds[name], pending, firsts[name])
+            self._listed[name] = _Listed(
+                noted.hashes, noted.counts, noted.lasts, bounds[name], pending, firsts[name]
+            )
 
     @property
     def saved_bytes(self) -> int:
@@ -102,12 +106,12 @@ class DeviceCapture(Capture):
                     f"Table '{table}': parts are read in order; expected part {self._next[table]} of "
                     f"{self._parts[table]}, got {part}."
                 )
-            noted, bounds, pending, first_range = self._listed[table]
-            some = slice(bounds[part], bounds[part + 1])
+            noted, pending = self._listed[table], self._listed[table].pending
+            some = slice(noted.bounds[part], noted.bounds[part + 1])
             layout, count = pending.layout, some.stop - some.start
             vectors = np.empty((count, layout.dim), np.float32)
             state = np.empty((count, layout.state), np.float32)
-            pending.read(first_range + part, vectors, state)
+            pending.read(noted.first_range + part, vectors, state)
             self._next[table] = part + 1
             hashes, counts, lasts = (
                 pending.to_host(field[some]).numpy() for field in (noted.hashes, noted.counts, noted.lasts)

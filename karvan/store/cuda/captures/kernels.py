@@ -57,13 +57,13 @@ def save_rows(
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PLACE_SHIFT: tl.constexpr,
+    PLACES: tl.constexpr,
     RUNS: tl.constexpr,
 ):
     """Copy those of distinct rows that are pending to the next free places, with their indices in the list.
 
     RUNS: as many rows as the lookup of `work` has runs; `most` otherwise. limit: rows from it on are new.
-    places: addresses of 2^PLACE_SHIFT places each, first the rows, then their indices.
+    places: addresses of PLACES places each, first the rows, then their indices.
     """
     count = most
     if RUNS:
@@ -76,10 +76,10 @@ def save_rows(
         total = tl.sum(found.to(tl.int64), axis=0)
         if total > 0:
             place = tl.atomic_add(saved, total) + tl.cumsum(found.to(tl.int64), axis=0) - 1
-            address = tl.load(places + (place >> PLACE_SHIFT), mask=found, other=0)
-            local = place & ((1 << PLACE_SHIFT) - 1)
+            address = tl.load(places + (place // PLACES), mask=found, other=0)
+            local = place % PLACES
             source = row_address(chunks, row, SHIFT, STRIDE)
             copy_words(source, address + local * STRIDE, found, STRIDE // 4, COLUMNS)
-            indices = (address + (STRIDE << PLACE_SHIFT) + local * 4).to(tl.pointer_type(tl.int32))
+            indices = (address + STRIDE * PLACES + local * 4).to(tl.pointer_type(tl.int32))
             tl.store(indices, index, mask=found)
             tl.store(pending + row, tl.zeros_like(row), mask=found)

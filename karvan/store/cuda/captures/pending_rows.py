@@ -40,6 +40,7 @@ class PendingRows:
         self._memory = memory
         self._arena = arena
         self.layout = arena.layout
+        self._chunks = arena.chunks
         self._rows = rows
         self._left = rows.numel()  # that were not gathered
         self._cuts = np.array(cuts, np.int64)
@@ -88,7 +89,7 @@ class PendingRows:
                 arena.chunks,
                 memory.programs,
                 SHIFT=arena.shift,
-                PLACE_SHIFT=self._saved.shift,
+                PLACES=self._saved.size,
                 RUNS=work is not None,
                 **contents.copy_constants(self.layout),
             )
@@ -98,16 +99,16 @@ class PendingRows:
     def pause(self) -> Iterator[None]:
         """See `RowWatcher.pause`."""
         with self._lock:
-            if self._stream is None:
-                yield
-                return
-            current = torch.cuda.current_stream(self._memory.device)
-            current.wait_event(self._changed)  # it may have been queued on another stream
-            current.wait_event(self._gathered)
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self._memory.device)
+                current.wait_event(self._changed)  # it may have been queued on another stream
+                current.wait_event(self._gathered)
             try:
                 yield
             finally:
-                self._changed = current.record_event()
+                self._chunks = self._arena.chunks
+                if self._stream is not None:
+                    self._changed = current.record_event()
 
     def read(self, number: int, vectors: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """Write the rows of a range, as they were, into arrays; each range is read once."""
@@ -145,7 +146,7 @@ class PendingRows:
                 self._pending,
                 self._saved.counter.values,
                 self._report.data_ptr(),
-                arena.chunks.data_ptr(),
+                self._chunks.data_ptr(),
                 buffer.data_ptr(),
                 SHIFT=arena.shift,
                 **constants,

@@ -25,10 +25,9 @@ class SavedRows:
     """Memory for at most `most` rows, in chunks that are allocated as they are needed."""
 
     def __init__(self, device: torch.device, uploads: Uploads, layout: RowLayout, most: int) -> None:
-        by_size = max(_LEAST_ROWS, _CHUNK_BYTES // layout.stride)
-        self.shift: int = min(by_size, max(_LEAST_ROWS, most)).bit_length() - 1
+        self.size = max(_LEAST_ROWS, _CHUNK_BYTES // (layout.stride + 4))  # places of a chunk
         self.counter = Counters(device, 1)  # rows that were saved
-        self.places = torch.zeros((most >> self.shift) + 1, dtype=torch.int64, device=device)
+        self.places = torch.zeros(most // self.size + 1, dtype=torch.int64, device=device)
         self.bytes = 0  # of all chunks so far
         self._most = most
         self._uploads = uploads
@@ -44,10 +43,10 @@ class SavedRows:
             self.counter.catch_up()
         lacking = self._lacking(rows)
         if lacking > 0:
-            chunk_bytes = (self._layout.stride + 4) << self.shift
+            chunk_bytes = (self._layout.stride + 4) * self.size
             made = [
                 torch.empty(chunk_bytes // 4, dtype=torch.int32, pin_memory=self._pinned)
-                for _ in range(-(-lacking >> self.shift))
+                for _ in range(-(-lacking // self.size))
             ]
             before = self._released + len(self._chunks)
             addresses = np.array([chunk.data_ptr() for chunk in made], np.int64)
@@ -61,7 +60,7 @@ class SavedRows:
 
     @property
     def _capacity(self) -> int:
-        return (self._released + len(self._chunks)) << self.shift
+        return (self._released + len(self._chunks)) * self.size
 
     def _lacking(self, rows: int) -> int:
         known = int(self.counter.poll()[0])
@@ -72,10 +71,10 @@ class SavedRows:
 
     def chunks(self, first: int, end: int) -> list[tuple[Words, NDArray[np.int32]]]:
         """Views of the places [first, end), which kernels have written: rows, and their indices."""
-        size, words = 1 << self.shift, self._layout.stride // 4
+        size, words = self.size, self._layout.stride // 4
         found = []
         while first < end:
-            number, start = first >> self.shift, first & (size - 1)
+            number, start = divmod(first, size)
             stop = min(size, start + end - first)
             chunk = self._chunks[number - self._released].numpy()
             rows, indices = chunk[: size * words].reshape(size, words), chunk[size * words :]
@@ -85,6 +84,6 @@ class SavedRows:
 
     def release(self, first: int) -> None:
         """Release the chunks of places below `first`."""
-        while (self._released + 1) << self.shift <= first:
+        while (self._released + 1) * self.size <= first:
             self._chunks.popleft()
             self._released += 1

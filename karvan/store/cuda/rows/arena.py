@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -56,7 +57,7 @@ class RowWatcher(Protocol):
         """
 
     def pause(self) -> AbstractContextManager[None]:
-        """Within it, no row is read: what moves rows to other addresses is queued on the current stream."""
+        """Within it, no row is read: what gives rows other addresses is queued on the current stream."""
 
 
 class RowSpace:
@@ -116,6 +117,14 @@ class RowArena(RowSpace):
         before = len(self._addresses)
         self._addresses += [first + i * chunk_bytes for i in range(lacking)]
         self._uploads.send_to(self.chunks[before:], np.array(self._addresses[before:], np.int64))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within it, no watcher reads rows; work that gives them other addresses is queued there."""
+        with ExitStack() as stack:
+            for watcher in self.watchers:
+                stack.enter_context(watcher.pause())
+            yield
 
     @property
     def has_queue(self) -> bool:
