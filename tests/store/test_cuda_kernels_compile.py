@@ -87,7 +87,7 @@ TABLES = {
     "padded": kv.Table(8, combiner="sequence", length=2, name="plain"),
     "stack": kv.Table(8, combiner="sum", hash_stack=HashStack(2, 20)),
     "seldom": kv.Table(8, admit=kv.admission.MinCount(2, slots=1000)),
-    "some": kv.Table(8, admit=kv.admission.Probability(0.5)),
+    "some": kv.Table(8, admit=kv.admission.Probability(0.5), evict=kv.eviction.Norm(1e-3, every=1)),
     "half": kv.Table(5, dtype=torch.bfloat16),
     "short": kv.Table(5, dtype=torch.float16, evict=kv.eviction.LRU(capacity=20)),
 }
@@ -149,7 +149,7 @@ def test_every_kernel_of_tables_compiles_for_hopper(launches, tmp_path):
         "nominate_keys",
         "pool_vectors",
         "read_fields",
-        "read_rows",
+        "read_vectors",
         "save_rows",
         "sum_pieces",
         "update_rows",

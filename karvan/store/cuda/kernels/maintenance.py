@@ -122,23 +122,19 @@ def read_fields(
 
 
 @triton.jit
-def read_rows(
+def read_vectors(
     rows,
     count,
     chunks,
     vectors,
-    states,
     DIM: tl.constexpr,
-    STATE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STATES: tl.constexpr,
     GROUP: tl.constexpr,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The vectors, as float32, and the optimizer state of rows."""
+    """The vectors of rows, as float32."""
     number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     there = number < count
     row = tl.load(rows + number, mask=there, other=0)
@@ -147,11 +143,6 @@ def read_rows(
     mask = there[:, None] & (column < DIM)
     to = number[:, None].to(tl.int64)
     tl.store(vectors + to * DIM + column, read_vector(address, column, mask, TYPE), mask=mask)
-    if STATE > 0:
-        field = tl.arange(0, STATES)[None, :]
-        mask = there[:, None] & (field < STATE)
-        from_ = floats(address + VECTOR, field, 16 if VECTOR % 16 == 0 else 4)
-        tl.store(states + to * STATE + field, tl.load(from_, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit

@@ -74,24 +74,26 @@ def read_fields(memory: TableMemory, table: DeviceTable, rows: Tensor) -> RowFie
     return RowFields(rows, hashes, counts, lasts, changes)
 
 
-def read_values(memory: TableMemory, table: DeviceTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The vectors and the optimizer state of rows, on the device."""
+def read_vectors(memory: TableMemory, table: DeviceTable, rows: Tensor) -> Tensor:
+    """The vectors of rows, on the device."""
     arena, layout, count = table.arena, table.arena.layout, rows.numel()
     vectors = torch.empty(count, layout.dim, device=memory.device)
-    state = torch.empty(count, layout.state, device=memory.device)
     if count:
-        group, warps = launch.tile(max(layout.columns, layout.states))
-        maintenance.read_rows[(-(-count // group),)](
+        group, warps = launch.tile(layout.columns)
+        maintenance.read_vectors[(-(-count // group),)](
             rows,
             count,
             arena.chunks,
             vectors,
-            state,
+            DIM=layout.dim,
+            COLUMNS=layout.columns,
             GROUP=group,
+            SHIFT=arena.shift,
+            STRIDE=layout.stride,
+            TYPE=layout.type,
             num_warps=warps,
-            **row_constants(table),
         )
-    return vectors, state
+    return vectors
 
 
 def row_constants(table: DeviceTable) -> dict[str, int]:

@@ -54,7 +54,7 @@ def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int
         return _evict_expired(memory, table, table.advance_time(now))
     if kind == "norm":
         noted = contents.list_rows(memory, table)
-        vectors, _ = contents.read_values(memory, table, noted.rows)
+        vectors = contents.read_vectors(memory, table, noted.rows)
         limit = float(torch.tensor(value, dtype=torch.float32)) ** 2
         return _erase_where(memory, table, noted, vectors.double().square().sum(1) < limit)
     return 0
