@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from triton.runtime import interpreter
-
-_lock = threading.Lock()
-_launch = threading.RLock()
+_patching = threading.Lock()
+_launching = threading.RLock()
 _takes_turns = False
 
 
@@ -17,15 +15,17 @@ def take_turns() -> None:
 
     A GPU needs no such thing. There is nothing to set in the interpreter, so its launch is replaced.
     """
+    from triton.runtime import interpreter  # not needed on a GPU
+
     global _takes_turns
-    with _lock:
+    with _patching:
         if _takes_turns:
             return
         _takes_turns = True
         run = interpreter.GridExecutor.__call__
 
         def run_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _launch:
+            with _launching:
                 return run(self, *args, **kwargs)
 
         interpreter.GridExecutor.__call__ = run_alone

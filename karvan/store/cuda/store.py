@@ -5,7 +5,7 @@ insert rows, fill outputs, group positions by row beside that, then sum gradient
 Results are the same from run to run: sums have the order of the batch.
 
 Unlike in memory, a gradient that is not finite skips its row, not its table: to check all gradients first
-would read them twice. A table at the capacity of its policy waits for the device when it may have to evict.
+would read them twice. A table at the capacity of its policy waits for its lookup before the update.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class CudaStore(Store):
             self.memory.learn_now()
 
     def _table(self, name: str) -> DeviceTable:
+        with MemoryReport(self.memory):
+            policies.settle(self.memory)
         return self.memory.tables[name]
 
     def _empty(self, table: DeviceTable) -> None:
@@ -168,7 +170,7 @@ class CudaStore(Store):
         batch = self.inputs_of(shapes, ids, uses)
         found = self._batches.look_up(batch, training=training, step=step, now=now)
         return {
-            name: Found(out.cpu().numpy(), found.versions[name])
+            name: Found(out.cpu().numpy(), self.version(name))
             for name, (out, _) in zip(keys, found.take(), strict=True)
         }
 

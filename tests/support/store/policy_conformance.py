@@ -28,6 +28,30 @@ EVICTIONS = {
 COUNTED = ("rows", "inserted", "evicted", "rejected")
 
 
+def _capture(engine, handle, keys):
+    capture = engine.store.capture(["t"], {"t": 1})
+    rows = capture.part("t", 0)
+    capture.close()
+    return rows.keys.tolist()
+
+
+def _evaluate(engine, handle, keys):
+    with torch.no_grad():
+        out = engine.eval()({"f": keys, "g": keys})["f"].tolist()
+    engine.train()
+    return out
+
+
+LOOKS = (  # at a table, after a lookup
+    lambda engine, handle, keys: [handle.stats()[name] for name in COUNTED],
+    lambda engine, handle, keys: handle.snapshot().keys.tolist(),
+    lambda engine, handle, keys: handle.vectors(keys).tolist(),
+    lambda engine, handle, keys: sorted(handle.evicted_since(handle.version - 1).tolist()),
+    _capture,
+    _evaluate,
+)
+
+
 class Twins:
     """The same program on a store and in memory."""
 
@@ -143,6 +167,17 @@ class PolicyConformance:
         for engine, handle in zip(twins.engines, twins.handles, strict=True):
             engine.state.step += 5
             handle.evict()
+        twins.check()
+
+    def test_a_lookup_alone_evicts_before_anybody_looks(self, kind):
+        twins = Twins(kind, evict=kv.eviction.LRU(3))
+        for number, look in enumerate(LOOKS):
+            found = []
+            for engine, handle in zip(twins.engines, twins.handles, strict=True):
+                keys = torch.arange(7 * number, 7 * number + 9)
+                engine({"f": keys, "g": keys})
+                found.append(look(engine, handle, keys))
+            assert found[0] == found[1], number
         twins.check()
 
     def test_rows_not_used_for_some_time(self, kind, source):

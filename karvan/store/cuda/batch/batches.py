@@ -187,6 +187,7 @@ class DeviceBatches:
         if not layout.valid:
             layout = batch.layout = self._layouts.find(layout.shapes)
         with MemoryReport(memory):
+            policies.settle(memory)
             groups = [self._look_up_group(group, batch, training, step) for group in layout.groups(training)]
             if training:
                 for table in layout.policies:
@@ -254,6 +255,8 @@ class DeviceBatches:
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of gradients to those of the tables, which are in the order of slots, with a rule."""
+        with MemoryReport(self._memory):
+            policies.settle(self._memory)
         updated = [self._memory.tables[name] for name in rules]
         for table, rule in zip(updated, rules.values(), strict=True):
             check_state(table, rule)

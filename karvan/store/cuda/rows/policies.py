@@ -1,4 +1,9 @@
-"""Eviction on the device: which rows a table's policy removes; csrc/table/evict.cpp has the same rules."""
+"""Eviction on the device: which rows a table's policy removes; csrc/table/evict.cpp has the same rules.
+
+A table with a capacity must evict after a lookup that has brought more rows than that, which the host cannot
+know at once. It looks before the next call that meets the table's rows (`settle`), mostly the update: by then
+the model is queued behind the lookup, so the device is busy while the host waits.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,17 @@ _SIGN = -(1 << 63)
 _LARGE = 65536  # a capacity from which a sixteenth is removed at once
 
 
-def maintain(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int:
-    """What the policy asks for after the training lookup of a step; returns how many rows were removed."""
+def maintain(memory: TableMemory, table: DeviceTable, step: int, now: float) -> None:
+    """What the policy asks for after the training lookup of a step."""
     kind, value, every = table.spec.evict
-    if kind == "never":
-        return 0
     if kind in ("lru", "lfu"):
-        return evict(memory, table, step, now) if memory.rows_bound(table) > value else 0
-    if kind == "ttl":
+        if memory.rows_bound(table) > value:
+            memory.request_numbers()
+            memory.overdue[table] = None
+    elif kind == "ttl":
         time = table.advance_time(now)
-        gone = _evict_expired(memory, table, time) if step % every == 0 else 0
+        if step % every == 0:
+            _evict_expired(memory, table, time)
         clock = table.clock
         while len(clock) > 1 and clock[1][1] <= time - value:
             clock.pop(0)
@@ -31,8 +37,18 @@ def maintain(memory: TableMemory, table: DeviceTable, step: int, now: float) -> 
             clock[-1] = (step, time)
         else:
             clock.append((step, time))
-        return gone
-    return evict(memory, table, step, now) if step % every == 0 else 0
+    elif kind != "never" and step % every == 0:
+        evict(memory, table, step, now)
+
+
+def settle(memory: TableMemory) -> None:
+    """Evict rows beyond capacities; waits for the last lookup, not for what is queued behind it."""
+    if not memory.overdue:
+        return
+    memory.learn_requested()
+    for table in list(memory.overdue):
+        del memory.overdue[table]
+        _evict_beyond(memory, table)
 
 
 def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int:
@@ -40,11 +56,7 @@ def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int
     kind, value, _ = table.spec.evict
     if kind in ("lru", "lfu"):
         memory.learn_now()
-        capacity, present = int(value), memory.rows_bound(table)
-        if present <= capacity:
-            return 0
-        spare = capacity // 16 if capacity >= _LARGE else 0
-        return _evict_least(memory, table, present - capacity + spare, kind == "lfu")
+        return _evict_beyond(memory, table)
     if kind == "age":
         if step <= value:
             return 0
@@ -58,6 +70,16 @@ def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int
         limit = float(torch.tensor(value, dtype=torch.float32)) ** 2
         return _erase_where(memory, table, noted, vectors.double().square().sum(1) < limit)
     return 0
+
+
+def _evict_beyond(memory: TableMemory, table: DeviceTable) -> int:
+    """Remove the rows beyond the capacity of a table, whose number is known."""
+    kind, value, _ = table.spec.evict
+    capacity, present = int(value), memory.rows_bound(table)
+    if present <= capacity:
+        return 0
+    spare = capacity // 16 if capacity >= _LARGE else 0
+    return _evict_least(memory, table, present - capacity + spare, kind == "lfu")
 
 
 def _evict_expired(memory: TableMemory, table: DeviceTable, time: float) -> int:

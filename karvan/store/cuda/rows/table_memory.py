@@ -58,6 +58,7 @@ class TableMemory:
         else:
             take_turns()
         self.tables: dict[str, DeviceTable] = {}
+        self.overdue: dict[DeviceTable, None] = {}  # tables that may have more rows than their capacity
         self.epoch = 0  # grows when memory that graphs point to has been replaced
         self._arenas: dict[RowLayout, RowArena] = {}
         self._lookups: deque[tuple[int, Mapping[DeviceTable, int]]] = deque()
@@ -255,6 +256,16 @@ class TableMemory:
         numbers = self.counters.poll()
         if self.counters.known_time != before:
             self._check_faults(numbers)
+
+    def request_numbers(self) -> None:
+        """Have the numbers after the last lookup sent to the host, unless they are on their way."""
+        if self._lookups and self._lookups[-1][0] > self.counters.time:
+            self.counters.request()
+
+    def learn_requested(self) -> None:
+        """Wait for the numbers that were requested last, and learn them."""
+        self.counters.catch_up()
+        self._refresh()
 
     def learn_now(self) -> NDArray[np.int64]:
         """Wait for the device, and learn all numbers as they are; returns the tables' counters."""

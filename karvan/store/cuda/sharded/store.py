@@ -296,6 +296,6 @@ class ShardedCudaStore(RankShare):
         plan = self._look_up(program.tables, routed, training=training, step=step, now=now)
         assert isinstance(plan.remote, DeviceRankLookup)
         return {
-            table: Found(out.cpu().numpy(), plan.versions[table])
+            table: Found(out.cpu().numpy(), self._tables.version(table))
             for table, (out, _) in zip(keys, plan.remote.take(), strict=True)
         }
