@@ -118,6 +118,7 @@ class PendingRows:
         if self._staging is None:
             with self._beside():
                 self._staging = RowStaging(self._memory.device, layout, int(np.diff(self._cuts).max()))
+                self._launch(self._pending, 0, 0)  # compiled without the lock, for which training would wait
 
         def fill(buffer: Tensor, first: int, count: int) -> torch.cuda.Event | None:
             return self._gather(buffer, begin + first, count)
@@ -134,29 +135,31 @@ class PendingRows:
 
     def _gather(self, buffer: Tensor, first: int, count: int) -> torch.cuda.Event | None:
         """Copy the rows of a piece of the list that are still pending; the others are saved."""
-        arena = self._arena
-        constants = contents.copy_constants(self.layout)
         with self._lock, self._beside():
             if self._stream is not None:
                 self._stream.wait_event(self._changed)
-            gather_rows[(-(-count // constants["GROUP"]),)](
-                self._rows,
-                first,
-                count,
-                self._pending,
-                self._saved.counter.values,
-                self._report.data_ptr(),
-                self._chunks.data_ptr(),
-                buffer.data_ptr(),
-                SHIFT=arena.shift,
-                **constants,
-            )
+            self._launch(buffer, first, count)
             if self._stream is not None:
                 self._gathered = self._stream.record_event()
             self._left -= count
             if not self._left:
                 self._end_watch()
             return None if self._stream is None else self._gathered
+
+    def _launch(self, buffer: Tensor, first: int, count: int) -> None:
+        constants = contents.copy_constants(self.layout)
+        gather_rows[(max(1, -(-count // constants["GROUP"])),)](
+            self._rows,
+            first,
+            count,
+            self._pending,
+            self._saved.counter.values,
+            self._report.data_ptr(),
+            self._chunks.data_ptr(),
+            buffer.data_ptr(),
+            SHIFT=self._arena.shift,
+            **constants,
+        )
 
     def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
