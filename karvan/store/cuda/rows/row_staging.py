@@ -78,6 +78,7 @@ def unpack(words: Words, layout: RowLayout, vectors: NDArray[np.float32], state:
     elif layout.type == 1:
         vectors[:] = (halves.astype(np.uint32) << 16).view(np.float32)
     else:
-        vectors[:] = halves.view(np.float16)
+        with np.errstate(invalid="ignore"):  # rows that others fill later may be anything
+            vectors[:] = halves.view(np.float16)
     first = layout.vector // 4
     state[:] = words.view(np.float32)[:, first : first + layout.state]
