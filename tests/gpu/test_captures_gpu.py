@@ -26,6 +26,7 @@ def test_captures_among_changes_of_every_kind(monkeypatch, seed):
     monkeypatch.setattr(row_staging, "_STAGED_BYTES", 1)
     monkeypatch.setattr(saved_rows, "_LEAST_ROWS", 4)
     monkeypatch.setattr(saved_rows, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(saved_rows, "_MOST_BYTES", 300)
     CaptureWalk(CudaStore("cuda"), random.Random(seed)).run(60)
 
 
@@ -55,6 +56,7 @@ def train(engine, optimizer, seed, rows):
 def test_a_thread_reads_while_another_trains(monkeypatch, stream):
     """Steps are replays of graphs from the third on; many gathers come between them."""
     monkeypatch.setattr(row_staging, "_STAGED_BYTES", 1 << 20)
+    monkeypatch.setattr(saved_rows, "_MOST_BYTES", 20 << 20)
     rows = 100_000
     own = torch.cuda.current_stream() if stream == "default" else torch.cuda.Stream()
     with torch.cuda.stream(own):

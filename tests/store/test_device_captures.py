@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from capture_conformance import read
-from capture_walk import CaptureWalk, as_dict
+from capture_walk import SPECS, CaptureWalk, as_dict
 from rows_conformance import assert_same_rows
 from store_kinds import explore
 
 import karvan as kv
-from karvan.store import MemoryStore
+from karvan.store import MemoryStore, Push, Rule
 from karvan.store.cuda.captures import saved_rows
 from karvan.store.cuda.rows import row_staging
 from karvan.store.cuda.store import CudaStore
@@ -25,6 +25,7 @@ def _small_buffers(monkeypatch):
     monkeypatch.setattr(row_staging, "_STAGED_BYTES", 1)
     monkeypatch.setattr(saved_rows, "_LEAST_ROWS", 4)
     monkeypatch.setattr(saved_rows, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(saved_rows, "_MOST_BYTES", 300)
 
 
 def walk(length):
@@ -143,6 +144,26 @@ def test_only_rows_that_change_before_they_are_read_are_saved():
     assert 0 < capture.saved_bytes < 1000
     capture.close()
     assert store.memory.tables["c"].arena.watchers == ()
+
+
+def test_training_limits_the_page_locked_memory_of_rows_that_nobody_reads():
+    store = CudaStore("cpu")
+    store.add_table(SPECS["a"])
+    keys = np.arange(600)
+    ones = np.ones(100, np.uint32)
+    store.lookup({"a": (keys, np.ones(600, np.uint32))}, training=True, step=1, now=0.0)
+    expected = store.snapshot("a")
+    capture = store.capture(["a"], {"a": 4})
+    rule = Rule("sgd")
+    rule.lr = 1.0
+    for first in range(0, 600, 100):
+        some = keys[first : first + 100]
+        found = store.lookup({"a": (some, ones)}, training=True, step=2, now=0.0)["a"]
+        push = Push(some, np.ones((100, 2), np.float32), found.version)
+        store.apply({"a": [push]}, {"a": rule}, {"a": 2})
+        assert 0 < capture.saved_bytes < 20 * (128 + 8)  # of a batch, of all rows 12,000
+    assert_same_rows(read(capture, 4, "a"), expected)
+    capture.close()
 
 
 def test_a_capture_that_is_forgotten_ends():

@@ -93,7 +93,7 @@ class DeviceCapture(Capture):
 
     @property
     def saved_bytes(self) -> int:
-        """Page-locked memory that was allocated for rows that changed before they were read."""
+        """Page-locked memory of rows that changed before they were read."""
         return sum(pending.saved_bytes for pending in self._pending)
 
     def part(self, table: str, part: int) -> Rows:

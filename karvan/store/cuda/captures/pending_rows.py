@@ -6,6 +6,9 @@ out what they have copied. A gather and a save never overlap: each is queued wit
 the device for the newest of the other kind. As a save comes before each change on the same stream, a gather
 never reads a row that is changing; training waits for one gather at most, and the host for none.
 
+Saved rows are in page-locked memory at first. Whoever reads the capture sorts them by the range of the list
+that they belong to, into other memory; so does the thread that trains when there are too many.
+
 On "cpu" kernels run at once, with the lock held.
 """
 
@@ -45,10 +48,11 @@ class PendingRows:
         self._left = rows.numel()  # that were not gathered
         self._cuts = np.array(cuts, np.int64)
         self._lock = threading.Lock()
-        self._pending = torch.zeros(memory.arena_bound(arena), dtype=torch.int32, device=memory.device)
+        self._pending = torch.zeros(arena.capacity, dtype=torch.int32, device=memory.device)
         numbers = torch.arange(1, rows.numel() + 1, dtype=torch.int32, device=memory.device)
         self._pending[rows.long()] = numbers
         self._saved = SavedRows(memory.device, memory.uploads, arena.layout, rows.numel())
+        self._taking = threading.Lock()
         self._taken = 0  # saved rows that are in `_of_range`
         self._of_range: dict[int, list[tuple[Words, NDArray[np.int32]]]] = {}
         self._staging: RowStaging | None = None
@@ -67,11 +71,15 @@ class PendingRows:
 
     @property
     def saved_bytes(self) -> int:
-        """Memory that was allocated for rows that changed before they were read."""
+        """Page-locked memory of rows that changed before they were read."""
         return self._saved.bytes
 
     def save(self, rows: Tensor, most: int, work: Tensor | None = None) -> None:
         """See `RowWatcher.save`."""
+        with self._lock:
+            crowded = self._saved.is_crowded(min(most, self._left))
+        if crowded:
+            self._take_saved(self._saved.count())
         with self.pause():
             most = min(most, self._left)
             if not most:
@@ -127,7 +135,9 @@ class PendingRows:
             some = slice(first, first + len(words))
             unpack(words, layout, vectors[some], state[some])
         self._take_saved(int(self._report[0]))
-        for words, indices in self._of_range.pop(number, []):
+        with self._taking:
+            saved = self._of_range.pop(number, [])
+        for words, indices in saved:
             some_vectors = np.empty((len(words), layout.dim), np.float32)
             some_state = np.empty((len(words), layout.state), np.float32)
             unpack(words, layout, some_vectors, some_state)
@@ -165,18 +175,21 @@ class PendingRows:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _take_saved(self, end: int) -> None:
-        """Sort the rows that were saved so far by their ranges; their page-locked memory is released."""
-        with self._lock:
-            chunks = self._saved.chunks(self._taken, end)
-        for words, indices in chunks:
-            ranges = np.searchsorted(self._cuts, indices, side="right") - 1
-            order = np.argsort(ranges, kind="stable")
-            numbers, starts = np.unique(ranges[order], return_index=True)
-            for number, some in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
-                self._of_range.setdefault(number, []).append((words[some], indices[some]))
-        self._taken = end
-        with self._lock:
-            self._saved.release(end)
+        """Sort the first `end` rows that were saved by their ranges; their page-locked memory is released."""
+        with self._taking:
+            if end <= self._taken:
+                return
+            with self._lock:
+                chunks = self._saved.chunks(self._taken, end)
+            for words, indices in chunks:
+                ranges = np.searchsorted(self._cuts, indices, side="right") - 1
+                order = np.argsort(ranges, kind="stable")
+                numbers, starts = np.unique(ranges[order], return_index=True)
+                for number, some in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+                    self._of_range.setdefault(number, []).append((words[some], indices[some]))
+            self._taken = end
+            with self._lock:
+                self._saved.release(end)
 
     def to_host(self, numbers: Tensor) -> Tensor:
         """A tensor that was there at the creation, on the host; waits for nothing else on the device."""

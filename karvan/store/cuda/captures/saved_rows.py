@@ -19,6 +19,7 @@ from karvan.store.cuda.transfers import Counters, Uploads
 
 _CHUNK_BYTES = 8 << 20
 _LEAST_ROWS = 16
+_MOST_BYTES = 4 << 30  # in all chunks, from which on the thread that saves rows takes earlier ones out first
 
 
 class SavedRows:
@@ -28,7 +29,6 @@ class SavedRows:
         self.size = max(_LEAST_ROWS, _CHUNK_BYTES // (layout.stride + 4))  # places of a chunk
         self.counter = Counters(device, 1)  # rows that were saved
         self.places = torch.zeros(most // self.size + 1, dtype=torch.int64, device=device)
-        self.bytes = 0  # of all chunks so far
         self._most = most
         self._uploads = uploads
         self._layout = layout
@@ -37,22 +37,29 @@ class SavedRows:
         self._released = 0
         self._in_flight: deque[tuple[int, int]] = deque()  # times, and rows that may have been saved then
 
+    @property
+    def bytes(self) -> int:
+        """Page-locked memory of the rows that were not taken out."""
+        return len(self._chunks) * self._chunk_bytes
+
+    def is_crowded(self, rows: int) -> bool:
+        """Whether so many more rows need more memory than there should be."""
+        lacking = self._lacking(rows)
+        more = -(-lacking // self.size) * self._chunk_bytes
+        return lacking > 0 and len(self._chunks) > 1 and self.bytes + more > _MOST_BYTES
+
     def reserve(self, rows: int) -> None:
         """Have memory for so many more rows, on the thread that saves them."""
-        if self._lacking(rows) > 0:  # perhaps only because the host is ahead of the device
-            self.counter.catch_up()
         lacking = self._lacking(rows)
         if lacking > 0:
-            chunk_bytes = (self._layout.stride + 4) * self.size
             made = [
-                torch.empty(chunk_bytes // 4, dtype=torch.int32, pin_memory=self._pinned)
+                torch.empty(self._chunk_bytes // 4, dtype=torch.int32, pin_memory=self._pinned)
                 for _ in range(-(-lacking // self.size))
             ]
             before = self._released + len(self._chunks)
             addresses = np.array([chunk.data_ptr() for chunk in made], np.int64)
             self._uploads.send_to(self.places[before:], addresses)
             self._chunks += made
-            self.bytes += len(made) * chunk_bytes
 
     def note_save(self, rows: int) -> None:
         """A kernel that saves at most so many rows was queued."""
@@ -62,12 +69,29 @@ class SavedRows:
     def _capacity(self) -> int:
         return (self._released + len(self._chunks)) * self.size
 
+    @property
+    def _chunk_bytes(self) -> int:
+        return (self._layout.stride + 4) * self.size
+
     def _lacking(self, rows: int) -> int:
+        """For how many of so many rows there is no memory: by what is known, or else by what can be known."""
+        lacking = self._lacking_now(rows)
+        if lacking > 0 and self._in_flight:  # perhaps only because the host is ahead of the device
+            self.counter.catch_up()
+            lacking = self._lacking_now(rows)
+        return lacking
+
+    def _lacking_now(self, rows: int) -> int:
         known = int(self.counter.poll()[0])
         while self._in_flight and self._in_flight[0][0] <= self.counter.known_time:
             self._in_flight.popleft()
         bound = known + sum(count for _, count in self._in_flight)
         return min(bound + rows, self._most) - self._capacity  # a row is saved once
+
+    def count(self) -> int:
+        """How many rows were saved so far, on the thread that saves them; waits for the newest save."""
+        self.counter.catch_up()
+        return int(self.counter.poll()[0])
 
     def chunks(self, first: int, end: int) -> list[tuple[Words, NDArray[np.int32]]]:
         """Views of the places [first, end), which kernels have written: rows, and their indices."""
