@@ -142,7 +142,13 @@ class PlacedStore(Store):
         assert isinstance(inputs, tuple)
         host, device = self._split(program)
         here = [_to_host(inputs[number]) for number in host.features]
-        there = self._stores["cuda"].prepare(device.program, tuple(inputs[n] for n in device.features))
+        there = self._stores["cuda"].prepare(
+            device.program,
+            tuple(inputs[n] for n in device.features),
+            training=training,
+            step=step,
+            now=now,
+        )
         layouts = [
             given.layout
             if given.layout.offsets is None

@@ -43,13 +43,17 @@ from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 
 
 class CudaStore(Store):
-    """Tables on one device; on "cpu" the kernels run in Triton's interpreter, for tests."""
+    """Tables on one device; on "cpu" the kernels run in Triton's interpreter, for tests.
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
+    device_memory: the most bytes that rows take on the device. Rows beyond it are in the memory of the
+    machine, where the kernels read and write them as well, and hot ones come to the device (`tier/`).
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", device_memory: int | None = None) -> None:
         chosen = torch.device(device)
         if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
-        self.memory = TableMemory(chosen)  # tables, rows and counters
+        self.memory = TableMemory(chosen, device_memory)  # tables, rows and counters
         self._batches = DeviceBatches(self.memory)
 
     @property
@@ -117,7 +121,9 @@ class CudaStore(Store):
     ) -> Prepared:
         """See `Store.prepare`: moves ids to the device."""
         assert isinstance(inputs, tuple)
-        return self._batches.prepare(program, inputs)
+        batch = self._batches.prepare(program, inputs)
+        self._batches.expect(batch, training=bool(training))
+        return batch
 
     def forward(
         self,
@@ -315,7 +321,7 @@ class CudaStore(Store):
         """See `Store.stats`; waits for the device."""
         its = self._table(table)
         own = self.memory.learn_now()[its.number * fields.COUNTERS.value :]
-        size = self.memory.bytes(its)
+        size, on_host = self.memory.bytes(its), contents.host_bytes(self.memory, its)
         return {
             "rows": int(own[fields.ROWS.value]),
             "bytes": size,
@@ -325,6 +331,9 @@ class CudaStore(Store):
             "dropped_gradients": int(own[fields.DROPPED.value]),
             "skipped_updates": int(own[fields.SKIPPED.value]) + its.skipped,
             "moved": its.index.moved_in_all,
-            "device_bytes": size,
-            "host_bytes": 0,
+            "device_bytes": size - on_host,
+            "host_bytes": on_host,
+            "tier_hits": int(own[fields.TIER_HITS.value]),
+            "tier_misses": int(own[fields.TIER_MISSES.value]),
+            "tier_exchanges": int(own[fields.TIER_EXCHANGES.value]),
         }

@@ -22,6 +22,7 @@ from karvan.store.cuda.rows.arena import RowArena, RowSpace
 from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import next_versions
+from karvan.store.cuda.tier.exchange import NoExchange, RowExchange
 from karvan.store.program import FeatureTensors, LookupProgram
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import LateGradients, Rule
@@ -49,6 +50,27 @@ class DeviceInputs:
         self.out_layouts = out_layouts
         self.uses = uses
         self.outs = outs
+        self._stream: torch.cuda.Stream | None = None  # on which the ids were made
+        self._ready: torch.cuda.Event | None = None
+
+    def note_stream(self, device: torch.device) -> None:
+        """The ids were made by work on the current stream; another one may be that of the lookup."""
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._ready = self._stream.record_event()
+
+    def receive(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Have a stream, or the current one, wait for the ids, and their memory for the stream."""
+        if self._ready is None:
+            return
+        stream = stream or torch.cuda.current_stream(self.ids[0].values.device)
+        if stream == self._stream:
+            return
+        stream.wait_event(self._ready)
+        for feature in self.ids:
+            for tensor in (feature.values, feature.offsets, feature.weights):
+                if tensor is not None:
+                    tensor.record_stream(stream)
 
 
 class DeviceLookup:
@@ -131,6 +153,7 @@ class DeviceBatches:
         self._graphs = GraphPool(memory)
         self._layouts = LayoutCache(memory)
         self._programs: WeakKeyDictionary[LookupProgram, _ProgramShapes] = WeakKeyDictionary()
+        self._exchange = NoExchange() if memory.budget is None else RowExchange(memory)
 
     def prepare(self, program: LookupProgram, inputs: Sequence[FeatureTensors]) -> DeviceInputs:
         """Move ids to the device, and check what the host can see of them."""
@@ -180,10 +203,17 @@ class DeviceBatches:
         out_layouts = [OutputLayout(shape.samples, shape.cells, shape.length, None) for shape in shapes]
         return DeviceInputs(self._layouts.find(tuple(shapes)), ids, out_layouts, uses, outs)
 
+    def expect(self, batch: DeviceInputs, *, training: bool) -> None:
+        """A batch was prepared on the current stream, for a lookup that comes later, perhaps on another."""
+        batch.note_stream(self._memory.device)
+        if training:
+            self._exchange.expect(batch)
+
     def look_up(self, batch: DeviceInputs, *, training: bool, step: int, now: float) -> DeviceLookup:
         """Look up a batch and fill its outputs."""
         memory, layout = self._memory, batch.layout
         memory.poll()
+        batch.receive()
         if not layout.valid:
             layout = batch.layout = self._layouts.find(layout.shapes)
         with MemoryReport(memory):
@@ -192,6 +222,8 @@ class DeviceBatches:
             if training:
                 for table in layout.policies:
                     policies.maintain(memory, table, step, now)
+        if training:
+            self._exchange.follow(batch, [group.buffers for group in groups if group.layout.positions], step)
         versions = {table.spec.name: table.version for table in layout.tables}
         return DeviceLookup(layout, groups, batch.out_layouts, versions)
 

@@ -83,6 +83,7 @@ class GraphedBuffers:
         staging.done.record()
 
     def _replay(self, name: Hashable, work: Callable[[], None]) -> None:
+        self.buffers.memory.tier.join()
         graph = self._graphs.get(name)
         if graph is None:
             graph = self._graphs[name] = torch.cuda.CUDAGraph()

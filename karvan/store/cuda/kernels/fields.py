@@ -59,7 +59,10 @@ REJECTED = tl.constexpr(3)
 DROPPED = tl.constexpr(4)
 SKIPPED = tl.constexpr(5)
 EVICTED = tl.constexpr(6)
-COUNTERS = tl.constexpr(8)
+TIER_HITS = tl.constexpr(7)  # distinct rows of training lookups that were on the device
+TIER_MISSES = tl.constexpr(8)  # and those that were in host memory
+TIER_EXCHANGES = tl.constexpr(9)  # rows that have come to the device
+COUNTERS = tl.constexpr(16)
 
 # Counters of an arena.
 NEXT_ROW = tl.constexpr(0)  # the first row that was never used

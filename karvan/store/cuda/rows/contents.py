@@ -18,6 +18,8 @@ from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.row_staging import RowStaging, unpack
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.tier import kernels
+from karvan.store.cuda.tier.arena import TieredArena
 from karvan.store.types import Keys, Rows
 
 _SIGN = -(1 << 63)
@@ -109,6 +111,18 @@ def row_constants(table: DeviceTable) -> dict[str, int]:
         "VECTOR": layout.vector,
         "TYPE": layout.type,
     }
+
+
+def host_bytes(memory: TableMemory, table: DeviceTable) -> int:
+    """Bytes of a table's rows that are in host memory; waits for the device."""
+    arena = table.arena
+    if not isinstance(arena, TieredArena) or not arena.has_host_rows:
+        return 0
+    memory.finish_growth(table)
+    found = torch.zeros(1, dtype=torch.int64, device=memory.device)
+    slots = table.index.slots + 1
+    kernels.count_places[launch.blocks(slots)](table.index.entries.data_ptr(), slots, arena.places, found)
+    return (memory.rows_bound(table) - int(found.item())) * arena.row_bytes
 
 
 def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:

@@ -25,6 +25,9 @@ from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.initial_values import initial_numbers
 from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.tier.arena import TieredArena
+from karvan.store.cuda.tier.budget import DeviceBudget
+from karvan.store.cuda.tier.stream import TierStream
 from karvan.store.cuda.transfers import Counters, Uploads
 from karvan.store.types import TableSpec
 
@@ -38,10 +41,15 @@ _PROGRAMS = 16  # of a kernel that divides work of unknown size, for each multip
 
 
 class TableMemory:
-    """Tables by name, arenas by row layout, and what the host knows of both."""
+    """Tables by name, arenas by row layout, and what the host knows of both.
 
-    def __init__(self, device: torch.device) -> None:
+    device_memory: the most bytes that rows take on the device; others are in host memory. None: all are here.
+    """
+
+    def __init__(self, device: torch.device, device_memory: int | None = None) -> None:
         self.device = device
+        self.budget = None if device_memory is None else DeviceBudget(device_memory)
+        self.tier = TierStream(device)
         self.uploads = Uploads(device)
         self.counters = Counters(device, _ARENAS * _ARENA_COUNTERS)
         self.spare = torch.zeros(2 * SPARE_LANES.value, dtype=torch.int64, device=device)
@@ -94,6 +102,7 @@ class TableMemory:
                 'keep it in the memory of the machine, with Table(device="cpu").'
             )
         self.epoch += 1
+        self.tier.join()  # it adds to the counters
         self.counters.resize(self.counters.values.numel() + _COUNTERS)
         layout = RowLayout(TYPES[spec.dtype], spec.dim, 0)
         table = DeviceTable(spec, len(self.tables), self.device, self.arena(layout))
@@ -119,11 +128,23 @@ class TableMemory:
                     f"A store on a GPU has at most {_ARENAS} kinds of rows, by dim, dtype and optimizer "
                     "state, got one more."
                 )
-            arena = RowArena(layout, self.device, self.uploads, len(self._arenas))
-            self._arenas[layout] = arena
+            self._arenas[layout] = arena = self._new_arena(layout)
             self.arena_counters(arena)[fields.NEXT_ROW.value] = 1
             arena.note_queue(self.arena_counters(arena))
         return self._arenas[layout]
+
+    def _new_arena(self, layout: RowLayout) -> RowArena:
+        number, budget = len(self._arenas), self.budget
+        if budget is None:
+            return RowArena(layout, self.device, self.uploads, number)
+
+        def share(arena: TieredArena) -> int:
+            return budget.share(arena, {table.arena for table in self.tables.values()})
+
+        def moved() -> None:
+            self.epoch += 1
+
+        return TieredArena(layout, self.device, self.uploads, number, share, moved, self.tier)
 
     def set_initial_state(self, table: DeviceTable, initial: Sequence[float]) -> None:
         """The optimizer state of new rows of a table."""
@@ -165,6 +186,7 @@ class TableMemory:
         arena.room -= positions
         if enough and arena.room >= 0:
             return
+        self.tier.join()  # it reads indexes
         self._refresh()
         if self._lacks_room(arena, wanted, positions):  # perhaps only because the host is ahead of the device
             self.counters.catch_up()
@@ -199,6 +221,7 @@ class TableMemory:
         )
 
     def _move(self, table: DeviceTable, least: int) -> None:
+        self.tier.join()  # it reads indexes
         index = table.index
         assert index.old is not None
         first, count = index.next_move(4 * least)
@@ -269,6 +292,7 @@ class TableMemory:
 
     def learn_now(self) -> NDArray[np.int64]:
         """Wait for the device, and learn all numbers as they are; returns the tables' counters."""
+        self.tier.join()
         self._check_faults(self.counters.read())
         return self._refresh()
 

@@ -1,0 +1,160 @@
+"""`TieredArena`: rows that have locations in device memory or in that of the machine, an address for each.
+
+The table `chunks` has the address of each row, which kernels find by a shift of 0. A location is
+
+    row | hash | count, last step, birth, change | padding
+
+Row numbers are given out in order: the first ones have locations on the device, until their share of the
+memory is used, and all later ones have locations in host memory. Then rows exchange locations
+(`exchange.py`); their numbers stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from karvan.store.cuda.kernels import row_memory
+from karvan.store.cuda.rows.arena import RowArena, RowLayout
+from karvan.store.cuda.tier import host_memory
+from karvan.store.cuda.tier.stream import TierStream
+from karvan.store.cuda.transfers import Uploads
+
+_log = logging.getLogger("karvan.store")
+
+_LEAST = 4  # locations on the device
+_PLACE_BYTES = 8  # of a location on the device, beside it: its row and its mark
+_DEVICE_CHUNK = 8 << 20
+_HOST_CHUNKS = (1 << 21, 1 << 29)  # the least and the most bytes; torch rounds page-locked memory up to 2^n
+_FIRST_NUMBERS = 1 << 10
+ON_HOST = -1
+
+
+class TieredArena(RowArena):
+    """Rows by number; share: the bytes of device memory that locations may take, asked for when needed.
+
+    moved: called when the table of addresses has been replaced, to which graphs point.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        device: torch.device,
+        uploads: Uploads,
+        number: int,
+        share: Callable[[TieredArena], int],
+        moved: Callable[[], None],
+        tier: TierStream,
+    ) -> None:
+        self._share = share
+        self._moved = moved
+        self._tier = tier
+        self._capacity = self.device_rows = 0
+        self._host_bytes = 0
+        self._limit = 1  # of device locations, until the share is known
+        self.places = torch.empty(0, dtype=torch.int32, device=device)  # of row numbers; ON_HOST: none
+        self.owners = torch.zeros(1, dtype=torch.int32, device=device)  # the row at each device location
+        self.marks = torch.full_like(self.owners, -1)  # of each, the last exchange that must leave it
+        self.hand = torch.zeros(1, dtype=torch.int64, device=device)  # where to look for locations next
+        self.rounds = 0  # exchanges so far
+        super().__init__(layout, device, uploads, number)
+
+    def _table_of_chunks(self) -> tuple[int, torch.Tensor]:
+        return 0, torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    @property
+    def chunks(self) -> torch.Tensor:
+        """The addresses of rows. Work that gets them and is queued now comes after the last exchange."""
+        self._tier.join()
+        return self._addresses_of_rows
+
+    @chunks.setter
+    def chunks(self, addresses: torch.Tensor) -> None:
+        self._addresses_of_rows = addresses
+
+    @property
+    def capacity(self) -> int:
+        """See `RowArena.capacity`."""
+        return self._capacity
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a location."""
+        return (self.layout.stride + int(row_memory.ROW_EXTRA.value) + 15) // 16 * 16
+
+    @property
+    def has_host_rows(self) -> bool:
+        """Whether there are locations in host memory."""
+        return self._capacity > self.device_rows
+
+    def reserve(self, rows: int) -> None:
+        """See `RowArena.reserve`; raises HostMemoryError if the machine has no memory."""
+        if rows <= self._capacity:
+            return
+        self._tier.join()  # which writes to the tables that may be replaced
+        if rows > 1 and self._limit == 1:
+            self._limit = max(_LEAST, self._share(self) // (self.row_bytes + _PLACE_BYTES))
+            self.owners = torch.arange(self._limit, dtype=torch.int32, device=self._device)
+            self.marks = torch.full_like(self.owners, -1)
+        wanted = max(rows, self._capacity + self._capacity // 16)
+        if not self.has_host_rows:
+            self._reserve_device(wanted)
+        while self._capacity < rows:
+            self._reserve_host(wanted)
+
+    def _reserve_device(self, rows: int) -> None:
+        count = max(rows, self._capacity + _DEVICE_CHUNK // self.row_bytes)
+        count = min(count, self._limit) - self._capacity
+        if count <= 0:
+            return
+        try:
+            memory = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            if not self._capacity:
+                raise
+            self._limit = self.device_rows
+            _log.warning(
+                "%s has no memory for more than %.2f GiB of rows of dim %d, of %.2f GiB that device_memory "
+                "allows: further rows are in the memory of the machine.",
+                self._device,
+                self.device_rows * self.row_bytes / 2**30,
+                self.layout.dim,
+                self._share(self) / 2**30,
+            )
+            return
+        self._add(memory, count, on_host=False)
+
+    def _reserve_host(self, rows: int) -> None:
+        least, most = _HOST_CHUNKS
+        wanted = max(self._host_bytes // 8, (rows - self._capacity) * self.row_bytes, self.row_bytes)
+        size = min(max(least, 1 << (wanted - 1).bit_length()), max(most, self.row_bytes))
+        memory = host_memory.allocate(size, self._device)
+        self._host_bytes += size
+        self._add(memory, size // self.row_bytes, on_host=True)
+
+    def _add(self, memory: torch.Tensor, count: int, *, on_host: bool) -> None:
+        first, last = self._capacity, self._capacity + count
+        self._memory.append(memory)
+        self._grow_tables(last)
+        numbers = torch.arange(count, dtype=torch.int64, device=self._device)
+        self._addresses_of_rows[first:last] = numbers * self.row_bytes + memory.data_ptr()
+        if on_host:
+            self.places[first:last] = ON_HOST
+        else:
+            self.places[first:last] = numbers + first
+            self.device_rows = last
+        self._capacity = last
+
+    def _grow_tables(self, rows: int) -> None:
+        before = self._addresses_of_rows
+        if rows <= before.numel():
+            return
+        size = max(_FIRST_NUMBERS, 1 << (rows - 1).bit_length())
+        places = self.places
+        self._addresses_of_rows = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._addresses_of_rows[: before.numel()] = before
+        self.places = torch.full((size,), ON_HOST, dtype=torch.int32, device=self._device)
+        self.places[: places.numel()] = places
+        self._moved()
