@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
         import quick_interpreter  # noqa: F401
 
 # Tests of stores are there; pytest explains the failures only of modules that it knows.
-_SUITES = ("capture", "device", "policy", "rows", "training")
+_SUITES = ("capture", "device", "policy", "rows", "tier", "training")
 pytest.register_assert_rewrite(*(f"{suite}_conformance" for suite in _SUITES))
 
 _tests = 0

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
-from karvan.distributed.gpu import require_gpu
+from karvan.distributed.gpu import memory_size, require_gpu
 from karvan.distributed.machine import machine_id
 from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import agree_on_name
@@ -308,6 +308,7 @@ def connect(
     timeout: float = 300.0,
     transport: str = "auto",
     device: str = "cpu",
+    device_memory: str | int | None = None,
     servers: Sequence[str] | None = None,
     workers: Sequence[str] | None = None,
     mode: str | None = None,
@@ -333,6 +334,9 @@ def connect(
     transport: "memory" that ranks share, on one machine only; "network" (gloo); "auto": "memory" if possible.
     Dense gradients are sent separately (DistributedDataParallel).
     device: of "sharded", where a rank's rows are: "cpu", or "cuda" for its current GPU.
+    device_memory: the most memory that rows take on the GPU (of each rank), such as "20GB", "512MiB" or a
+    number of bytes. Rows beyond it are in the memory of the machine, and rows that are used often come to the
+    GPU. Without it all rows are on the GPU.
     servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
     embedding workers, which hold the ids of batches that loaders send; without any, ids are in the batches.
     mode: how trainers synchronise, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
@@ -373,7 +377,13 @@ def connect(
             "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
             f'connect("remote"), got "{kind}".'
         )
-    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device)
+    most = None if device_memory is None else memory_size(device_memory)
+    if most is not None and kind != "cuda" and device != "cuda":
+        raise ValueError(
+            'device_memory is for connect("cuda") and connect("sharded", device="cuda"), got '
+            f'connect("{kind}").'
+        )
+    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most)
     if kind == "remote":
         require()  # before a connection is closed, and addresses are asked for
         chosen, staleness = choose_mode(mode, staleness)
@@ -385,7 +395,7 @@ def connect(
             on_server_loss=_choose_server_loss(on_server_loss),
         )
         chosen.check_server_loss(settings.on_server_loss)
-    if kind in IN_PROCESS and settings != ConnectionSettings(kind):
+    if kind in IN_PROCESS and settings != ConnectionSettings(kind, device_memory=most):
         raise ValueError(
             f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
         )

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 
 import torch
+
+_UNITS = {"": 1, "B": 1} | {
+    unit + suffix: base ** (power + 1)
+    for power, unit in enumerate("KMGT")
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
 
 
 def missing_cuda() -> str:
@@ -29,3 +36,20 @@ def require_gpu(wanted: str) -> None:
             f"{wanted} expects triton, whose kernels work on the rows, but it is not installed: "
             'pip install "triton>=3.6" (torch for CUDA comes with it).'
         )
+
+
+def memory_size(given: str | int) -> int:
+    """The bytes of a size such as "20GB", "1.5GiB" or 512_000_000; raises ValueError for anything else."""
+    size = 0.0
+    if isinstance(given, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", given.strip())
+        if found is not None and found[2] in _UNITS:
+            size = float(found[1]) * _UNITS[found[2]]
+    elif isinstance(given, int) and not isinstance(given, bool):
+        size = given
+    if not size >= 1:
+        raise ValueError(
+            'device_memory expects a size above 0, such as "20GB", "512MiB" or a number of bytes, got '
+            f"{given!r}."
+        )
+    return int(size)

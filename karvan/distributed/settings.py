@@ -31,6 +31,7 @@ class ConnectionSettings:
     timeout: float = 300.0
     transport: str = "auto"
     device: str = "cpu"
+    device_memory: int | None = None  # bytes that rows take on the GPU at most
     staleness: int = 1
     on_server_loss: ServerLoss = ServerLoss.ROLLBACK
     mode: SyncMode = SYNC

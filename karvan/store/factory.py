@@ -31,7 +31,7 @@ def make_store(devices: Mapping[str, str | None]) -> Store:
         if connection.settings.device == "cuda":
             from karvan.store.cuda.sharded.store import ShardedCudaStore  # imports triton
 
-            return ShardedCudaStore(connection)
+            return ShardedCudaStore(connection, device_memory=connection.settings.device_memory)
         return ShardedStore(connection)
     default = "cuda" if kind == "cuda" else "cpu"
     places = {name: device or default for name, device in devices.items()}
@@ -41,8 +41,9 @@ def make_store(devices: Mapping[str, str | None]) -> Store:
         require_gpu(f'Table(device="cuda") of {", ".join(asked)}')
     from karvan.store.cuda.store import CudaStore  # imports triton
 
+    on_device = CudaStore(device_memory=connection.settings.device_memory)
     if "cpu" not in places.values():
-        return CudaStore()
+        return on_device
     from karvan.store.cuda.placed import PlacedStore
 
-    return PlacedStore(MemoryStore(), CudaStore(), places)
+    return PlacedStore(MemoryStore(), on_device, places)

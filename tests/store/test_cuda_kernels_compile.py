@@ -158,6 +158,25 @@ def test_every_kernel_of_tables_compiles_for_hopper(launches, tmp_path):
     }
 
 
+def test_kernels_of_the_host_tier_compile_for_hopper(launches, tmp_path):
+    """Also all others, where each row has an address of its own."""
+    engine = kv.EmbeddingEngine(
+        {"plain": kv.Table(8), "half": kv.Table(5, dtype=torch.bfloat16)}, store=CudaStore("cpu", 4000)
+    )
+    sparse = kv.optim.Adam(engine, lr=0.1)
+    batches = [{name: torch.arange(n, n + 150) for name in engine.features} for n in range(3)]
+    for batch in batches:
+        engine.prepare(batch, training=True)
+    for batch in batches:
+        sum(out.sum() for out in engine(batch).values()).backward()
+        sparse.step()
+    stats = engine.table("plain").stats()
+    assert stats["host_bytes"] > 0
+    assert stats["tier_exchanges"] > 0
+    made = compiled(launches, tmp_path)
+    assert made >= {"collect_rows", "choose_places", "swap_rows", "count_places", "find_rows", "update_rows"}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [

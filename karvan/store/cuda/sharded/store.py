@@ -131,10 +131,18 @@ class DeviceRankLookup:
 
 
 class ShardedCudaStore(RankShare):
-    """Tables that are spread over the GPUs of a connection's ranks; on "cpu", in Triton's interpreter."""
+    """Tables that are spread over the GPUs of a connection's ranks; on "cpu", in Triton's interpreter.
 
-    def __init__(self, connection: distributed.Connection, device: torch.device | str = "cuda") -> None:
-        self._tables = CudaStore(device)
+    device_memory: see `CudaStore`, for each rank.
+    """
+
+    def __init__(
+        self,
+        connection: distributed.Connection,
+        device: torch.device | str = "cuda",
+        device_memory: int | None = None,
+    ) -> None:
+        self._tables = CudaStore(device, device_memory)
         super().__init__(connection, self._tables)
         self._owner = DeviceOwner(self._tables)
         self._transport = make_transport(connection, self.device)

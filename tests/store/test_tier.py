@@ -1,0 +1,98 @@
+"""The host tier in Triton's interpreter; tests/gpu runs the same on a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tier_conformance import TierConformance
+
+import karvan as kv
+from karvan.store.cuda.store import CudaStore
+from karvan.store.cuda.tier import host_memory
+from karvan.store.cuda.tier.budget import DeviceBudget
+
+
+@pytest.fixture
+def device():
+    return "cpu"
+
+
+@pytest.fixture
+def size():
+    return SimpleNamespace(examples=4, walk=6, steps=20, warm=12, batch=60, rows=48)
+
+
+class TestTier(TierConformance):
+    pass
+
+
+def test_the_budget_is_divided_over_layouts_that_have_tables():
+    budget = DeviceBudget(1000)
+    assert [budget.share(name, "abc") for name in "abc"] == [333] * 3
+    assert budget.share("late", ["a", "b", "c", "late"]) == 1
+    assert budget.share("instead", ["a", "instead"]) == 667  # b and c have no tables any more
+    assert budget.share("a", ["a"]) == 333
+
+
+def test_layouts_share_the_memory_that_rows_may_take():
+    engine = kv.EmbeddingEngine({"a": kv.Table(4), "b": kv.Table(8)}, store=CudaStore("cpu", 4000))
+    kv.optim.SGD(engine, lr=1.0)
+    engine({"a": torch.arange(90), "b": torch.arange(90)})
+    stats = [engine.table(name).stats() for name in "ab"]
+    arenas = [table.arena for table in engine.store.memory.tables.values()]
+    assert [arena.row_bytes for arena in arenas] == [48, 64]
+    assert [arena.device_rows for arena in arenas] == [2000 // (48 + 8), 2000 // (64 + 8)]
+    for arena, each in zip(arenas, stats, strict=True):
+        assert each["host_bytes"] == (90 - (arena.device_rows - 1)) * arena.row_bytes
+        assert each["host_bytes"] + each["device_bytes"] == each["bytes"]
+
+
+def test_a_store_without_a_tier_has_all_rows_on_the_device():
+    engine = kv.EmbeddingEngine({"a": kv.Table(4)}, store=CudaStore("cpu"))
+    engine({"a": torch.arange(90)})
+    stats = engine.table("a").stats()
+    assert stats["host_bytes"] == stats["tier_hits"] == stats["tier_misses"] == 0
+    assert stats["device_bytes"] == stats["bytes"]
+
+
+def test_a_batch_that_is_dropped_before_its_lookup_is_forgotten():
+    engine = kv.EmbeddingEngine({"a": kv.Table(4)}, store=CudaStore("cpu", 2000))
+    for first in range(3):
+        engine.prepare({"a": torch.arange(first, first + 90)}, training=True)
+    engine({"a": torch.arange(90)})
+    engine.forget_prepared()
+    engine({"a": torch.arange(90)})
+    assert not engine.store._batches._exchange._expected
+
+
+def test_no_memory_on_the_machine_is_an_error_that_names_the_tables(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    engine = kv.EmbeddingEngine({"a": kv.Table(4, name="shops")}, store=CudaStore("cpu", 2000))
+    engine({"a": torch.arange(30)})
+    with pytest.raises(torch.OutOfMemoryError, match=r"on the machine .*Tables: shops .*30 rows.*evict="):
+        engine({"a": torch.arange(400)})
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("20GB", 20_000_000_000), ("512 MiB", 512 << 20), ("1.5KB", 1500), ("64", 64), (4096, 4096)],
+)
+def test_sizes_of_memory(given, size):
+    from karvan.distributed.gpu import memory_size
+
+    assert memory_size(given) == size
+
+
+@pytest.mark.parametrize("given", ["lots", "", "-1GB", "20 gigs", "0GB", -5, 0, True, 1.5])
+def test_a_wrong_size_is_refused(given):
+    with pytest.raises(ValueError, match="device_memory expects a size above 0, such as"):
+        kv.connect("cuda", device_memory=given)
+
+
+def test_a_size_for_tables_that_are_not_on_a_gpu_is_refused():
+    with pytest.raises(ValueError, match=r'device_memory is for connect\("cuda"\) and .*"memory"'):
+        kv.connect("memory", device_memory="1GB")
+    with pytest.raises(ValueError, match=r'device_memory is for connect\("cuda"\) and .*"sharded"'):
+        kv.connect("sharded", device_memory="1GB")
+    with pytest.raises(ValueError, match=r'connect\("cuda"\) expects a GPU'):
+        kv.connect("cuda", device_memory="1GB")
