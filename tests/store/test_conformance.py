@@ -8,7 +8,7 @@ from cluster_helpers import serving
 from free_ports import free_port
 from policy_conformance import PolicyConformance
 from rows_conformance import RowsConformance
-from store_kinds import DistinctKeysStore, StoreKind, make_cuda, make_sharded_cuda
+from store_kinds import DistinctKeysStore, StoreKind, make_cuda, make_sharded_cuda, make_tiered
 from training_conformance import TrainingConformance
 
 import karvan as kv
@@ -20,8 +20,18 @@ KINDS = [
     StoreKind("distinct keys", DistinctKeysStore, drops_rejected=True),
     StoreKind("sharded", lambda: ShardedStore(distributed.current())),
     StoreKind("cuda", make_cuda("cpu"), skips_rows=True, slow=True),
+    StoreKind("tiered cuda", make_tiered("cpu"), skips_rows=True, slow=True),
     StoreKind("sharded cuda", make_sharded_cuda("cpu"), skips_rows=True, slow=True),
 ]
+SLOW_KINDS = {  # the tests of each that are not slow
+    "sharded cuda": set(),
+    "tiered cuda": {
+        "test_special_keys_and_hashes",
+        "test_optimizer_state_is_kept_or_replaced",
+        "test_gradients_of_rows_that_were_erased_between_two_passes",
+        "test_stats_count_what_happened",
+    },
+}
 
 
 SLOW_ON_A_DEVICE = {  # in the interpreter
@@ -39,12 +49,11 @@ SLOW_ON_A_DEVICE = {  # in the interpreter
 def pytest_generate_tests(metafunc):
     """Every test runs on every kind of store."""
     if "kind" in metafunc.fixturenames:
-        slow = metafunc.function.__name__ in SLOW_ON_A_DEVICE
+        name = metafunc.function.__name__
+        slow = {each.name: each.slow and name in SLOW_ON_A_DEVICE for each in KINDS}
+        slow |= {each: name not in quick for each, quick in SLOW_KINDS.items()}
         marks = {True: pytest.mark.slow, False: ()}
-        params = [
-            pytest.param(each, marks=marks[each.name == "sharded cuda" or (each.slow and slow)], id=each.name)
-            for each in KINDS
-        ]
+        params = [pytest.param(each, marks=marks[slow[each.name]], id=each.name) for each in KINDS]
         metafunc.parametrize("kind", params, indirect=True)
 
 

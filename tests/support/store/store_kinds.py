@@ -67,6 +67,17 @@ def make_cuda(device: str) -> Callable[[], Store]:
     return make
 
 
+def make_tiered(device: str) -> Callable[[], Store]:
+    """A factory of stores on a device that has room for a handful of rows; the others are in host memory."""
+
+    def make() -> Store:
+        from karvan.store.cuda.store import CudaStore
+
+        return CudaStore(device, 600)
+
+    return make
+
+
 def make_sharded_cuda(device: str) -> Callable[[], Store]:
     """A factory of stores on a device that ranks share the rows of; a connection of ranks must be there."""
 
