@@ -4,9 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tier_conformance import TierConformance
+from rows_conformance import assert_same_rows
+from tier_conformance import TierConformance, Trained, zipf_batches
 
 import karvan as kv
+from karvan.distributed.connection import Connection
+from karvan.distributed.settings import ConnectionSettings
+from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
 from karvan.store.cuda.tier import host_memory
 from karvan.store.cuda.tier.budget import DeviceBudget
@@ -96,3 +100,34 @@ def test_a_size_for_tables_that_are_not_on_a_gpu_is_refused():
         kv.connect("sharded", device_memory="1GB")
     with pytest.raises(ValueError, match=r'connect\("cuda"\) expects a GPU'):
         kv.connect("cuda", device_memory="1GB")
+
+
+def test_ranks_bring_the_rows_that_they_will_be_asked_for():
+    """Keys of a prepared batch are at their owners already, which exchange rows for them."""
+    store = ShardedCudaStore(Connection(ConnectionSettings()), "cpu", (64 + 8) * 24)
+    plain = Trained(CudaStore("cpu"), {"f": kv.Table(4)})
+    one = Trained(store, {"f": kv.Table(4)})
+    batches = [{"f": torch.arange(96)}, *zipf_batches(4, 8, 96, "cpu")]
+    for step, batch in enumerate(batches):
+        for following in batches[step + 1 : step + 2]:
+            one.engine.prepare(following, training=True)
+        if step == 2:
+            before = one.engine.table("f").stats()
+        assert torch.equal(plain.look_up(batch)[0], one.look_up(batch)[0])
+        plain.train(step)
+        one.train(step)
+    after = one.engine.table("f").stats()
+    assert after["tier_misses"] == before["tier_misses"]
+    assert after["tier_hits"] > before["tier_hits"]
+    assert_same_rows(plain.engine.table("f").snapshot(), one.engine.table("f").snapshot())
+    assert store._tables._batches._exchange._expected == []
+
+
+def test_the_first_rows_of_a_layout_do_not_take_one_more_than_there_is_memory_for():
+    """The counters that the host had read before the layout was there do not count the row of zeros."""
+    store = CudaStore("cpu", 600)
+    engine = kv.EmbeddingEngine({"f": kv.Table(2)}, store=store)
+    kv.optim.SGD(engine, lr=1.0, momentum=0.5)  # another layout
+    table = store.memory.tables["f"]
+    store.memory.reserve(table.arena, {table: 10})
+    assert table.arena.capacity >= 11

@@ -125,6 +125,10 @@ class CudaStore(Store):
         self._batches.expect(batch, training=bool(training))
         return batch
 
+    def expect(self, batch: DeviceInputs) -> None:
+        """A batch was made on the current stream for a training lookup, which comes after some others."""
+        self._batches.expect(batch, training=True)
+
     def forward(
         self,
         program: LookupProgram,

@@ -129,6 +129,8 @@ class TableMemory:
                     "state, got one more."
                 )
             self._arenas[layout] = arena = self._new_arena(layout)
+            time = self.counters.time
+            arena.used.restart(1, time, time + 1)  # copies of the counters so far have no row 0
             self.arena_counters(arena)[fields.NEXT_ROW.value] = 1
             arena.note_queue(self.arena_counters(arena))
         return self._arenas[layout]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from karvan.store.cuda.batch.batch_ids import FeatureIds, shape_of_keys
-from karvan.store.cuda.batch.batches import DeviceGradients
+from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
 from karvan.store.cuda.sharded.gradient_sums import average
 from karvan.store.cuda.sharded.sections import Sections
 from karvan.store.cuda.store import CudaStore
@@ -37,6 +37,17 @@ class DeviceOwner:
         self._store = store
         self._programs: dict[tuple[str, ...], LookupProgram] = {}
 
+    def expect(self, tables: Sequence[str], asked: Sections, message: Tensor) -> DeviceInputs | None:
+        """The keys of a training lookup to come, which a host tier brings the rows of as long as it is held.
+
+        None: the store has no such tier.
+        """
+        if self._store.memory.budget is None:
+            return None
+        batch = self._inputs(tables, asked.split_keys(message)[0])
+        self._store.expect(batch)
+        return batch
+
     def lookup(
         self,
         tables: Sequence[str],
@@ -53,13 +64,7 @@ class DeviceOwner:
         vectors = torch.empty(asked.floats, device=self._store.device)
         places = asked.split_vectors(vectors)
         outs = [place if place.is_contiguous() else torch.empty_like(place) for place in places]
-        slots = len(tables)
-        shapes = []
-        for part, values in enumerate(keys):
-            table = self._store.memory.tables[tables[part % slots]]
-            shapes.append(shape_of_keys(part % slots, table, values.numel()))
-        ids = [FeatureIds(values) for values in keys]
-        batch = self._store.inputs_of(shapes, ids, dict(enumerate(uses)), dict(enumerate(outs)))
+        batch = self._inputs(tables, keys, dict(enumerate(uses)), dict(enumerate(outs)))
         plan = self._store.forward(program, batch, training=training, step=step, now=now)
         for place, out in zip(places, outs, strict=True):
             if place is not out:
@@ -67,6 +72,20 @@ class DeviceOwner:
         assert isinstance(plan.remote, RemoteLookup)
         plan.remote.take()  # the outputs are in `vectors`, which nobody needs once they are sent
         return Answer(program, plan, asked), vectors
+
+    def _inputs(
+        self,
+        tables: Sequence[str],
+        keys: Sequence[Tensor],
+        uses: Mapping[int, Tensor] | None = None,
+        outs: Mapping[int, Tensor] | None = None,
+    ) -> DeviceInputs:
+        slots = len(tables)
+        shapes = []
+        for part, values in enumerate(keys):
+            table = self._store.memory.tables[tables[part % slots]]
+            shapes.append(shape_of_keys(part % slots, table, values.numel()))
+        return self._store.inputs_of(shapes, [FeatureIds(values) for values in keys], uses, outs)
 
     def hold(
         self, answer: Answer, floats: Tensor, present: Tensor | None, *, by_key: bool

@@ -94,6 +94,7 @@ class RoutedRequest:
         self.request = request
         self.asked = asked
         self.message = message
+        self.expected: DeviceInputs | None = None  # the message's keys, until they are looked up
         self._ready: torch.cuda.Event | None = None
         if message.is_cuda:
             self._stream = torch.cuda.current_stream(message.device)
@@ -173,7 +174,10 @@ class ShardedCudaStore(RankShare):
         """
         batch = self._tables.prepare(program, inputs)
         assert isinstance(batch, DeviceInputs)
-        return self._route(batch, len(program.tables), grouped=bool(training))
+        routed = self._route(batch, len(program.tables), grouped=bool(training))
+        if training:
+            routed.expected = self._owner.expect(program.tables, routed.asked, routed.message)
+        return routed
 
     def _route(self, batch: DeviceInputs, slots: int, *, grouped: bool) -> RoutedRequest:
         channel = self._connection.here
@@ -217,6 +221,7 @@ class ShardedCudaStore(RankShare):
             inputs = self.prepare(program, inputs, training=training)
         assert isinstance(inputs, RoutedRequest)
         inputs.receive()
+        inputs.expected = None
         return self._look_up(program.tables, inputs, training=training, step=step, now=now)
 
     def _look_up(
