@@ -117,6 +117,10 @@ class Store(ABC):
         """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
 
         `moved` counts index entries that growth has moved; while it rises, the index is growing.
+
+        Tables on a GPU also have device_bytes and host_bytes, where their rows are, and of a host tier
+        tier_hits and tier_misses, the distinct rows of training lookups that were on the GPU and in host
+        memory, and tier_exchanges, the rows that have come to the GPU.
         """
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
