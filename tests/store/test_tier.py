@@ -1,10 +1,14 @@
 """The host tier in Triton's interpreter; tests/gpu runs the same on a GPU."""
 
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from device_conformance import DeviceConformance
 from rows_conformance import assert_same_rows
+from store_kinds import StoreKind, make_tiered
 from tier_conformance import TierConformance, Trained, zipf_batches
 
 import karvan as kv
@@ -131,3 +135,27 @@ def test_the_first_rows_of_a_layout_do_not_take_one_more_than_there_is_memory_fo
     table = store.memory.tables["f"]
     store.memory.reserve(table.arena, {table: 10})
     assert table.arena.capacity >= 11
+
+
+def test_a_store_that_nobody_holds_releases_its_memory_at_once():
+    store = CudaStore("cpu", 600)
+    store.add_table(kv.Table(4).spec("t", 0, 4))
+    keys = np.arange(50)
+    store.lookup({"t": (keys, np.ones(50, np.uint32))}, training=True, step=1, now=0.0)
+    assert store.stats("t")["host_bytes"] > 0
+    memory = weakref.ref(store.memory.tables["t"].arena)
+    del store
+    assert memory() is None
+
+
+@pytest.mark.slow
+def test_nothing_depends_on_memory_that_was_never_written():
+    kind = StoreKind("tiered cuda", make_tiered("cpu"), skips_rows=True, slow=True)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        suite = DeviceConformance()
+        suite.test_nothing_depends_on_memory_that_was_never_written(
+            kind, lambda: torch.use_deterministic_algorithms(True)
+        )
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -99,6 +99,7 @@ class CudaStore(Store):
     def _empty(self, table: DeviceTable) -> None:
         """Release all rows of a table, and its index, without a note of the keys."""
         memory = self.memory
+        memory.tier.join()  # it reads the index
         noted = contents.list_rows(memory, table)
         evicted = memory.own_counters(table)[fields.EVICTED.value].clone()
         contents.erase_hashes(memory, table, noted.hashes, log=False)

@@ -222,8 +222,8 @@ class DeviceBatches:
             if training:
                 for table in layout.policies:
                     policies.maintain(memory, table, step, now)
-        if training:
-            self._exchange.follow(batch, [group.buffers for group in groups if group.layout.positions], step)
+                found = [group.buffers for group in groups if group.layout.positions]
+                self._exchange.follow(batch, found, step)
         versions = {table.spec.name: table.version for table in layout.tables}
         return DeviceLookup(layout, groups, batch.out_layouts, versions)
 

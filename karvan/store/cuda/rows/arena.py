@@ -74,12 +74,11 @@ class RowArena(RowSpace):
     """Rows by number. Number 0 is a row of zeros; numbers of erased rows are used again."""
 
     def __init__(self, layout: RowLayout, device: torch.device, uploads: Uploads, number: int) -> None:
-        self.layout = layout
-        self._device = device
-        super().__init__(layout, number, *self._table_of_chunks())
+        super().__init__(layout, number, *self._table_of_chunks(layout, device))
         self.newest_version = 0  # of its tables
         self.captured_version = -1  # the newest one at the last capture of a table
         self.watchers: tuple[RowWatcher, ...] = ()  # captures that have not read all of their rows
+        self._device = device
         self._uploads = uploads
         self._memory: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -89,11 +88,11 @@ class RowArena(RowSpace):
         self.reserve(1)
         self._memory[0][: layout.stride].zero_()
 
-    def _table_of_chunks(self) -> tuple[int, torch.Tensor]:
+    def _table_of_chunks(self, layout: RowLayout, device: torch.device) -> tuple[int, torch.Tensor]:
         """The shift of row numbers, and the addresses of chunks: none yet."""
-        by_size = _CHUNK_BYTES // self.layout.stride
+        by_size = _CHUNK_BYTES // layout.stride
         shift: int = max(_LEAST_ROWS, 1 << max(0, by_size.bit_length() - 1)).bit_length() - 1
-        return shift, torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=self._device)
+        return shift, torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
 
     @property
     def capacity(self) -> int:

@@ -49,7 +49,7 @@ class TableMemory:
     def __init__(self, device: torch.device, device_memory: int | None = None) -> None:
         self.device = device
         self.budget = None if device_memory is None else DeviceBudget(device_memory)
-        self.tier = TierStream(device)
+        self.tier = TierStream(device, used=self.budget is not None)
         self.uploads = Uploads(device)
         self.counters = Counters(device, _ARENAS * _ARENA_COUNTERS)
         self.spare = torch.zeros(2 * SPARE_LANES.value, dtype=torch.int64, device=device)
@@ -136,17 +136,9 @@ class TableMemory:
         return self._arenas[layout]
 
     def _new_arena(self, layout: RowLayout) -> RowArena:
-        number, budget = len(self._arenas), self.budget
-        if budget is None:
-            return RowArena(layout, self.device, self.uploads, number)
-
-        def share(arena: TieredArena) -> int:
-            return budget.share(arena, {table.arena for table in self.tables.values()})
-
-        def moved() -> None:
-            self.epoch += 1
-
-        return TieredArena(layout, self.device, self.uploads, number, share, moved, self.tier)
+        if self.budget is None:
+            return RowArena(layout, self.device, self.uploads, len(self._arenas))
+        return TieredArena(layout, self.device, self.uploads, len(self._arenas), self.tier)
 
     def set_initial_state(self, table: DeviceTable, initial: Sequence[float]) -> None:
         """The optimizer state of new rows of a table."""
@@ -196,12 +188,12 @@ class TableMemory:
         bound = self.arena_bound(arena)
         if bound + positions > arena.capacity:
             try:
-                arena.reserve(bound + positions)
+                self._reserve_rows(arena, bound + positions)
             except torch.OutOfMemoryError:
                 self.learn_now()  # perhaps there are fewer rows than there might be
                 torch.cuda.empty_cache()
                 bound = self.arena_bound(arena)
-                arena.reserve(bound + positions)
+                self._reserve_rows(arena, bound + positions)
             if arena.has_queue:
                 arena.reserve_queue(self.arena_counters(arena))
         arena.room = arena.capacity - bound - positions
@@ -216,6 +208,17 @@ class TableMemory:
                 table.used.restart(self.rows_bound(table), self.counters.time, _NEVER)
                 self._move(table, count)
             table.room = 0 if index.grows else index.room(self.used_bound(table) + count)
+
+    def _reserve_rows(self, arena: RowArena, rows: int) -> None:
+        if isinstance(arena, TieredArena) and arena.share is None:
+            assert self.budget is not None
+            arena.share = self.budget.share(arena, {table.arena for table in self.tables.values()})
+        before = arena.chunks
+        try:
+            arena.reserve(rows)
+        finally:
+            if arena.chunks is not before:  # graphs point to it
+                self.epoch += 1
 
     def _lacks_room(self, arena: RowArena, wanted: Mapping[DeviceTable, int], positions: int) -> bool:
         return self.arena_bound(arena) + positions > arena.capacity or any(

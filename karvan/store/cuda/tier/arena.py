@@ -12,13 +12,13 @@ memory is used, and all later ones have locations in host memory. Then rows exch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import weakref
 
 import torch
 
 from karvan.store.cuda.kernels import row_memory
 from karvan.store.cuda.rows.arena import RowArena, RowLayout
-from karvan.store.cuda.tier import host_memory
+from karvan.store.cuda.tier import host_memory, kernels
 from karvan.store.cuda.tier.stream import TierStream
 from karvan.store.cuda.transfers import Uploads
 
@@ -29,40 +29,32 @@ _PLACE_BYTES = 8  # of a location on the device, beside it: its row and its mark
 _DEVICE_CHUNK = 8 << 20
 _HOST_CHUNKS = (1 << 21, 1 << 29)  # the least and the most bytes; torch rounds page-locked memory up to 2^n
 _FIRST_NUMBERS = 1 << 10
-ON_HOST = -1
+_ON_HOST = kernels.ON_HOST.value
 
 
 class TieredArena(RowArena):
-    """Rows by number; share: the bytes of device memory that locations may take, asked for when needed.
-
-    moved: called when the table of addresses has been replaced, to which graphs point.
-    """
+    """Rows by number. The table of addresses is replaced when it grows."""
 
     def __init__(
-        self,
-        layout: RowLayout,
-        device: torch.device,
-        uploads: Uploads,
-        number: int,
-        share: Callable[[TieredArena], int],
-        moved: Callable[[], None],
-        tier: TierStream,
+        self, layout: RowLayout, device: torch.device, uploads: Uploads, number: int, tier: TierStream
     ) -> None:
-        self._share = share
-        self._moved = moved
+        self.share: int | None = None  # the bytes of device memory that locations may take; None: of row 0
         self._tier = tier
         self._capacity = self.device_rows = 0
         self._host_bytes = 0
-        self._limit = 1  # of device locations, until the share is known
-        self.places = torch.empty(0, dtype=torch.int32, device=device)  # of row numbers; ON_HOST: none
+        self._limit = 1  # of device locations
+        self.places = torch.empty(0, dtype=torch.int32, device=device)  # device locations of row numbers
         self.owners = torch.zeros(1, dtype=torch.int32, device=device)  # the row at each device location
         self.marks = torch.full_like(self.owners, -1)  # of each, the last exchange that must leave it
         self.hand = torch.zeros(1, dtype=torch.int64, device=device)  # where to look for locations next
         self.rounds = 0  # exchanges so far
         super().__init__(layout, device, uploads, number)
+        if device.type == "cuda":
+            # Nobody but kernels knows that they use host memory: before others get it, they must be done.
+            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
 
-    def _table_of_chunks(self) -> tuple[int, torch.Tensor]:
-        return 0, torch.zeros(0, dtype=torch.int64, device=self._device)
+    def _table_of_chunks(self, layout: RowLayout, device: torch.device) -> tuple[int, torch.Tensor]:
+        return 0, torch.zeros(0, dtype=torch.int64, device=device)
 
     @property
     def chunks(self) -> torch.Tensor:
@@ -94,8 +86,8 @@ class TieredArena(RowArena):
         if rows <= self._capacity:
             return
         self._tier.join()  # which writes to the tables that may be replaced
-        if rows > 1 and self._limit == 1:
-            self._limit = max(_LEAST, self._share(self) // (self.row_bytes + _PLACE_BYTES))
+        if self.share is not None and self._limit == 1:
+            self._limit = max(_LEAST, self.share // (self.row_bytes + _PLACE_BYTES))
             self.owners = torch.arange(self._limit, dtype=torch.int32, device=self._device)
             self.marks = torch.full_like(self.owners, -1)
         wanted = max(rows, self._capacity + self._capacity // 16)
@@ -112,7 +104,7 @@ class TieredArena(RowArena):
         try:
             memory = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
-            if not self._capacity:
+            if self.share is None:  # there must be a row 0
                 raise
             self._limit = self.device_rows
             _log.warning(
@@ -121,7 +113,7 @@ class TieredArena(RowArena):
                 self._device,
                 self.device_rows * self.row_bytes / 2**30,
                 self.layout.dim,
-                self._share(self) / 2**30,
+                self.share / 2**30,
             )
             return
         self._add(memory, count, on_host=False)
@@ -141,7 +133,7 @@ class TieredArena(RowArena):
         numbers = torch.arange(count, dtype=torch.int64, device=self._device)
         self._addresses_of_rows[first:last] = numbers * self.row_bytes + memory.data_ptr()
         if on_host:
-            self.places[first:last] = ON_HOST
+            self.places[first:last] = _ON_HOST
         else:
             self.places[first:last] = numbers + first
             self.device_rows = last
@@ -155,6 +147,5 @@ class TieredArena(RowArena):
         places = self.places
         self._addresses_of_rows = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._addresses_of_rows[: before.numel()] = before
-        self.places = torch.full((size,), ON_HOST, dtype=torch.int32, device=self._device)
+        self.places = torch.full((size,), _ON_HOST, dtype=torch.int32, device=self._device)
         self.places[: places.numel()] = places
-        self._moved()

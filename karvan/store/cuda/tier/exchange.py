@@ -133,6 +133,8 @@ class RowExchange(NoExchange):
             listed=here + there,
             listed_tables=here + there,
         )
+        most = min(here + there, arena.device_rows)
+        pairs = launch.Workspace(torch.int64, memory.device, from_host=most, from_device=most)
         listing = (ints["tally"], ints["listed"], ints["listed_tables"])
         ints["tally"].zero_()
         if ids is not None:  # first: a row of both batches comes for the next one
@@ -146,7 +148,7 @@ class RowExchange(NoExchange):
             lookup = (at.run_rows, at.work, at.starts, at.order, at.features, at.feature_of)
             self._collect(arena, here, *lookup, head, listing, runs=True)
         if arena.has_host_rows:
-            self._swap(arena, head, listing, min(here + there, arena.device_rows))
+            self._swap(arena, head, listing, pairs)
 
     def _find(
         self,
@@ -223,11 +225,14 @@ class RowExchange(NoExchange):
         )
 
     def _swap(
-        self, arena: TieredArena, head: Tensor, listing: tuple[Tensor, Tensor, Tensor], most: int
+        self,
+        arena: TieredArena,
+        head: Tensor,
+        listing: tuple[Tensor, Tensor, Tensor],
+        pairs: launch.Workspace,
     ) -> None:
         memory = self._memory
         tally, listed, listed_tables = listing
-        pairs = launch.Workspace(torch.int64, memory.device, from_host=most, from_device=most)
         programs = min(memory.programs, -(-listed.numel() // _BLOCK))
         kernels.choose_places[(programs,)](
             listed,

@@ -8,13 +8,13 @@ import torch
 class TierStream:
     """Exchanges of rows are queued beside the current stream; `join` makes the current stream wait for them.
 
-    On a CPU device, kernels run when they are queued.
+    On a CPU device, kernels run when they are queued. used: whether there is a host tier.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, used: bool) -> None:
         self._device = device
         self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and used:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None  # of the last exchange, until it is known to be over
 
