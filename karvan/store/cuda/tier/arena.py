@@ -128,8 +128,8 @@ class TieredArena(RowArena):
 
     def _add(self, memory: torch.Tensor, count: int, *, on_host: bool) -> None:
         first, last = self._capacity, self._capacity + count
-        self._memory.append(memory)
         self._grow_tables(last)
+        self._memory.append(memory)
         numbers = torch.arange(count, dtype=torch.int64, device=self._device)
         self._addresses_of_rows[first:last] = numbers * self.row_bytes + memory.data_ptr()
         if on_host:
@@ -140,12 +140,12 @@ class TieredArena(RowArena):
         self._capacity = last
 
     def _grow_tables(self, rows: int) -> None:
-        before = self._addresses_of_rows
-        if rows <= before.numel():
+        before = self._addresses_of_rows.numel()
+        if rows <= before:
             return
         size = max(_FIRST_NUMBERS, 1 << (rows - 1).bit_length())
-        places = self.places
-        self._addresses_of_rows = torch.zeros(size, dtype=torch.int64, device=self._device)
-        self._addresses_of_rows[: before.numel()] = before
-        self.places = torch.full((size,), _ON_HOST, dtype=torch.int32, device=self._device)
-        self.places[: places.numel()] = places
+        addresses = torch.zeros(size, dtype=torch.int64, device=self._device)
+        places = torch.full((size,), _ON_HOST, dtype=torch.int32, device=self._device)
+        addresses[:before] = self._addresses_of_rows
+        places[:before] = self.places
+        self._addresses_of_rows, self.places = addresses, places
