@@ -27,7 +27,7 @@ _log = logging.getLogger("karvan.store")
 _LEAST = 4  # locations on the device
 _PLACE_BYTES = 8  # of a location on the device, beside it: its row and its mark
 _DEVICE_CHUNK = 8 << 20
-_HOST_CHUNKS = (1 << 21, 1 << 29)  # the least and the most bytes; torch rounds page-locked memory up to 2^n
+_HOST_CHUNKS = (1 << 21, 1 << 28)  # the least and the most bytes; torch rounds page-locked memory up to 2^n
 _FIRST_NUMBERS = 1 << 10
 _ON_HOST = kernels.ON_HOST.value
 
