@@ -85,7 +85,7 @@ def test_graphs_and_streams_give_the_bits_of_a_store_without_a_tier(ahead):
 
 def test_training_through_connect():
     """The hit rate of a table of four times the memory that its rows may take."""
-    rows = 40_000
+    rows = 8_000
     batches = zipf_batches(80, 8192, 4 * rows, "cuda")
     kv.connect("cuda", device_memory=(16 * 4 * 2 + 32 + 8) * rows)
     try:
