@@ -1,5 +1,6 @@
 """The host tier on a GPU: page-locked memory that kernels work on, and exchanges on a stream of their own."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 import numpy as np
+from capture_walk import CaptureWalk
 from rows_conformance import assert_same_rows
 from tier_conformance import TierConformance, best_hit_rate, check_locations, zipf_batches
 
@@ -120,3 +122,10 @@ def test_addresses_are_replaced_while_updates_are_in_flight():
             sparse.step()
     assert_same_rows(*(store.snapshot("f") for store in stores))
     check_locations(stores[1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_captures_are_read_while_rows_exchange_locations(seed):
+    store = CudaStore("cuda", 600)
+    CaptureWalk(store, random.Random(seed)).run(60)
+    check_locations(store)

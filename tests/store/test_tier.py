@@ -1,15 +1,17 @@
 """The host tier in Triton's interpreter; tests/gpu runs the same on a GPU."""
 
+import random
 import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from capture_walk import CaptureWalk
 from device_conformance import DeviceConformance
 from rows_conformance import assert_same_rows
 from store_kinds import StoreKind, make_tiered
-from tier_conformance import TierConformance, Trained, zipf_batches
+from tier_conformance import TierConformance, Trained, check_locations, zipf_batches
 
 import karvan as kv
 from karvan.distributed.connection import Connection
@@ -159,3 +161,20 @@ def test_nothing_depends_on_memory_that_was_never_written():
         )
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def walk_with_captures(seed, length):
+    store = CudaStore("cpu", 600)
+    CaptureWalk(store, random.Random(seed)).run(length)
+    check_locations(store)
+    return sum(store.stats(name)["tier_exchanges"] for name in "abc")
+
+
+def test_captures_are_read_while_rows_exchange_locations():
+    assert walk_with_captures(seed=4, length=12) > 0
+
+
+@pytest.mark.slow
+def test_captures_are_read_while_rows_exchange_locations_many_times():
+    for seed in range(10):
+        walk_with_captures(seed, length=30)

@@ -114,9 +114,10 @@ class PendingRows:
             try:
                 yield
             finally:
-                self._chunks = self._arena.chunks
                 if self._stream is not None:
+                    self._chunks.record_stream(self._stream)  # gathers may read it, if it was replaced
                     self._changed = current.record_event()
+                self._chunks = self._arena.chunks
 
     def read(self, number: int, vectors: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """Write the rows of a range, as they were, into arrays; each range is read once."""

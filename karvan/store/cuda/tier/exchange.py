@@ -3,7 +3,8 @@
 It is queued on a stream of its own, beside the dense forward and backward, and uses what the lookup has
 found: the batch's distinct rows. Of the batch that was prepared to be next, it finds the rows, without those
 of unknown keys, and brings them as well, so that the next lookup meets them on the device. Whatever touches
-rows or indexes after that, on any stream, waits for the exchange first (`TierStream.join`).
+rows or indexes after that, on any stream, waits for the exchange first (`TierStream.join`). Captures that
+read rows in the background pause for it (`RowArena.pause`).
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ class RowExchange(NoExchange):
         coming = self._next_ids(batch)
         for at in lookups:
             assert isinstance(at.arena, TieredArena)
-            with launch.beside(tier.stream, []):
+            with launch.beside(tier.stream, []), at.arena.pause():
                 self._exchange(at.arena, at, coming.pop(at.arena, None), step)
         for arena, ids in coming.items():
-            with launch.beside(tier.stream, []):
+            with launch.beside(tier.stream, []), arena.pause():
                 self._exchange(arena, None, ids, step)
         tier.record()
 
