@@ -44,6 +44,12 @@ def bytes_of_samples(sizes: Sizes) -> int:
     return sizes.batch * (8 * sizes.features + 4 * sizes.numbers + 4)
 
 
+def step_bytes(sizes: Sizes, unique: int) -> int:
+    """Bytes that a step must move on the device, without those of the dense layers."""
+    embedded = least_bytes(sizes.dim, unique, sizes.features * sizes.batch, states=1)
+    return embedded + bytes_of_samples(sizes)
+
+
 def dlrm(run: Run) -> None:
     """DLRM, batch 65,536, bf16, with the input on the GPU."""
     device, sizes = run.device, run.sizes
@@ -72,8 +78,7 @@ def dlrm(run: Run) -> None:
             optimizer.zero_grad()
 
     seconds = take_turns(device, {"step": step}, sizes.rounds, {"step": sizes.steps})["step"]
-    positions = sizes.features * sizes.batch
-    least = least_bytes(sizes.dim, unique_keys(ids), positions, states=1) + bytes_of_samples(sizes)
+    least = step_bytes(sizes, unique_keys(ids))
     run.results.add(
         "dlrm_M_samples_per_s",
         "DLRM, bf16, input on the GPU",

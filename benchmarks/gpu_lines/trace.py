@@ -1,7 +1,7 @@
 """What a trace says of a stretch of steps: how busy the GPU was, and which calls made the host wait.
 
 Traces are those of torch.profiler, in Chrome's format. Only work of the GPU and calls of CUDA are recorded,
-which hardly delays the program. What happened before the first and after the last launch does not count:
+which hardly delays the program. Calls before the first and after the last launch of a kernel do not count:
 there the profiler itself waits for the GPU.
 """
 
@@ -26,7 +26,7 @@ Event = Mapping[str, Any]
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
-_LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
+_LAUNCHES = ("LaunchKernel", "GraphLaunch")
 # Waiting for all work that is queued. The driver's calls have the same names with "cu" and perhaps a version.
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "CtxSynchronize", "Memcpy", "MemcpyHtoD", "MemcpyDtoH")
 _EVENT_WAITS = ("EventSynchronize",)  # for one batch of the past: that is how a host far ahead is held back

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 import karvan as kv
 from gpu_lines import trace
 from gpu_lines.device import Device
-from gpu_lines.dlrm_step import bytes_of_samples, id_names, make_model, number_names
+from gpu_lines.dlrm_step import bytes_of_samples, id_names, make_model, number_names, step_bytes
 from gpu_lines.results import Wanted
 from gpu_lines.run import Run
 from gpu_lines.sizes import Sizes
@@ -149,7 +149,8 @@ def parquet(run: Run) -> None:
         written = time.perf_counter() - begin
         training = Training(device, sizes, Path(name))
         training.train(training.loader(1))  # gives every key its row
-        held = HeldBatches(training.held(), sizes.epochs)
+        batches = training.held()
+        held = HeldBatches(batches, sizes.epochs)
         rates = _rates(
             {
                 "reading": training.read,
@@ -158,7 +159,7 @@ def parquet(run: Run) -> None:
             },
             sizes.fit_rounds,
         )
-        _report(run, rates)
+        _report(run, rates, sum(len(batches[0][name].unique()) for name in id_names(sizes)))
         results.note(
             parquet_samples=sizes.files * sizes.file_batches * sizes.batch,
             parquet_MB=size / 1e6,
@@ -169,18 +170,25 @@ def parquet(run: Run) -> None:
         _trace(run, training)
 
 
-def _report(run: Run, rates: Mapping[str, float]) -> None:
-    """Add the three rates and their ratio."""
+def _report(run: Run, rates: Mapping[str, float], unique: int) -> None:
+    """Add the three rates and their ratio; unique: distinct keys of a batch."""
     sizes, results = run.sizes, run.results
-    input_bytes = bytes_of_samples(sizes) / sizes.batch
+    upload = bytes_of_samples(sizes) / run.upload_bandwidth
+    on_device = step_bytes(sizes, unique) / run.bandwidth
+    bounds = {"reading": upload, "training": on_device, "together": max(upload, on_device)}
     titles = {
         "reading": "Parquet to batches on the GPU, alone",
         "training": "Trainer, batches on the GPU, alone",
         "together": "Parquet to updated rows, Trainer",
     }
     for name, rate in rates.items():
-        share = None if name == "training" else rate * input_bytes / run.upload_bandwidth
-        results.add(f"parquet_{name}_M_samples_per_s", titles[name], rate / 1e6, "M samples/s", share=share)
+        results.add(
+            f"parquet_{name}_M_samples_per_s",
+            titles[name],
+            rate / 1e6,
+            "M samples/s",
+            share=rate / sizes.batch * bounds[name],
+        )
     results.ratio(
         "dlrm_vs_input_limit",
         "  together / the slower of the two",
