@@ -220,7 +220,7 @@ def test_a_trace_says_how_busy_the_gpu_was_and_who_waited():
     assert found.busy_share == pytest.approx(0.75)
     assert found.launches == 2
     assert found.waits == {"cudaStreamSynchronize": 1, "cuStreamSynchronize": 1, "cuMemcpyDtoH_v2": 1}
-    assert found.event_waits == 1
+    assert (found.event_waits, found.event_wait_seconds) == (1, pytest.approx(1e-6))
 
 
 def test_a_trace_becomes_figures(tmp_path):

@@ -20,6 +20,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_lines.device import Device
+from gpu_lines.results import Wanted
 from gpu_lines.run import Run
 
 Event = Mapping[str, Any]
@@ -41,6 +42,7 @@ class Summary:
     launches: int
     waits: Mapping[str, int]  # calls that wait for all queued work, by name
     event_waits: int
+    event_wait_seconds: float
 
     @property
     def busy_share(self) -> float:
@@ -92,12 +94,14 @@ def summarise(events: Iterable[Event]) -> Summary | None:
     spans = [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in work]
     first, last = (choose(float(call["ts"]) for call in launches) for choose in (min, max))
     inside = [call for call in calls if first <= float(call["ts"]) <= last]
+    event_waits = [call for call in inside if _is_one_of(call["name"], _EVENT_WAITS)]
     return Summary(
         seconds=(max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e6,
         busy_seconds=covered(spans) / 1e6,
         launches=len(launches),
         waits=Counter(call["name"] for call in inside if _is_one_of(call["name"], _WAITS)),
-        event_waits=sum(_is_one_of(call["name"], _EVENT_WAITS) for call in inside),
+        event_waits=len(event_waits),
+        event_wait_seconds=sum(float(call["dur"]) for call in event_waits) / 1e6,
     )
 
 
@@ -119,11 +123,17 @@ def report(run: Run, key: str, what: str, steps: int, events: Iterable[Event]) -
     waits = sum(found.waits.values())
     run.results.add(f"{key}_gpu_busy_share", f"trace of {what}: GPU busy", found.busy_share, "of the time")
     run.results.add(f"{key}_gpu_ms", "  GPU's work, of a step", found.busy_seconds / steps * 1e3, "ms")
-    run.results.add(f"{key}_waits_per_step", "  calls that wait for the GPU, of a step", waits / steps)
+    run.results.add(
+        f"{key}_waits_per_step",
+        "  calls that wait for the GPU, of a step",
+        waits / steps,
+        wanted=Wanted(0, True),
+    )
     run.results.note(
         **{
             f"{key}_launches_per_step": found.launches / steps,
             f"{key}_event_waits_per_step": found.event_waits / steps,
+            f"{key}_event_wait_ms_per_step": found.event_wait_seconds / steps * 1e3,
             f"{key}_traced_ms": found.seconds / steps * 1e3,
             f"{key}_waits": ", ".join(f"{name} {count}" for name, count in found.waits.items()) or "none",
         }
