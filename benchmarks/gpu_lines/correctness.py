@@ -9,6 +9,7 @@ import karvan as kv
 from gpu_lines.device import Device
 
 DIM = 20
+_INITIAL = 0.1
 
 
 def row_bytes(samples: int) -> int:
@@ -29,11 +30,12 @@ def check(device: Device, samples: int = 3000, device_memory: int | None = None)
     place = device.device
     tables = {"one": kv.Table(dim), "many": kv.Table(dim, combiner="mean")}
     engine = device.engine(tables, device_memory, seed=3)
-    optimizer = kv.optim.Adagrad(engine, lr=lr)
+    # A first accumulator of 0 would make steps of the signs of sums that are zero but for rounding.
+    optimizer = kv.optim.Adagrad(engine, lr=lr, initial_accumulator_value=_INITIAL)
     every = torch.arange(keys, device=place)
     first = engine({"one": every, "many": kv.Ragged(every, torch.arange(keys + 1, device=place))})
     rows = {name: out.detach().double().requires_grad_() for name, out in first.items()}
-    sums = {name: torch.zeros_like(vectors) for name, vectors in rows.items()}
+    sums = {name: torch.full_like(vectors, _INITIAL) for name, vectors in rows.items()}
 
     def draw(count: int) -> Tensor:
         return torch.randint(0, keys, (count,)).to(place)

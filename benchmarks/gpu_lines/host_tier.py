@@ -38,7 +38,8 @@ class PreparedStep:
 
     def __call__(self, _: int = 0) -> None:
         """The next step."""
-        self._engine.prepare(self._batches[(self._number + 1) % len(self._batches)], training=True)
+        following = self._batches[(self._number + 1) % len(self._batches)]
+        assert self._engine.prepare(following, training=True)
         self._step(self._number)
         self._number += 1
 
