@@ -15,6 +15,8 @@ from training_conformance import SHARED, pair_of, random_batch
 
 import karvan as kv
 from karvan.store.cuda.rows import arena, contents, index
+from karvan.store.program import FeatureTensors
+from karvan.store.remote.output_layout import OutputLayout
 
 
 def trained(kind, optimizer="adam", steps=2, move_at=None):
@@ -138,6 +140,29 @@ class DeviceConformance:
             rig.store.capture(["t"], {"t": 1}, capture.versions, track=True)
         with pytest.raises(ValueError, match="'t' remembers evictions since"):
             rig.store.evicted_since("t", 0)
+
+    def test_wrong_offsets_that_only_the_device_sees_are_reported_some_steps_later(self, kind):
+        engine = kv.EmbeddingEngine({"a": kv.Table(3, combiner="sum")}, store=kind.make())
+        store, program = engine.store, engine.program
+        ids = torch.arange(6, device=store.device)
+
+        def batch(offsets):
+            layout = OutputLayout(3, 6, 1, torch.tensor([0, 2, 4, 6]))
+            made = store.prepare(program, (FeatureTensors(ids, None, layout),))
+            made.ids[0] = made.ids[0]._replace(offsets=torch.tensor(offsets, device=store.device))
+            return made
+
+        def look_up(steps, offsets):
+            for step in steps:
+                store.forward(program, batch(offsets), training=True, step=step, now=0.0)
+                if store.device.type == "cuda":
+                    torch.cuda.synchronize()
+
+        look_up([1], [0, 1, 1, 6])
+        look_up([2], [0, 5, 3, 6])
+        with pytest.raises(ValueError, match="wrong offsets, found on the GPU"):
+            look_up(range(3, 9), [0, 1, 1, 6])
+        look_up([9], [0, 1, 1, 6])  # reported once
 
     def test_nothing_depends_on_memory_that_was_never_written(self, kind, poison):
         """All memory that torch allocates begins as NaN or as large numbers."""

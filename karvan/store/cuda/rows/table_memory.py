@@ -73,6 +73,7 @@ class TableMemory:
         self._states: dict[RowSpace, Tensor] = {}
         self._descriptors = np.zeros((0, _TABLE), np.int64)
         self._faults = 0
+        self._checked_time = 0  # of the counters whose faults were looked at
 
     @property
     def table_counters(self) -> Tensor:
@@ -280,9 +281,8 @@ class TableMemory:
 
     def poll(self) -> None:
         """Take what the device has reported so far; raises if it has met wrong offsets."""
-        before = self.counters.known_time
         numbers = self.counters.poll()
-        if self.counters.known_time != before:
+        if self.counters.known_time != self._checked_time:
             self._check_faults(numbers)
 
     def request_numbers(self) -> None:
@@ -316,6 +316,7 @@ class TableMemory:
         return of_tables
 
     def _check_faults(self, numbers: NDArray[np.int64]) -> None:
+        self._checked_time = self.counters.known_time
         first = fields.FAULTS.value
         faults = sum(int(numbers[first + a.number * _ARENA_COUNTERS]) for a in self._arenas.values())
         if faults > self._faults:
