@@ -3,7 +3,7 @@
 import pytest
 
 CONFIGS = {
-    "an unknown section": ("nonsense: 1", "unknown key 'nonsense'; there are: data, features"),
+    "an unknown section": ("nonsense: 1", "unknown key 'nonsense'; there are: connect, data, features"),
     "an unknown key": ("train: {epoch: 1}", "train: unknown key 'epoch'; there are: epochs, max_steps"),
     "a former key": (
         "train: {accumulate: 2}",
