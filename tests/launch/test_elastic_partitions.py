@@ -65,7 +65,8 @@ def trains(job, *trainers):
 
 def cut_off_for_long(folder, mode, how):
     """One of two trainers is out of reach for longer than the limit; nobody but itself can end it."""
-    with far_network(folder) as network, job_at(network, folder, mode, lost_after=3.0) as job:
+    options = {"lost_after": 3.0, "records": 1200}  # enough for one more to come before the end
+    with far_network(folder) as network, job_at(network, folder, mode, **options) as job:
         near, far = job.start(GLOO_SOCKET_IFNAME=network.near), job.start(FAR=network.far)
         trains(job, near, far)
         with interrupted(network, how):
@@ -74,6 +75,7 @@ def cut_off_for_long(folder, mode, how):
         assert far.wait(60) != 0
         assert "The trainers have continued without trainer-1" in far.log.read_text()
         another = job.start(FAR=network.far)
+        job.wait(lambda: job.step(another)[1] == 2)
         job.hurry()
         job.wait(lambda: another.poll() is not None)
         check(job, job.results(1))
