@@ -14,6 +14,7 @@ from karvan.store.cuda import launch
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
 from karvan.store.cuda.kernels.runs import drop_runs, note_changes
+from karvan.store.cuda.kernels.sums import sum_pieces
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.transfers import Staging
 from karvan.store.types import RULES, Rule
@@ -239,7 +240,7 @@ class UpdateBuffers:
         )
         # Long runs are summed and updated beside the others: together they use the memory best.
         with launch.beside(lookup.memory.side, [*lookup.shared, self.sent, self.partial, lookup.order]):
-            update.sum_pieces[(programs,)](
+            sum_pieces[(programs,)](
                 lookup.work,
                 *reads,
                 lookup.piece_starts,

@@ -16,8 +16,8 @@ from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_al
 from karvan.store.cuda.batch.updates import put_scale
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.routing import average_runs
+from karvan.store.cuda.kernels.sums import sum_pieces
 from karvan.store.cuda.kernels.sums import write_sums as _write_sums
-from karvan.store.cuda.kernels.update import sum_pieces
 
 _HEAD = fields.HEAD.value
 
