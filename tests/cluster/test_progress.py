@@ -1,5 +1,6 @@
 """What heartbeats say of progress, tasks and waits, as the registry tells it."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -28,6 +29,13 @@ def wait_for(condition, seconds=60.0):
 def waits_of(report):
     """But for those of members of earlier tests, whose last call may still be open."""
     return set(report.waits) - {"registry"}
+
+
+@pytest.fixture(autouse=True)
+def _no_waits_of_earlier_tests():
+    """A stream that an earlier test of this process has not closed waits until it is collected."""
+    gc.collect()
+    wait_for(lambda: not waits_of(activity.report()))
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 from forked_programs import ForkedProgram
 
+from karvan.cluster.loader_stream.loader_channel import leave_all
 from karvan.cluster.loader_stream.stream import from_loaders
 from karvan.discovery.registry import Registry
 
@@ -24,6 +26,7 @@ class Loaders:
         self._command = [sys.executable, *(command or [str(PROGRAM), *map(str, arguments)])]
         self._environment = {**os.environ, **environment, "KARVAN_REGISTRY": self.registry.address}
         self.processes = {}
+        self._streams = weakref.WeakSet()
         for index in range(count):
             self.start(index)
 
@@ -59,6 +62,7 @@ class Loaders:
         try:
             made = from_loaders(rank=rank, world_size=world, loaders=self.count, **options)
             made._caller()  # finds the registry
+            self._streams.add(made)
             return made
         finally:
             del os.environ["KARVAN_REGISTRY"]
@@ -70,6 +74,8 @@ class Loaders:
         return self
 
     def __exit__(self, *_):
+        for stream in list(self._streams):
+            leave_all(stream._channels)  # otherwise threads wait for these loaders until it is collected
         for index in self.processes:
             if self.processes[index].returncode is None:
                 self.kill(index)
