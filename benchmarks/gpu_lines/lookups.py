@@ -26,6 +26,7 @@ class Lookup:
         from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupLayout, shape_of_keys
         from karvan.store.cuda.batch.buffers import LookupBuffers
 
+        self.keys = keys  # kernels have their addresses
         memory = engine.store.memory  # type: ignore[attr-defined]
         tables = memory.tables
         arena = tables[next(iter(keys))].arena

@@ -135,9 +135,9 @@ class Training:
 
     def train(self, data: kv.data.Loader | HeldBatches) -> int:
         """Train on everything; returns the samples."""
-        count = self.trainer.fit(data).samples
+        steps = self.trainer.fit(data).trained
         self._device.wait()
-        return count
+        return steps * self._sizes.batch
 
 
 def parquet(run: Run) -> None:

@@ -123,7 +123,7 @@ def pairs(lead: Tensor, others: Sequence[Tensor], out: Tensor) -> None:
 
 def pairs_backward(lead: Tensor, others: Sequence[Tensor], gradient: Tensor) -> Tensor:
     """The gradients of `lead` and `others`, (n, B, dim), from those of their products."""
-    made = torch.empty(len(others) + 1, *lead.shape, device=lead.device)
+    made = torch.empty(len(others) + 1, *lead.shape, dtype=torch.float32, device=lead.device)
     places = _places(lead, others)
     launch(
         pairs_backward_kernel,
@@ -164,4 +164,5 @@ def _shape(lead: Tensor, others: Sequence[Tensor]) -> dict[str, int]:
         "dim": dim,
         "rows": max(16, 1 << (n - 1).bit_length()),
         "columns": min(_MOST_COLUMNS, max(16, 1 << (dim - 1).bit_length())),
+        "num_stages": 1,  # one block of columns is typical: stages would only take shared memory
     }

@@ -98,7 +98,7 @@ class _PairsOnGPU(torch.autograd.Function):
         ctx.extra = extra = first.shape[1]
         ctx.save_for_backward(lead, *others)
         n = len(vectors)
-        out = torch.empty(len(first), extra + n * (n - 1) // 2, device=first.device)
+        out = torch.empty(len(first), extra + n * (n - 1) // 2, dtype=torch.float32, device=first.device)
         if extra:
             out[:, :extra] = first
         pairs(lead, others, out[:, extra:])

@@ -196,6 +196,21 @@ def test_rows_of_16_bits_train_like_those_of_32(dtype):
         torch.testing.assert_close(run.state()[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
+def test_a_graph_of_the_program_cannot_have_lookups_or_updates():
+    run, data = Run(DEVICE), batches(2)
+    for work in (lambda: run.look_up(data[0]), run.sparse.step):
+        out = run.look_up(data[0])
+        sum(one.sum() for one in out.values()).backward()
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(RuntimeError, match="while the program records a CUDA graph"),
+            torch.cuda.graph(recorded),
+        ):
+            work()
+    assert bool(run.step([data[1]]))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_dense_part_can_be_compiled(precision):
     plain, compiled = Run(DEVICE, precision), Run(DEVICE, precision, compiled=True)

@@ -142,6 +142,12 @@ class PlacedStore(Store):
         assert isinstance(inputs, tuple)
         host, device = self._split(program)
         here = [_to_host(inputs[number]) for number in host.features]
+        layouts = [  # before the device's part, whose event comes after them
+            given.layout
+            if given.layout.offsets is None
+            else given.layout._replace(offsets=given.layout.offsets.to(self.device, non_blocking=True))
+            for given in inputs
+        ]
         there = self._stores["cuda"].prepare(
             device.program,
             tuple(inputs[n] for n in device.features),
@@ -149,12 +155,6 @@ class PlacedStore(Store):
             step=step,
             now=now,
         )
-        layouts = [
-            given.layout
-            if given.layout.offsets is None
-            else given.layout._replace(offsets=given.layout.offsets.to(self.device, non_blocking=True))
-            for given in inputs
-        ]
         return _Batch(here, there, layouts)
 
     def forward(
@@ -171,6 +171,9 @@ class PlacedStore(Store):
         assert isinstance(batch, _Batch)
         halves = self._split(program)
         host, device = halves
+        for layout in batch.layouts:
+            if layout.offsets is not None and layout.offsets.is_cuda:  # perhaps made on another stream
+                layout.offsets.record_stream(torch.cuda.current_stream(self.device))
         plans: list[LookupPlan | None] = [None, None]
         outs: dict[int, Tensor] = {}
         if device.features:

@@ -59,8 +59,6 @@ class Uploads:
         staging, pinned, event = self._staging(size)
         pinned[:size] = numbers.reshape(-1)
         target[:size].copy_(staging[:size], non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():  # a graph reads this memory at each replay: keep it
-            return
         event.record()
         self._ring.append((staging, pinned, event))
 
@@ -109,8 +107,6 @@ class Counters:
         self.time += 1
         if self.device.type != "cuda":
             self._known, self.known_time = self.values.numpy().copy(), self.time
-            return self.time
-        if torch.cuda.is_current_stream_capturing():
             return self.time
         if self._spare:
             numbers, event = self._spare.pop()

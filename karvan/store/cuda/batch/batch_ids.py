@@ -168,11 +168,11 @@ class GroupLayout:
         That of a training step is one allocation, which takes less of the host's time.
         """
         if self.shape.training and self._aligned:
-            memory = torch.empty(self._out_size, device=device)
+            memory = torch.empty(self._out_size, dtype=torch.float32, device=device)
             parts = memory.unsafe_split_with_sizes(self._out_rows)  # not views: they may be written to
             return dict(zip(self.numbers, parts, strict=True))
         return {
-            number: torch.empty(rows, self._out_size[1], device=device)
+            number: torch.empty(rows, self._out_size[1], dtype=torch.float32, device=device)
             for number, rows in zip(self.numbers, self._out_rows, strict=True)
         }
 

@@ -212,6 +212,7 @@ class DeviceBatches:
     def look_up(self, batch: DeviceInputs, *, training: bool, step: int, now: float) -> DeviceLookup:
         """Look up a batch and fill its outputs."""
         memory, layout = self._memory, batch.layout
+        memory.streams.refuse_graph()
         memory.poll()
         batch.receive()
         if not layout.valid:
@@ -287,6 +288,7 @@ class DeviceBatches:
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of gradients to those of the tables, which are in the order of slots, with a rule."""
+        self._memory.streams.refuse_graph()
         with MemoryReport(self._memory):
             policies.settle(self._memory)
         updated = [self._memory.tables[name] for name in rules]

@@ -62,7 +62,7 @@ class LookupBuffers:
         self.long_runs = ints["long_runs"]
         self.piece_starts, self.piece_ends = ints["piece_starts"], ints["piece_ends"]
         self.order = torch.empty(0, dtype=torch.int64, device=device)
-        self.factors = torch.empty(size if self.mapped else 1, device=device)
+        self.factors = torch.empty(size if self.mapped else 1, dtype=torch.float32, device=device)
         tables = len(memory.tables) * fields.TABLE_FIELDS.value
         longs = launch.Workspace(
             torch.int64, device, places=training, sent=_HEAD + tables + shape.features * _FIELDS

@@ -7,8 +7,11 @@ is the same in every step: not while an index grows, nor for tables that do not 
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,9 +33,12 @@ class GraphedBuffers:
 
     A graph begins with the copy of its batch's descriptors to the device. That of a lookup ends with a copy
     of the counters to the host.
+
+    launched: kinds of updates that have run without a graph. The first launch of a kernel loads it, which
+    must not happen while a graph is recorded.
     """
 
-    def __init__(self, buffers: LookupBuffers) -> None:
+    def __init__(self, buffers: LookupBuffers, launched: set[Hashable]) -> None:
         self.buffers = buffers
         self._epoch = buffers.memory.epoch
         self.staging = buffers.staging = Staging(buffers.sent)
@@ -40,8 +46,15 @@ class GraphedBuffers:
         self._report = torch.empty(counters.numel(), dtype=torch.int64, pin_memory=True)
         self._reported = self._report.numpy()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._launched = launched
         self._updates: dict[tuple[int, int], UpdateBuffers] = {}
         self.free = True
+
+    @property
+    def done(self) -> bool:
+        """Whether no lookup uses the buffers, and no replay reads or writes their page-locked memory."""
+        events = [self.staging.done, *(sums.staging.done for sums in self._updates.values() if sums.staging)]
+        return self.free and all(event.query() for event in events)  # type: ignore[no-untyped-call]
 
     @property
     def valid(self) -> bool:
@@ -50,7 +63,7 @@ class GraphedBuffers:
 
     def look_up(self) -> None:
         """Queue the lookup of the batch that was loaded into the buffers."""
-        self._replay("lookup", self._record_lookup)
+        self._replay("lookup", self._record_lookup)  # a lookup of this shape has run before
         self.staging.done.record()
         self.buffers.memory.counters.note_copy(self._report, self._reported, self.staging.done)
 
@@ -79,18 +92,40 @@ class GraphedBuffers:
                 sums.drop_runs()
             sums.run(rules, aligned)
 
-        self._replay((id(sums), rules.kinds, rules.limits, rules.same, aligned, drops), record)
+        work = (rules.kinds, rules.limits, rules.same, aligned, drops)
+        kernels = (self.buffers.arena.number, self.buffers.mapped, rules.slots, work)
+        if kernels in self._launched:
+            self._replay((id(sums), work), record)
+        else:
+            self._launched.add(kernels)
+            record()
         staging.done.record()
 
     def _replay(self, name: Hashable, work: Callable[[], None]) -> None:
         self.buffers.memory.tier.join()
         graph = self._graphs.get(name)
         if graph is None:
-            graph = self._graphs[name] = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream(self.buffers.memory.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            graph = torch.cuda.CUDAGraph()
+            stream = self.buffers.memory.streams.recording
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 work()
+            self._graphs[name] = graph
         graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While a graph is recorded, no garbage is collected: finalizers may wait for the device."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphPool:
@@ -101,13 +136,18 @@ class GraphPool:
         self._epoch = memory.epoch
         self._seen: OrderedDict[GroupShape, None] = OrderedDict()
         self._recorded: OrderedDict[GroupShape, list[GraphedBuffers]] = OrderedDict()
+        self._launched: set[Hashable] = set()
+        self._retired: list[GraphedBuffers] = []  # torch's allocator does not know of replays that use them
 
     def take(self, arena: RowArena, shape: GroupShape) -> GraphedBuffers | None:
         """Recorded buffers that are free; None if the launches of this lookup should not be recorded."""
-        if self._memory.side is None or torch.cuda.is_current_stream_capturing():
+        if self._memory.streams.recording is None:
             return None
+        if self._retired:
+            self._retired = [entry for entry in self._retired if not entry.done]
         if self._epoch != self._memory.epoch:
             self._epoch = self._memory.epoch
+            self._retired += itertools.chain.from_iterable(self._recorded.values())
             self._recorded.clear()
             self._seen.clear()
         if shape not in self._seen:
@@ -117,11 +157,11 @@ class GraphPool:
             return None
         entries = self._recorded.setdefault(shape, [])
         self._recorded.move_to_end(shape)
-        free = [entry for entry in entries if entry.free]
-        for entry in free:
-            if entry.staging.done.query():  # type: ignore[no-untyped-call]
+        for entry in entries:
+            if entry.done:
                 entry.free = False
                 return entry
+        free = [entry for entry in entries if entry.free]
         full = len(entries) >= _TURNS or sum(map(len, self._recorded.values())) >= _MOST
         if free and full:  # the host is far ahead of the device: wait for the one that was used first
             entries.remove(free[0])
@@ -130,17 +170,18 @@ class GraphPool:
             return free[0]
         if full and not self._drop():
             return None
-        entry = GraphedBuffers(LookupBuffers(self._memory, arena, shape))
+        entry = GraphedBuffers(LookupBuffers(self._memory, arena, shape), self._launched)
         entry.free = False
         entries.append(entry)
         return entry
 
     def _drop(self) -> bool:
-        """Release the recorded buffers that were not used for longest; whether any were free."""
+        """Retire the recorded buffers that were not used for longest; whether any were free."""
         for shape, entries in self._recorded.items():
             for entry in entries:
                 if entry.free:
                     entries.remove(entry)
+                    self._retired.append(entry)
                     if not entries:
                         del self._recorded[shape]
                     return True

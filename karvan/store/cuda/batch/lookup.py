@@ -172,9 +172,9 @@ def run(at: LookupBuffers, layout: GroupLayout | None = None) -> None:
             if not table.admits_all:
                 admit_keys(at, table)
     insert(at)
-    with launch.beside(memory.side, at.shared):
+    with launch.beside(memory.streams.side, at.shared):
         group_runs(at, uses=True)
     fill_outputs(at)
-    launch.join(memory.side)
-    if memory.side is not None and not torch.cuda.is_current_stream_capturing():
+    launch.join(memory.streams.side)
+    if memory.streams.side is not None and not torch.cuda.is_current_stream_capturing():
         at.order.record_stream(torch.cuda.current_stream(memory.device))

@@ -133,7 +133,9 @@ class UpdateBuffers:
         self._mapped = mapped
         self.staging: Staging | None = None  # of a graph, which copies `sent` itself
         device = lookup.memory.device
-        self.partial = torch.empty(lookup.most_pieces, lookup.arena.layout.dim, device=device)
+        self.partial = torch.empty(
+            lookup.most_pieces, lookup.arena.layout.dim, dtype=torch.float32, device=device
+        )
         size = _HEAD + 2 * slots + features * _FIELDS + slots * _RULE // 2
         self.sent = torch.empty(size, dtype=torch.int64, device=device)
         self.steps = self.sent[_HEAD:]
@@ -239,7 +241,8 @@ class UpdateBuffers:
             programs,
         )
         # Long runs are summed and updated beside the others: together they use the memory best.
-        with launch.beside(lookup.memory.side, [*lookup.shared, self.sent, self.partial, lookup.order]):
+        side = lookup.memory.streams.side
+        with launch.beside(side, [*lookup.shared, self.sent, self.partial, lookup.order]):
             sum_pieces[(programs,)](
                 lookup.work,
                 *reads,
@@ -256,4 +259,4 @@ class UpdateBuffers:
                 )
         for kind in rules.kinds:
             update.update_rows[(programs,)](*rows, RULE=RULES.index(kind), LONG=False, **numbers, **shape)
-        launch.join(lookup.memory.side)
+        launch.join(side)

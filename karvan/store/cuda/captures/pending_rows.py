@@ -1,10 +1,10 @@
 """`PendingRows`: the rows of one arena that a capture has listed, until each was copied to the host.
 
 Two threads work on them. The one that reads the capture gathers rows that are still pending, some at a time,
-on a stream of its own. The one that trains saves pending rows before it changes or frees them. Both cross
+on another stream. The one that trains saves pending rows before it changes or frees them. Both cross
 out what they have copied. A gather and a save never overlap: each is queued with the lock held, and waits on
 the device for the newest of the other kind. As a save comes before each change on the same stream, a gather
-never reads a row that is changing; training waits for one gather at most, and the host for none.
+never reads a row that is changing; training waits for one gather at most, and its host thread for none.
 
 Saved rows are in page-locked memory at first. Whoever reads the capture sorts them by the range of the list
 that they belong to, into other memory; so does the thread that trains when there are too many.
@@ -30,7 +30,7 @@ from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.row_staging import RowStaging, Words, unpack
 from karvan.store.cuda.rows.table_memory import TableMemory
 
-_watching = threading.Lock()  # held while the watchers of an arena are replaced
+_watching = threading.RLock()  # held while the watchers of an arena are replaced
 
 
 class PendingRows:
@@ -56,10 +56,8 @@ class PendingRows:
         self._taken = 0  # saved rows that are in `_of_range`
         self._of_range: dict[int, list[tuple[Words, NDArray[np.int32]]]] = {}
         self._staging: RowStaging | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if memory.device.type == "cuda":
-            # Training waits for gathers, so they must not wait until other kernels leave room.
-            self._stream = torch.cuda.Stream(memory.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = memory.streams.gathers
+        if self._stream is not None:
             self._listed = torch.cuda.current_stream(memory.device).record_event()
             self._stream.wait_event(self._listed)
             self._changed = self._listed  # the newest save
@@ -126,7 +124,12 @@ class PendingRows:
             return
         if self._staging is None:
             with self._beside():
-                self._staging = RowStaging(self._memory.device, layout, int(np.diff(self._cuts).max()))
+                self._staging = RowStaging(
+                    self._memory.device,
+                    layout,
+                    int(np.diff(self._cuts).max()),
+                    self._memory.streams.copies,
+                )
                 self._launch(self._pending, 0, 0)  # compiled without the lock, for which training would wait
 
         def fill(buffer: Tensor, first: int, count: int) -> torch.cuda.Event | None:

@@ -7,7 +7,7 @@ from karvan.store.cuda.kernels.fields import BLOCK, COUNTERS, USED
 from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table", "first", "count"])
 def move_slots(old, old_mask, index, mask, counters, table, spare, first, count, WIDTH: tl.constexpr):
     """Copy the slots [first, first + count) of an old index that have a row into the new one.
 

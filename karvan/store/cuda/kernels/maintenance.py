@@ -30,7 +30,7 @@ from karvan.store.cuda.kernels.row_memory import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
     """The address of each hash's row in an index, and the row; 0 for those without one."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -56,7 +56,7 @@ def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
     tl.store(rows + number, row, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "table"])
 def erase_places(
     places,
     rows,
@@ -84,7 +84,7 @@ def erase_places(
     tl.atomic_add(counters + table * COUNTERS + EVICTED, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"])
 def list_slots(index, first, count, listed, hashes, rows, limits, SPECIAL: tl.constexpr):
     """The hashes and rows of an index's slots whose hash, as unsigned, lies within the two `limits`."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def list_slots(index, first, count, listed, hashes, rows, limits, SPECIAL: tl.co
     tl.store(rows + at, row.to(tl.int32), mask=chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def read_fields(
     rows, count, chunks, hashes, counts, lasts, changes, SHIFT: tl.constexpr, STRIDE: tl.constexpr
 ):
@@ -121,7 +121,7 @@ def read_fields(
     tl.store(changes + number, tl.load(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def read_vectors(
     rows,
     count,
@@ -155,7 +155,7 @@ def copy_words(source, target, there, WORDS: tl.constexpr, COLUMNS: tl.constexpr
         tl.store(floats(target[:, None], column, 16), words, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def copy_rows(
     rows,
     count,
@@ -174,7 +174,7 @@ def copy_rows(
     copy_words(row_address(chunks, row, SHIFT, STRIDE), to, there, STRIDE // 4, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "version"])
 def write_rows(
     rows,
     count,
@@ -217,7 +217,7 @@ def write_rows(
     tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "table", "version"])
 def insert_keys(
     index,
     mask,

@@ -182,12 +182,12 @@ def write_sums(
         row = tl.load(run_rows + number, mask=there, other=0)
         first = tl.load(starts + number, mask=there, other=0)
         size = tl.load(starts + number + 1, mask=there, other=0) - first
-        if LONG:
-            total = sum_of_pieces(
-                partial, run_pieces, number, tl.where(there, size, 0), column, DIM, TOGETHER
-            )
-        else:
+        if not LONG:
             there = there & (size <= PIECE)
+        size = tl.where(there, size, 0)
+        if LONG:
+            total = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
+        else:
             total = sum_positions(
                 order,
                 features,

@@ -205,10 +205,9 @@ def update_rows(
         mask = there[:, None] & inside
         vector = read_vector(address, column[None, :], mask, TYPE)
         state, second = read_state(address + VECTOR, column[None, :], mask, DIM, VECTOR, RULE)
+        size = tl.where(there, size, 0)
         if LONG:
-            gradient = sum_of_pieces(
-                partial, run_pieces, number, tl.where(there, size, 0), column, DIM, TOGETHER
-            )
+            gradient = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
         else:
             gradient = sum_positions(
                 order,

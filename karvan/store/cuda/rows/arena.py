@@ -83,6 +83,7 @@ class RowArena(RowSpace):
         self._memory: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self.used = Bound(1)  # of row numbers
+        self.full = False  # whether the device had no memory for rows of some batches ahead
         self.room = 0  # positions that lookups may still have before the host must look at the bound
         self._free_rows = torch.zeros(1, dtype=torch.int32, device=device)
         self.reserve(1)
@@ -109,17 +110,23 @@ class RowArena(RowSpace):
         lacking = -(-(rows - self.capacity) >> self.shift) if rows > self.capacity else 0
         if lacking <= 0:
             return
-        lacking = max(lacking, len(self._addresses) // 16)
         if len(self._addresses) + lacking > _MOST_CHUNKS:
             raise torch.OutOfMemoryError(
                 f"Rows of dim {self.layout.dim} take more than {_MOST_CHUNKS} chunks of memory."
             )
         chunk_bytes = self.row_bytes << self.shift
-        memory = torch.empty(lacking * chunk_bytes, dtype=torch.uint8, device=self._device)
+        more = min(max(lacking, len(self._addresses) // 16), _MOST_CHUNKS - len(self._addresses))
+        try:
+            memory = torch.empty(more * chunk_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            if more == lacking:
+                raise
+            more = lacking
+            memory = torch.empty(more * chunk_bytes, dtype=torch.uint8, device=self._device)
         first = memory.data_ptr()
         self._memory.append(memory)
         before = len(self._addresses)
-        self._addresses += [first + i * chunk_bytes for i in range(lacking)]
+        self._addresses += [first + i * chunk_bytes for i in range(more)]
         self._uploads.send_to(self.chunks[before:], np.array(self._addresses[before:], np.int64))
 
     @contextmanager
@@ -143,11 +150,11 @@ class RowArena(RowSpace):
         before = self._free_rows
         self._free_rows = torch.zeros(size, dtype=torch.int32, device=self._device)
         if before.numel() > 1:  # the queue begins again at 0
-            head, tail = counters[fields.FREE_HEAD.value].item(), counters[fields.FREE_TAIL.value].item()
-            at = torch.arange(head, tail, device=self._device) % before.numel()
-            self._free_rows[: tail - head] = before[at]
+            old = before.numel()
+            head = counters[fields.FREE_HEAD.value].clone()
+            self._free_rows[:old] = before[(torch.arange(old, device=self._device) + head) % old]
+            counters[fields.FREE_TAIL.value] -= head
             counters[fields.FREE_HEAD.value] = 0
-            counters[fields.FREE_TAIL.value] = tail - head
         self.note_queue(counters)
 
     def note_queue(self, counters: torch.Tensor) -> None:

@@ -79,7 +79,7 @@ def read_fields(memory: TableMemory, table: DeviceTable, rows: Tensor) -> RowFie
 def read_vectors(memory: TableMemory, table: DeviceTable, rows: Tensor) -> Tensor:
     """The vectors of rows, on the device."""
     arena, layout, count = table.arena, table.arena.layout, rows.numel()
-    vectors = torch.empty(count, layout.dim, device=memory.device)
+    vectors = torch.empty(count, layout.dim, dtype=torch.float32, device=memory.device)
     if count:
         group, warps = launch.tile(layout.columns)
         maintenance.read_vectors[(-(-count // group),)](
@@ -144,7 +144,8 @@ def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
         return torch.cuda.current_stream(memory.device).record_event() if buffer.is_cuda else None
 
     if count:
-        for first, words in RowStaging(memory.device, layout, count).read(count, fill):
+        staging = RowStaging(memory.device, layout, count, memory.streams.copies)
+        for first, words in staging.read(count, fill):
             some = slice(first, first + len(words))
             unpack(words, layout, vectors[some], state[some])
     return Rows(

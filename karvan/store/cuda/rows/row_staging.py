@@ -24,23 +24,24 @@ Fill: TypeAlias = Callable[[Tensor, int, int], torch.cuda.Event | None]
 
 
 class RowStaging:
-    """Buffers for at most `rows` rows at a time."""
+    """Buffers for at most `rows` rows at a time; copies: the stream that they are copied on, of a GPU."""
 
-    def __init__(self, device: torch.device, layout: RowLayout, rows: int) -> None:
+    def __init__(
+        self, device: torch.device, layout: RowLayout, rows: int, copies: torch.cuda.Stream | None
+    ) -> None:
         most = max(16, _STAGED_BYTES // layout.stride // 16 * 16)  # slices of the list stay aligned
         self.rows = max(1, min(rows, most))
         shape = (self.rows, layout.stride // 4)
         buffers = 1 if rows <= self.rows else 2
         self._on_device = [torch.empty(shape, dtype=torch.int32, device=device) for _ in range(buffers)]
         self._on_host = self._on_device
-        self._copies: torch.cuda.Stream | None = None
+        self._copies = copies
         self._arrived: list[torch.cuda.Event] = []
-        if device.type == "cuda":
+        if copies is not None:
             self._on_host = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(buffers)]
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._arrived = [torch.cuda.Event() for _ in range(buffers)]  # type: ignore[no-untyped-call]
             for buffer in self._on_device:
-                buffer.record_stream(self._copies)
+                buffer.record_stream(copies)
 
     def read(self, count: int, fill: Fill) -> Iterator[tuple[int, Words]]:
         """The rows [0, count) in pieces: (the first one, the rows), valid until the next piece is taken."""

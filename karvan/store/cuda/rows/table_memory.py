@@ -25,6 +25,7 @@ from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.initial_values import initial_numbers
 from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.streams import DeviceStreams
 from karvan.store.cuda.tier.arena import TieredArena
 from karvan.store.cuda.tier.budget import DeviceBudget
 from karvan.store.cuda.tier.stream import TierStream
@@ -37,6 +38,7 @@ _ARENA_COUNTERS = fields.ARENA_COUNTERS.value
 _ARENAS = 64  # row layouts that a store may have
 _MOST_COLUMNS = 4096
 _NEVER = 1 << 62
+_AHEAD = 3  # batches that there is memory for if there must be more: the host may be ahead of the device
 _PROGRAMS = 16  # of a kernel that divides work of unknown size, for each multiprocessor
 
 
@@ -55,12 +57,10 @@ class TableMemory:
         self.spare = torch.zeros(2 * SPARE_LANES.value, dtype=torch.int64, device=device)
         self.empty = torch.zeros(1, dtype=torch.int32, device=device)
         self.inits = torch.zeros(0, dtype=torch.float64, device=device)
-        self.side: torch.cuda.Stream | None = None
+        self.streams = DeviceStreams(device)
         self.processors = 0
         self.programs = 2
         if device.type == "cuda":
-            # Small kernels beside a large one must not wait until all of its programs have started.
-            self.side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
             self.programs = _PROGRAMS * self.processors
         else:
@@ -183,14 +183,17 @@ class TableMemory:
             return
         self.tier.join()  # it reads indexes
         self._refresh()
+        batches = 1
         if self._lacks_room(arena, wanted, positions):  # perhaps only because the host is ahead of the device
             self.counters.catch_up()
             self._refresh()
+            batches = 1 if arena.full else _AHEAD  # for more than one, or the next step waits again
         bound = self.arena_bound(arena)
-        if bound + positions > arena.capacity:
+        if bound + batches * positions > arena.capacity:
             try:
-                self._reserve_rows(arena, bound + positions)
+                self._reserve_rows(arena, bound + batches * positions)
             except torch.OutOfMemoryError:
+                arena.full = True
                 self.learn_now()  # perhaps there are fewer rows than there might be
                 torch.cuda.empty_cache()
                 bound = self.arena_bound(arena)
@@ -202,9 +205,9 @@ class TableMemory:
             index = table.index
             if index.grows:
                 self._move(table, count)
-            if index.is_full(self.used_bound(table) + count):
+            if index.is_full(self.used_bound(table) + batches * count):
                 self.finish_growth(table)
-                index.start_growth(self.rows_bound(table) + count)
+                index.start_growth(self.rows_bound(table) + batches * count)
                 self.own_counters(table)[fields.USED.value] = 0
                 table.used.restart(self.rows_bound(table), self.counters.time, _NEVER)
                 self._move(table, count)

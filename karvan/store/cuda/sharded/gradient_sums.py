@@ -37,7 +37,7 @@ def write_sums(
     put_scale(head, scale)
     memory, rows = at.memory, at.arena.layout
     sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
-    partial = torch.empty(at.most_pieces, rows.dim, device=memory.device)
+    partial = torch.empty(at.most_pieces, rows.dim, dtype=torch.float32, device=memory.device)
     group, warps, together = launch.update_tile(rows.columns)
     reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
     shape = {

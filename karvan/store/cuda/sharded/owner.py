@@ -61,7 +61,7 @@ class DeviceOwner:
         """Vectors for the keys of all ranks' messages, in the order of the keys."""
         program = self._program(tables, asked)
         keys, uses = asked.split_keys(message)
-        vectors = torch.empty(asked.floats, device=self._store.device)
+        vectors = torch.empty(asked.floats, dtype=torch.float32, device=self._store.device)
         places = asked.split_vectors(vectors)
         outs = [place if place.is_contiguous() else torch.empty_like(place) for place in places]
         batch = self._inputs(tables, keys, dict(enumerate(uses)), dict(enumerate(outs)))

@@ -225,7 +225,7 @@ class KeyRequest:
     ) -> Tensor:
         """Gradients of outputs, divided by `scale`, as sums by key in the order of the message."""
         self.group_runs()
-        sums = torch.empty(self.sections.floats, device=memory.device)
+        sums = torch.empty(self.sections.floats, dtype=torch.float32, device=memory.device)
         for group in self.groups:
             if group.positions:
                 group.buffers.memory = memory

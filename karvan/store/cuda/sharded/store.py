@@ -232,7 +232,7 @@ class ShardedCudaStore(RankShare):
             tables, routed.asked, routed.message, training=training, step=step, now=now
         )
         front, requested = request.front * UNIT, request.sections
-        received = torch.empty(front + requested.floats, device=self.device)
+        received = torch.empty(front + requested.floats, dtype=torch.float32, device=self.device)
         received[:front].zero_()
         self._exchange(vectors.to(self._wire), routed.asked.floats_of, requested.floats_of, received[front:])
         outs = request.pool(received, self._memory())

@@ -80,8 +80,6 @@ class RowExchange(NoExchange):
     def follow(self, batch: BatchIds, lookups: Sequence[LookupBuffers], step: int) -> None:
         """See `NoExchange.follow`: its rows, and those of the next batch, come to the device."""
         tier = self._memory.tier
-        if tier.stream is not None and torch.cuda.is_current_stream_capturing():
-            return  # a graph of the program's own, in which rows stay where they are
         tier.join()
         self._held = lookups
         coming = self._next_ids(batch)

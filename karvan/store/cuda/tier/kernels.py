@@ -48,7 +48,7 @@ _HALF_LIFE = tl.constexpr(64.0)  # steps without a use after which a row is wort
 _TABLES = tl.constexpr(32)  # that are counted at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "table_count"])
 def collect_rows(
     rows,
     size,
@@ -235,7 +235,7 @@ def swap_rows(
             tl.store(right, comes, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def count_places(index, count, places, found):
     """How many of the rows in an index's slots are on the device."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
