@@ -14,7 +14,7 @@ from store_kinds import StoreKind, also_slowly, memory
 from training_conformance import SHARED, pair_of, random_batch
 
 import karvan as kv
-from karvan.store.cuda.rows import arena, contents, index
+from karvan.store.cuda.rows import arena, contents, index, table_memory
 from karvan.store.program import FeatureTensors
 from karvan.store.remote.output_layout import OutputLayout
 
@@ -94,6 +94,7 @@ class DeviceConformance:
         """Rows are found, inserted, erased and listed while keys are in two indexes, and in many chunks."""
         monkeypatch.setattr(index, "_MOVED", 8)
         monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
+        monkeypatch.setattr(table_memory, "_AHEAD", 1)  # so that the index does not begin large
         rig = Rig(kind)
         table = rig.store.memory.tables["t"]
         known, grew = 0, 0
