@@ -45,6 +45,7 @@ def go_on(job, steps):
     assert set(job.pids("trainer")) == processes
 
 
+@pytest.mark.slow
 def test_the_clocks_of_a_job_jump_and_its_loader_is_killed(tmp_path):
     clocks = WallClocks(tmp_path / "clocks", NAMES)
     options = {"records": 600, "epochs": 1, "servers": 1, "loaders": 1, "environment": clocks.environment}
