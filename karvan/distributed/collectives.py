@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from karvan.activity import TRAINERS, activity
-from karvan.distributed.errors import RankError
+from karvan.distributed.errors import ChannelLeftError
 from karvan.native import _native
 
 _POLL = timedelta(seconds=0.1)  # between two checks whether this rank leaves
@@ -213,8 +213,8 @@ def keep_forever(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _left(channel: CollectiveChannel) -> RankError:
-    return RankError(
+def _left(channel: CollectiveChannel) -> ChannelLeftError:
+    return ChannelLeftError(
         f"This rank has left channel '{channel.name}' after an error, and cannot use it any more."
     )
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from free_ports import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks_helpers import run
+from role_loaders import in_threads
 from support_paths import support_path
 from wire_helpers import wait_for
 
 from karvan import exit_codes
 from karvan.discovery.registry import Registry
 from karvan.distributed.collectives import CollectiveChannel
+from karvan.distributed.elastic.group import ElasticGroup
 from karvan.distributed.elastic.group_client import GroupClient
 from karvan.distributed.elastic.ordered_sum import ordered_sum
+from karvan.distributed.errors import RankError
+from karvan.distributed.wire_store import WireStore
 from karvan.wire import RefusedError
 from karvan.work.trainer_group import TrainerGroup
 
@@ -104,6 +109,33 @@ def test_survivors_continue_in_their_processes_and_joiners_come_in_at_the_curren
     assert (four.end(), three.process.poll()) == (0, None)
     trains(three)
     assert three.end() == 0
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_who_leaves_for_the_failure_of_another_says_so(tmp_path, transport):
+    """The master knows that the round is broken, and not yet who is gone."""
+    service = TrainerGroup(tmp_path / "group.json", least=2, lost_after=60.0)
+    with closing(Registry(beside=[service])) as registry:
+        groups = [
+            ElasticGroup(
+                GroupClient(registry.address, name), WireStore(registry.address, 0), transport=transport
+            )
+            for name in ("one", "two")
+        ]
+        in_threads([group.regroup for group in groups])
+        one, two = groups
+        again = threading.Thread(target=one.regroup, daemon=True)  # as after an error that two does not get
+        again.start()
+        with pytest.raises(RankError) as caught:
+            two.channel.gather_json(0)
+        assert two.describe_loss(caught.value) == (
+            "Another trainer could not complete a collective. The trainers meet again."
+        )
+        two.regroup()
+        again.join(60)
+        assert in_threads([lambda each=each: each.channel.gather_json(each.rank) for each in groups])
+        for group in groups:
+            group.close()
 
 
 def test_a_member_that_is_stopped_is_left_behind_and_refused_when_it_continues(group):

@@ -24,7 +24,7 @@ from karvan.activity import TRAINERS, activity
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.elastic.group_client import GroupClient, GroupRound
 from karvan.distributed.elastic.program_calls import ProgramCalls
-from karvan.distributed.errors import RankError
+from karvan.distributed.errors import ChannelLeftError, RankError
 from karvan.distributed.gloo_ports import closing_ports
 from karvan.distributed.machine import machine_id
 from karvan.native import NativeCoreError, _native
@@ -110,6 +110,8 @@ class ElasticGroup:
         with self._lock:
             members = self.round.members
             lost = sorted(members.index(member) for member in self._lost if member in members)
+        if not lost and isinstance(error, ChannelLeftError):
+            return "Another trainer could not complete a collective. The trainers meet again."
         if not lost:
             return f"{error} The trainers meet again."
         ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
