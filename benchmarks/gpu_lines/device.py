@@ -113,7 +113,10 @@ class Device:
         """Bytes per second that a copy from page-locked memory of the machine brings to the device."""
         source = torch.ones(floats, pin_memory=self.is_gpu)
         target = torch.empty(floats, device=self.device)
-        copy = lambda: target.copy_(source, non_blocking=True)  # noqa: E731
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+
         return source.nbytes / min(self.seconds(copy) for _ in range(5))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 import karvan as kv
 from gpu_lines import correctness
@@ -26,20 +25,14 @@ _SPREAD = 7919  # between keys
 class PreparedStep:
     """Steps that prepare the next batch before their own lookup, through all batches one after the other."""
 
-    def __init__(
-        self,
-        engine: kv.EmbeddingEngine,
-        optimizer: kv.optim.SparseOptimizer,
-        batches: Sequence[dict[str, Tensor]],
-    ) -> None:
-        self._step = TrainStep(engine, optimizer, batches)
-        self._engine, self._batches = engine, batches
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
         self._number = 0
 
     def __call__(self, _: int = 0) -> None:
         """The next step."""
-        following = self._batches[(self._number + 1) % len(self._batches)]
-        assert self._engine.prepare(following, training=True)
+        engine, batches = self._step.engine, self._step.batches
+        assert engine.prepare(batches[(self._number + 1) % len(batches)], training=True)
         self._step(self._number)
         self._number += 1
 
@@ -85,7 +78,7 @@ def _compare(run: Run, key: str, what: str, tables: int, rows: int, batch_count:
         engines[name] = device.engine({table: kv.Table(sizes.dim) for table in names}, memory)
         optimizer = kv.optim.Adagrad(engines[name], lr=0.01)
         _fill(engines[name], source, names, rows)
-        steps[name] = PreparedStep(engines[name], optimizer, batches)
+        steps[name] = PreparedStep(TrainStep(engines[name], optimizer, batches))
     for _ in range(sizes.tier_warm):
         steps["tier"]()
     before = _stats(engines["tier"])

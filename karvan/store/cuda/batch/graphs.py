@@ -51,7 +51,7 @@ class GraphedBuffers:
         self.free = True
 
     @property
-    def done(self) -> bool:
+    def idle(self) -> bool:
         """Whether no lookup uses the buffers, and no replay reads or writes their page-locked memory."""
         events = [self.staging.done, *(sums.staging.done for sums in self._updates.values() if sums.staging)]
         return self.free and all(event.query() for event in events)  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class GraphPool:
         if self._memory.streams.recording is None:
             return None
         if self._retired:
-            self._retired = [entry for entry in self._retired if not entry.done]
+            self._retired = [entry for entry in self._retired if not entry.idle]
         if self._epoch != self._memory.epoch:
             self._epoch = self._memory.epoch
             self._retired += itertools.chain.from_iterable(self._recorded.values())
@@ -158,7 +158,7 @@ class GraphPool:
         entries = self._recorded.setdefault(shape, [])
         self._recorded.move_to_end(shape)
         for entry in entries:
-            if entry.done:
+            if entry.idle:
                 entry.free = False
                 return entry
         free = [entry for entry in entries if entry.free]

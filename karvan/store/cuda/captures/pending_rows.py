@@ -4,7 +4,8 @@ Two threads work on them. The one that reads the capture gathers rows that are s
 on another stream. The one that trains saves pending rows before it changes or frees them. Both cross
 out what they have copied. A gather and a save never overlap: each is queued with the lock held, and waits on
 the device for the newest of the other kind. As a save comes before each change on the same stream, a gather
-never reads a row that is changing; training waits for one gather at most, and its host thread for none.
+never reads a row that is changing; training waits for one gather at most. Its host thread waits for none, but
+perhaps for the number of rows that it has saved so far (`saved_rows.py`).
 
 Saved rows are in page-locked memory at first. Whoever reads the capture sorts them by the range of the list
 that they belong to, into other memory; so does the thread that trains when there are too many.
