@@ -101,9 +101,9 @@ def short(error: BaseException) -> str:
 
 
 def _explained(error: Exception, security: Security) -> Exception:
-    if isinstance(error, flight.FlightUnauthenticatedError):
-        return RefusedError("expected the job's token, got none or another")
     text = str(error).lower()
+    if isinstance(error, flight.FlightUnauthenticatedError) and "job's token" in text:
+        return RefusedError("expected the job's token, got none or another")
     for sign, meaning in _HOPELESS.items():
         if sign in text:
             return RefusedError(meaning)

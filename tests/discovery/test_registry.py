@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from free_ports import free_port
+from free_ports import free_port, unanswered_address
 
 from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
 from karvan.discovery.membership import Membership
@@ -174,10 +174,11 @@ def test_a_trainer_may_be_silent_longer_than_others():
 
 
 def test_a_registry_that_is_not_there_is_named_in_time():
-    with pytest.raises(WireError, match="registry"):
-        Membership("127.0.0.1:1", "trainer", 0, "h:1", patience=0.3)
-    with pytest.raises(WireError, match="registry"):
-        Directory("127.0.0.1:1").find("trainer", 0, 0.3)
+    with unanswered_address() as address:
+        with pytest.raises(WireError, match="registry"):
+            Membership(address, "trainer", 0, "h:1", patience=0.3)
+        with pytest.raises(WireError, match="registry"):
+            Directory(address).find("trainer", 0, 0.3)
 
 
 def test_wrong_members_are_refused(registry):

@@ -73,11 +73,17 @@ def beside(stream: torch.cuda.Stream | None, shared: Sequence[Tensor]) -> Iterat
         yield
 
 
-def update_tile(columns: int) -> tuple[int, int, int]:
-    """Of an update: rows of a block, its warps, and how many gradients of a row are read together."""
+def update_tile(columns: int, long: bool = False) -> dict[str, int]:
+    """Of an update: rows of a block, gradients of a row that are read together, and warps.
+
+    long: of long runs, which have many pieces each: fewer rows, and more pieces together. A block of many
+    such rows would wait for the longest one, and Triton 3.6 does not compile it.
+    """
     rows = max(1, min(64, 512 // columns))
-    together = 2 if columns <= 512 else 1
-    return rows, max(1, min(8, rows * columns // 128)), together
+    warps = max(1, min(8, rows * columns // 128))
+    if long:
+        return {"GROUP": max(1, rows // 8), "TOGETHER": max(1, min(16, 4096 // columns)), "num_warps": warps}
+    return {"GROUP": rows, "TOGETHER": 2 if columns <= 512 else 1, "num_warps": warps}
 
 
 def join(stream: torch.cuda.Stream | None) -> None:

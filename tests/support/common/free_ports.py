@@ -2,6 +2,7 @@
 
 import random
 import socket
+from contextlib import contextmanager
 
 
 def free_port():
@@ -14,3 +15,11 @@ def free_port():
             except OSError:
                 continue
             return port
+
+
+@contextmanager
+def unanswered_address():
+    """An address at which nobody listens, nor can begin to."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"

@@ -205,18 +205,15 @@ class UpdateBuffers:
         """Sum the gradients and update the rows."""
         lookup, arena = self.lookup, self.lookup.arena
         layout = arena.layout
-        group, warps, together = launch.update_tile(layout.columns)
         programs = _PROGRAMS * lookup.memory.programs
         reads = (lookup.order, self.features, lookup.feature_of, lookup.out_rows, lookup.factors)
         shape = {
             "DIM": layout.dim,
             "COLUMNS": layout.columns,
-            "GROUP": group,
-            "TOGETHER": together,
             "MAPPED": self._mapped,
             "ALIGNED": aligned,
-            "num_warps": warps,
         }
+        short, long = launch.update_tile(layout.columns), launch.update_tile(layout.columns, long=True)
         numbers = {
             "SHIFT": arena.shift,
             "STRIDE": layout.stride,
@@ -252,11 +249,20 @@ class UpdateBuffers:
                 self.sent,
                 programs,
                 **shape,
+                **short,
             )
             for kind in rules.kinds:
                 update.update_rows[(programs // 8 + 1,)](
-                    *rows[:-1], programs // 8 + 1, RULE=RULES.index(kind), LONG=True, **numbers, **shape
+                    *rows[:-1],
+                    programs // 8 + 1,
+                    RULE=RULES.index(kind),
+                    LONG=True,
+                    **numbers,
+                    **shape,
+                    **long,
                 )
         for kind in rules.kinds:
-            update.update_rows[(programs,)](*rows, RULE=RULES.index(kind), LONG=False, **numbers, **shape)
+            update.update_rows[(programs,)](
+                *rows, RULE=RULES.index(kind), LONG=False, **numbers, **shape, **short
+            )
         launch.join(side)

@@ -38,19 +38,23 @@ def write_sums(
     memory, rows = at.memory, at.arena.layout
     sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
     partial = torch.empty(at.most_pieces, rows.dim, dtype=torch.float32, device=memory.device)
-    group, warps, together = launch.update_tile(rows.columns)
     reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
     shape = {
         "DIM": rows.dim,
         "COLUMNS": rows.columns,
-        "GROUP": group,
-        "TOGETHER": together,
         "MAPPED": at.mapped,
         "ALIGNED": is_aligned(descriptors),
-        "num_warps": warps,
     }
     sum_pieces[(memory.programs,)](
-        at.work, *reads, at.piece_starts, at.piece_ends, partial, sent, memory.programs, **shape
+        at.work,
+        *reads,
+        at.piece_starts,
+        at.piece_ends,
+        partial,
+        sent,
+        memory.programs,
+        **shape,
+        **launch.update_tile(rows.columns),
     )
     for long in (True, False):
         _write_sums[(memory.programs,)](
@@ -68,6 +72,7 @@ def write_sums(
             STRIDE=rows.stride,
             LONG=long,
             **shape,
+            **launch.update_tile(rows.columns, long),
         )
 
 
