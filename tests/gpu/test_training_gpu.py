@@ -62,7 +62,7 @@ class WithoutWaiting(kv.callbacks.Callback):
         if logs.step == self.begin:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-        elif logs.step > self.begin:
+        elif self.begin < logs.step <= self.end:
             self.steps += 1
         if logs.step == self.end:
             torch.cuda.set_sync_debug_mode("default")
