@@ -15,6 +15,7 @@ what breaks without it:
 - `_step_supports_amp_scaling`, `found_inf` and `grad_scale` of an optimizer: torch's fused optimizers leave
   out a step by a flag on the GPU. Without them every step waits for the GPU; if their meaning changes, steps
   are made that should be skipped.
+- `_foreach_norm`: the norms of many tensors by few kernels. Without it steps on a GPU fail.
 - `_get_scale_async` of a GradScaler: the scale of the loss on the GPU. Without it precision "fp16" fails.
 - `_version` of a tensor: the number of writes to it. Without it a batch that was changed in place after
   `EmbeddingEngine.prepare` trains with its old ids.
@@ -42,6 +43,7 @@ __all__ = [
     "TorchDispatchMode",
     "default_group",
     "default_store",
+    "foreach_norm",
     "has_step_hooks",
     "is_step_observed",
     "loss_scale",
@@ -57,6 +59,7 @@ SKIP_ATTRIBUTES = ("_step_supports_amp_scaling", "found_inf", "grad_scale")
 # What the native core calls to run on torch's threads, in the order of `_native.share_team`.
 OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_max_threads")
 
+foreach_norm = torch._foreach_norm
 default_group = _get_default_group
 default_store = _get_default_store
 

@@ -49,6 +49,14 @@ def test_an_optimizer_has_its_hooks(name):
     assert hasattr(optimizer, name), _missing(f"Optimizer.{name}")
 
 
+def test_norms_of_many_tensors_are_there_and_have_nan():
+    from karvan.torch_internals import foreach_norm
+
+    found = foreach_norm([torch.tensor([1.0, -3.0]), torch.tensor([torch.nan, 1.0])], torch.inf)
+    assert found[0] == 3
+    assert found[1].isnan()
+
+
 def test_a_fused_optimizer_skips_a_step_by_a_flag():
     from karvan.torch_internals import SKIP_ATTRIBUTES, skips_on_device, step_unless
 

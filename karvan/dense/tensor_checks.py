@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from karvan.native import _native
+from karvan.torch_internals import foreach_norm
 
 Array: TypeAlias = Tensor | NDArray[Any]
 
@@ -72,4 +72,7 @@ def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
 
     Unlike a sum, it cannot overflow.
     """
-    return get_total_norm(gradients, math.inf)
+    each = foreach_norm(list(gradients), math.inf)
+    if len({one.device for one in each}) > 1:
+        each = tuple(one.to(each[0].device) for one in each)
+    return torch.stack(each).amax()

@@ -7,6 +7,7 @@ from karvan.devices.column_copies import (
     CopiedBatch,
     CopyInFlight,
     copy_columns,
+    hold_memory,
     hold_until_used,
     tensors_of,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "copy_columns",
     "data_device",
     "exact_device",
+    "hold_memory",
     "hold_until_used",
     "require_cpu_batches",
     "tensors_of",

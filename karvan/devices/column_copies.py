@@ -107,10 +107,14 @@ def copy_columns(columns: Mapping[str, Any], device: torch.device) -> dict[str, 
 
 def hold_until_used(entries: Iterable[Any], stream: torch.cuda.Stream) -> None:
     """Reuse the memory of these columns only after what is queued on the stream when they are released."""
-    for entry in entries:
-        for tensor in tensors_of(entry):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
+    hold_memory((tensor for entry in entries for tensor in tensors_of(entry)), stream)
+
+
+def hold_memory(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
+    """The same for tensors. Those that share memory, as the columns of a batch do, cost one call."""
+    memory = {each.untyped_storage().data_ptr(): each for each in tensors if each.is_cuda}
+    for tensor in memory.values():
+        tensor.record_stream(stream)
 
 
 def is_column(entry: Any) -> bool:

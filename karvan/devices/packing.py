@@ -11,6 +11,7 @@ columns of a batch, a few calls for each tensor would take longer than the copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,9 +29,21 @@ class Packing:
         self.nbytes = sum(_room(tensor) for group in self._groups.values() for tensor in group)
 
     def fill(self, buffer: Tensor) -> None:
-        """Copy the tensors into a buffer on the CPU."""
-        for tensor, place in self._places(buffer):
-            place.copy_(tensor)
+        """Copy the tensors into a buffer on the CPU.
+
+        One call of torch for each dtype: each call lets other threads take the interpreter's lock, and who
+        wants it back waits.
+        """
+        start = 0
+        for dtype, tensors in self._groups.items():
+            end = start + sum(map(_room, tensors))
+            parts = []
+            for tensor in tensors:
+                parts.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
+                if gap := _gap(tensor):
+                    parts.append(_padding(dtype, gap))
+            torch.cat(parts, out=buffer[start:end].view(dtype))
+            start = end
 
     def unpack(self, buffer: Tensor) -> dict[int, Tensor]:
         """The tensors in a buffer, or in a copy of it on any device, by the `id` of those that were packed.
@@ -55,6 +68,12 @@ class Packing:
 def can_pack(tensor: Tensor) -> bool:
     """Whether it is plain values in main memory, without a gradient."""
     return tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
+
+
+@lru_cache(1024)
+def _padding(dtype: torch.dtype, count: int) -> Tensor:
+    """What fills a gap."""
+    return torch.zeros(count, dtype=dtype)
 
 
 def _room(tensor: Tensor) -> int:

@@ -73,7 +73,11 @@ class Numbers(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, width), float32."""
-        return torch.cat([self._column(batch, name) for name in self.widths], 1)
+        columns = [self._column(batch, name) for name in self.widths]
+        if columns and self.width == len(columns) and all(column.dim() == 1 for column in columns):
+            return torch.stack(columns, 1)
+        widths = self.widths.values()
+        return torch.cat([column.view(-1, width) for column, width in zip(columns, widths, strict=True)], 1)
 
     def _column(self, batch: Mapping[str, Any], name: str) -> Tensor:
         if name not in batch:
@@ -82,7 +86,7 @@ class Numbers(nn.Module):
         if (
             not isinstance(column, Tensor)
             or column.dim() not in (1, 2)
-            or column[:1].numel() not in (0, width)
+            or (len(column) and column.shape[1:].numel() != width)
         ):
             if isinstance(column, OptionalRagged):
                 missing = column.rows - column.values.shape[0]
@@ -93,7 +97,7 @@ class Numbers(nn.Module):
                 )
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
             raise ValueError(f"Number '{name}' must be a tensor (B, {width}), but is {shape}.")
-        return column.float().view(-1, width)
+        return column if column.dtype is torch.float32 else column.float()
 
     def extra_repr(self) -> str:
         """The names."""

@@ -134,6 +134,8 @@ class Losses:
         """The means; a NaN if nothing was counted."""
         if not self.weight:
             return {"loss": torch.tensor(torch.nan)}
+        if self.weight == 1:
+            return dict(self._sums)
         return {name: total / self.weight for name, total in self._sums.items()}
 
 

@@ -128,7 +128,8 @@ class OptimizerStep:
         gradients = [each for each in (*self._gradients(), *of_rows) if each.numel()]
         if len({each.device for each in gradients}) != 1 or any(each.is_sparse for each in gradients):
             return None
-        found_inf = (~torch.isfinite(largest_magnitude(gradients))).float()
+        largest = largest_magnitude(gradients)
+        found_inf = (largest - largest != 0).float()  # an infinity less itself is NaN, which is not 0
         if self._sparse is not None:
             self._sparse.skip_if(found_inf)
         self._precision.unscale_late(self._dense, found_inf)

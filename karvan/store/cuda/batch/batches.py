@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from karvan.devices import hold_memory
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
@@ -67,10 +68,8 @@ class DeviceInputs:
         if stream == self._stream:
             return
         stream.wait_event(self._ready)
-        for feature in self.ids:
-            for tensor in (feature.values, feature.offsets, feature.weights):
-                if tensor is not None:
-                    tensor.record_stream(stream)
+        used = (tensor for ids in self.ids for tensor in (ids.values, ids.offsets, ids.weights))
+        hold_memory((tensor for tensor in used if tensor is not None), stream)
 
 
 class DeviceLookup:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from karvan import distributed
+from karvan.devices import hold_memory
 from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.sharded.owner import Answer, DeviceOwner
@@ -107,9 +108,7 @@ class RoutedRequest:
         current = torch.cuda.current_stream(self.message.device)
         if current != self._stream:
             current.wait_event(self._ready)
-            for tensor in [self.message, *self.request.tensors()]:
-                if tensor.is_cuda:
-                    tensor.record_stream(current)
+            hold_memory([self.message, *self.request.tensors()], current)
 
 
 class DeviceRankLookup:
