@@ -7,11 +7,9 @@ is the same in every step: not while an index grows, nor for tables that do not 
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -19,6 +17,7 @@ from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import GroupShape
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
+from karvan.store.cuda.recording import record
 from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.transfers import Staging
@@ -86,46 +85,27 @@ class GraphedBuffers:
         staging = sums.staging
         assert staging is not None
 
-        def record() -> None:
+        def work() -> None:
             staging.copy()
             if drops:
                 sums.drop_runs()
             sums.run(rules, aligned)
 
-        work = (rules.kinds, rules.limits, rules.same, aligned, drops)
-        kernels = (self.buffers.arena.number, self.buffers.mapped, rules.slots, work)
+        kind = (rules.kinds, rules.limits, rules.same, aligned, drops)
+        kernels = (self.buffers.arena.number, self.buffers.mapped, rules.slots, kind)
         if kernels in self._launched:
-            self._replay((id(sums), work), record)
+            self._replay((id(sums), kind), work)
         else:
             self._launched.add(kernels)
-            record()
+            work()
         staging.done.record()
 
     def _replay(self, name: Hashable, work: Callable[[], None]) -> None:
         self.buffers.memory.tier.join()
         graph = self._graphs.get(name)
         if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            stream = self.buffers.memory.streams.recording
-            with (
-                _no_collection(),
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-            ):
-                work()
-            self._graphs[name] = graph
+            graph = self._graphs[name] = record(self.buffers.memory.streams.recording, work)
         graph.replay()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """While a graph is recorded, no garbage is collected: finalizers may wait for the device."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class GraphPool:

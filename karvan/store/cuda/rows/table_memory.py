@@ -217,6 +217,7 @@ class TableMemory:
         if isinstance(arena, TieredArena) and arena.share is None:
             assert self.budget is not None
             arena.share = self.budget.share(arena, {table.arena for table in self.tables.values()})
+            self.epoch += 1  # from now on it has more device locations: their tables are replaced
         before = arena.chunks
         try:
             arena.reserve(rows)
