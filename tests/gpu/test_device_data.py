@@ -1,7 +1,6 @@
 """Batches of `kv.data.read(…, device="cuda")`: those of the CPU, on the GPU, without waiting for it."""
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ pa = pytest.importorskip("pyarrow")
 pytest.importorskip("karvan._native")
 
 import pyarrow.parquet as pq  # noqa: E402
+from gpu_waits import no_synchronization  # noqa: E402
 from train_helpers import batches as train_batches  # noqa: E402
 from train_helpers import everything, model, trainer  # noqa: E402
 
@@ -46,17 +46,6 @@ def data(request, tmp_path):
         return table()
     pq.write_table(table(), tmp_path / "part.parquet", row_group_size=300)
     return tmp_path / "part.parquet"
-
-
-@contextmanager
-def no_synchronization():
-    """Within it, a call that waits for the GPU is an error, on every thread."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_same(there, here):

@@ -4,10 +4,10 @@ They need nothing but torch and a GPU.
 """
 
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
+from gpu_waits import no_synchronization
 
 from karvan.devices import ColumnCopies, copy_columns, exact_device, tensors_of
 from karvan.ragged import Batch, IdsReference, NestedRagged, OptionalRagged, OptionalText, Ragged
@@ -16,17 +16,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-@contextmanager
-def no_synchronization():
-    """Any call that waits for the GPU is an error, on every thread."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def offsets(rows, generator, most=4):

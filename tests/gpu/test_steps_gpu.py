@@ -5,7 +5,6 @@ finite. test_training_gpu.py has the Trainer itself.
 """
 
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from gpu_steps import Reference, Run, batches, damaged
+from gpu_waits import no_synchronization
 
 import karvan as kv
 from karvan.torch_internals import skips_on_device
@@ -21,17 +21,6 @@ from karvan.train.step.optimizer_step import fuse_on_gpu
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 DEVICE = torch.device("cuda", 0)
-
-
-@contextmanager
-def no_synchronization():
-    """Any call that waits for the GPU is an error, on every thread."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def warm(run, groups, rounds=4):

@@ -1,5 +1,6 @@
 """The host tier on a GPU: page-locked memory that kernels work on, and exchanges on a stream of their own."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -11,8 +12,15 @@ if not torch.cuda.is_available():
 
 import numpy as np
 from capture_walk import CaptureWalk
+from gpu_waits import no_synchronization
 from rows_conformance import assert_same_rows
-from tier_conformance import TierConformance, best_hit_rate, check_locations, zipf_batches
+from tier_conformance import (
+    TierConformance,
+    best_hit_rate,
+    check_locations,
+    prepared_phases,
+    zipf_batches,
+)
 
 import karvan as kv
 from karvan import distributed
@@ -26,7 +34,7 @@ def device():
 
 @pytest.fixture
 def size():
-    return SimpleNamespace(examples=4, walk=20, steps=60, warm=40, batch=5000, rows=4000)
+    return SimpleNamespace(examples=4, walk=20, steps=60, warm=40, batch=5000, rows=4000, phase=20)
 
 
 class TestTier(TierConformance):
@@ -128,4 +136,59 @@ def test_addresses_are_replaced_while_updates_are_in_flight():
 def test_captures_are_read_while_rows_exchange_locations(seed):
     store = CudaStore("cuda", 600)
     CaptureWalk(store, random.Random(seed)).run(60)
+    check_locations(store)
+
+
+def recorded(store):
+    """How many parts of exchanges have graphs."""
+    exchanges = store._batches._exchange._launches.values()
+    return sum(graph is not None for each in exchanges for graph in each._graphs.values())
+
+
+def test_exchanges_are_replayed_in_every_phase_of_a_training(size):
+    """Of each of two layouts: the part for the next batch, and that for the lookup."""
+    tiered = CudaStore("cuda", 2 * (64 + 8) * size.rows)
+    both = [prepared_phases(store, "cuda", size, size.phase) for store in (CudaStore("cuda"), tiered)]
+    most, most_of_phases = 0, []
+    for (plain, ended), (one, _) in zip(*both, strict=True):
+        most = max(most, recorded(tiered))
+        if ended:
+            most_of_phases.append(most)
+            most = 0
+            for name in "fg":
+                assert_same_rows(plain.engine.table(name).snapshot(), one.engine.table(name).snapshot())
+    assert most_of_phases[0] >= 2
+    assert min(most_of_phases[1:]) >= 4, most_of_phases
+    check_locations(tiered)
+
+
+def test_no_call_of_a_step_with_a_prepared_batch_waits():
+    rows = 4000
+    store = CudaStore("cuda", (64 + 8) * rows)
+    engine = kv.EmbeddingEngine({"f": kv.Table(4)}, store=store)
+    optimizer = kv.optim.Adagrad(engine, lr=0.1)
+    engine({"f": torch.arange(4 * rows, device="cuda")})["f"].sum().backward()
+    optimizer.step()
+    batches = zipf_batches(12, 5000, 4 * rows, "cuda")
+    numbers = itertools.count()
+
+    def train(steps):
+        for number in itertools.islice(numbers, steps):
+            assert engine.prepare(batches[(number + 1) % len(batches)], training=True)
+            engine(batches[number % len(batches)])["f"].square().sum().backward()
+            optimizer.step()
+
+    train(48)
+    ahead = []
+    for _ in range(8):  # the first ones still record graphs, which waits
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        slept = torch.cuda.current_stream().record_event()
+        train(2)
+        ahead.append(not slept.query())
+    assert all(ahead[-3:]), ahead
+    assert recorded(store) >= 2
+    with no_synchronization():
+        train(12)
+    assert engine.table("f").stats()["tier_exchanges"] > 0
     check_locations(store)

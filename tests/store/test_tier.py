@@ -29,7 +29,7 @@ def device():
 
 @pytest.fixture
 def size():
-    return SimpleNamespace(examples=4, walk=6, steps=20, warm=12, batch=60, rows=48)
+    return SimpleNamespace(examples=4, walk=6, steps=20, warm=12, batch=60, rows=48, phase=1)
 
 
 class TestTier(TierConformance):

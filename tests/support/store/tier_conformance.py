@@ -195,6 +195,50 @@ def train_zipf(store, batches, warm, *, ahead):
     return [after[name] - before[name] for name in ("tier_hits", "tier_misses")], one
 
 
+def prepared_phases(store, device, size, count):
+    """Train two layouts with each next batch prepared, in phases of `count` steps; yields after each step.
+
+    Few keys; then all of them, so that the tier grows; batches of two sizes; then some keys are erased; at
+    last a table is cleared. Yields (what was trained, whether a phase has ended).
+    """
+    one = Trained(store, {"f": kv.Table(4), "g": kv.Table(8, combiner="mean")})
+    keys = 4 * size.rows
+
+    def erase():
+        one.engine.table("f").evict_keys(range(0, keys, 3))
+
+    def clear():
+        one.engine.table("g").clear()
+
+    def nothing():
+        pass
+
+    def phase(number, keys=keys):
+        return [batch["f"] for batch in zipf_batches(count, size.batch, keys, device, seed=number)]
+
+    small = [ids[: size.batch // 5] for ids in phase(2)]
+    phases = [
+        (nothing, phase(0, keys // 8)),
+        (nothing, [torch.arange(keys).to(device), *phase(1)]),
+        (nothing, [ids for pair in zip(phase(3), small, strict=True) for ids in pair]),
+        (erase, phase(4)),
+        (clear, phase(5)),
+    ]
+    ids = [each for _, some in phases for each in some]
+    batches = [{"f": each, "g": each.view(-1, 1)} for each in ids] + [None]
+    number = 0
+    for change, some in phases:
+        change()
+        for left in reversed(range(len(some))):
+            batch, following = batches[number : number + 2]
+            if following is not None:
+                one.engine.prepare(following, training=True)
+            sum(each.square().sum() for each in one.engine(batch).values()).backward()
+            one.optimizer.step()
+            number += 1
+            yield one, not left
+
+
 class TierConformance:
     """Tests of the host tier, for a device and the size of their tables."""
 
@@ -234,3 +278,12 @@ class TierConformance:
             plain.look_up(batch)
             plain.train(step)
         assert_same_rows(plain.engine.table("f").snapshot(), one.engine.table("f").snapshot())
+
+    def test_prepared_batches_have_the_bits_of_a_store_without_a_tier(self, device, size):
+        tiered = CudaStore(device, 2 * (64 + 8) * size.rows)
+        both = [prepared_phases(store, device, size, size.phase) for store in (CudaStore(device), tiered)]
+        for (plain, ended), (one, _) in zip(*both, strict=True):
+            if ended:
+                assert_same_tables([plain, one], "fg", by_memory=device == "cpu")
+                check_locations(tiered)
+        assert all(one.engine.table(name).stats()["tier_exchanges"] > 0 for name in "fg")
