@@ -137,10 +137,10 @@ class ArenaExchange:
             work()
             return
         if name not in graphs:
+            work()
             graphs[name] = None
             if len(graphs) > _MOST:
                 graphs.popitem(last=False)  # CUDA releases a graph that is in flight when it is done
-            work()
             return
         graphs.move_to_end(name)
         graph = graphs[name]
