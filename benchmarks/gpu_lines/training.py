@@ -36,6 +36,7 @@ from karvan.devices import Check
 _SETTLED = 10  # steps of a fit before any is looked at
 _STEPS_WITHOUT_WAIT = 2  # see steps.py
 _PAUSE = 6  # steps between two looks at the host
+_REPORTS = 100  # steps between two reports of the loss, for which the host waits
 
 
 def write_files(folder: Path, sizes: Sizes) -> int:
@@ -86,6 +87,7 @@ class Stretch(kv.callbacks.Callback):
 
     def __init__(self) -> None:
         self.look: Callable[[int], None] = lambda number: None
+        self.until_report = 0  # steps
         self._number = 0
 
     def on_fit_begin(self, trainer: kv.callbacks.TrainerView) -> None:
@@ -95,6 +97,7 @@ class Stretch(kv.callbacks.Callback):
     def on_step_end(self, trainer: kv.callbacks.TrainerView, logs: object) -> None:
         """A step was queued."""
         self._number += 1
+        self.until_report = -trainer.step % _REPORTS
         self.look(self._number)
 
 
@@ -113,6 +116,7 @@ class Training:
             progress="none",
             device=device.device,
             callbacks=[self.stretch],
+            log_every=_REPORTS,
         )
 
     def loader(self, epochs: int) -> kv.data.Loader:
@@ -238,17 +242,20 @@ def _host_time(run: Run, training: Training) -> None:
 
 
 def _trace(run: Run, training: Training) -> None:
-    """Add what a trace of a fit says, and write it if it was asked for."""
+    """Add what a trace of steps between two reports says, and write it if it was asked for."""
     steps = run.sizes.traced
-    if run.sizes.epochs * run.sizes.files * run.sizes.file_batches < _SETTLED + steps:
-        run.results.skip("trainer_trace", f"a fit has less than {_SETTLED + steps} steps")
+    if run.sizes.epochs * run.sizes.files * run.sizes.file_batches < _SETTLED + 2 * steps:
+        run.results.skip("trainer_trace", f"a fit has less than {_SETTLED + 2 * steps} steps")
         return
     recorder = trace.Recorder(run.device)
+    first: int | None = None
 
     def look(number: int) -> None:
-        if number == _SETTLED:
+        nonlocal first
+        if first is None and number >= _SETTLED and training.stretch.until_report > steps:
+            first = number
             recorder.start()
-        elif number == _SETTLED + steps:
+        elif first is not None and number == first + steps:
             recorder.stop()
 
     training.stretch.look = look

@@ -38,6 +38,12 @@ def tile(columns: int) -> tuple[int, int]:
     return rows, max(1, min(8, rows * columns // 512))
 
 
+def copy_tile(columns: int) -> tuple[int, int]:
+    """The same of copies of vectors: small blocks, so that those beside another kernel are not waited for."""
+    rows = max(1, min(64, 512 // columns))
+    return rows, max(1, min(8, rows * columns // 512))
+
+
 class Workspace:
     """Several arrays in one allocation, which takes less of the host's time than one for each."""
 

@@ -99,25 +99,39 @@ def insert(at: LookupBuffers) -> None:
 def fill_outputs(at: LookupBuffers) -> None:
     """Copy or pool vectors into the outputs."""
     arena, layout, shape = at.arena, at.arena.layout, at.shape
-    group, warps = launch.tile(layout.columns)
     constants = {
         "DIM": layout.dim,
         "COLUMNS": layout.columns,
-        "GROUP": group,
         "SHIFT": arena.shift,
         "STRIDE": layout.stride,
         "TYPE": layout.type,
-        "num_warps": warps,
     }
     if shape.plain:
+        group, warps = launch.copy_tile(layout.columns)
         programs = min(shape.plain * _BLOCK // group, at.memory.programs)
         copy_vectors[(programs,)](
-            at.features, at.feature_of, at.head, arena.chunks, at.rows, programs, **constants
+            at.features,
+            at.feature_of,
+            at.head,
+            arena.chunks,
+            at.rows,
+            programs,
+            GROUP=group,
+            num_warps=warps,
+            **constants,
         )
     if shape.outs:
         others = shape.features - shape.plain_features
+        group, warps = launch.tile(layout.columns)
         pool_vectors[(shape.outs * _BLOCK // group,)](
-            at.others, others, arena.chunks, at.rows, FEATURES=launch.power(others), **constants
+            at.others,
+            others,
+            arena.chunks,
+            at.rows,
+            FEATURES=launch.power(others),
+            GROUP=group,
+            num_warps=warps,
+            **constants,
         )
 
 

@@ -23,7 +23,7 @@ _FIELDS = fields.FEATURE_FIELDS.value
 _HEAD = fields.HEAD.value
 _RULE = update.RULE_FIELDS.value
 _DOUBLE, _INT64 = Struct("d"), Struct("q")
-_PROGRAMS = 4  # times as many as other kernels have: an update waits for memory alone
+_PROGRAMS = 16  # times as many as other kernels have: an update waits for memory alone
 
 
 _STATE = {  # floats of state of each rule: times the dim, and more

@@ -62,7 +62,8 @@ def copy_vectors(
         there = number < tl.load(of_feature + CELLS)
         row = tl.load(rows + position)
         mask = there[:, None] & (column < DIM)
-        vector = read_vector(row_address(chunks, row, SHIFT, STRIDE)[:, None], column, mask, TYPE)
+        address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
+        vector = read_vector(address, column, mask, TYPE, "evict_last")  # many rows are read again
         out = tl.load(of_feature + OUT) + number[:, None] * (4 * DIM)
         pointer = floats(out, column, 16 if DIM % 4 == 0 else 4)
         tl.store(pointer, vector, mask=mask, eviction_policy="evict_first")

@@ -81,14 +81,18 @@ def field_pointer(chunks, row, FIELD: tl.constexpr, SHIFT: tl.constexpr, STRIDE:
 
 
 @triton.jit
-def read_vector(address, column, mask, TYPE: tl.constexpr):
-    """Vectors as float32; TYPE 0 float32, 1 bfloat16, 2 float16. Addresses are (n, 1), columns (1, c)."""
+def read_vector(address, column, mask, TYPE: tl.constexpr, POLICY: tl.constexpr = ""):
+    """Vectors as float32; TYPE 0 float32, 1 bfloat16, 2 float16. Addresses are (n, 1), columns (1, c).
+
+    POLICY: which of the cache's lines make room first, as `eviction_policy` of Triton.
+    """
     if TYPE == 0:
-        return tl.load(floats(address, column, 16), mask=mask, other=0.0)
+        vector = tl.load(floats(address, column, 16), mask=mask, other=0.0, eviction_policy=POLICY)
     elif TYPE == 1:
-        return tl.load(bfloats(address, column), mask=mask, other=0.0).to(tl.float32)
+        vector = tl.load(bfloats(address, column), mask=mask, other=0.0, eviction_policy=POLICY)
     else:
-        return tl.load(halves(address, column), mask=mask, other=0.0).to(tl.float32)
+        vector = tl.load(halves(address, column), mask=mask, other=0.0, eviction_policy=POLICY)
+    return vector.to(tl.float32)
 
 
 @triton.jit
