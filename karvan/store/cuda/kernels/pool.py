@@ -63,7 +63,7 @@ def copy_vectors(
         row = tl.load(rows + position)
         mask = there[:, None] & (column < DIM)
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
-        vector = read_vector(address, column, mask, TYPE, "evict_last")  # many rows are read again
+        vector = read_vector(address, column, mask, TYPE, AGAIN=True)
         out = tl.load(of_feature + OUT) + number[:, None] * (4 * DIM)
         pointer = floats(out, column, 16 if DIM % 4 == 0 else 4)
         tl.store(pointer, vector, mask=mask, eviction_policy="evict_first")

@@ -81,17 +81,18 @@ def field_pointer(chunks, row, FIELD: tl.constexpr, SHIFT: tl.constexpr, STRIDE:
 
 
 @triton.jit
-def read_vector(address, column, mask, TYPE: tl.constexpr, POLICY: tl.constexpr = ""):
+def read_vector(address, column, mask, TYPE: tl.constexpr, AGAIN: tl.constexpr = False):
     """Vectors as float32; TYPE 0 float32, 1 bfloat16, 2 float16. Addresses are (n, 1), columns (1, c).
 
-    POLICY: which of the cache's lines make room first, as `eviction_policy` of Triton.
+    AGAIN: many are read again soon, so that the cache should have them for longer than other memory.
     """
+    policy: tl.constexpr = "evict_last" if AGAIN else ""
     if TYPE == 0:
-        vector = tl.load(floats(address, column, 16), mask=mask, other=0.0, eviction_policy=POLICY)
+        vector = tl.load(floats(address, column, 16), mask=mask, other=0.0, eviction_policy=policy)
     elif TYPE == 1:
-        vector = tl.load(bfloats(address, column), mask=mask, other=0.0, eviction_policy=POLICY)
+        vector = tl.load(bfloats(address, column), mask=mask, other=0.0, eviction_policy=policy)
     else:
-        vector = tl.load(halves(address, column), mask=mask, other=0.0, eviction_policy=POLICY)
+        vector = tl.load(halves(address, column), mask=mask, other=0.0, eviction_policy=policy)
     return vector.to(tl.float32)
 
 
