@@ -14,6 +14,8 @@ from torch import Tensor
 from karvan.native import _native
 from karvan.torch_internals import foreach_norm
 
+_LARGE = 1 << 20  # elements for which one reduction is as fast as that of many tensors together
+
 Array: TypeAlias = Tensor | NDArray[Any]
 
 
@@ -72,7 +74,32 @@ def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
 
     Unlike a sum, it cannot overflow.
     """
-    each = foreach_norm(list(gradients), math.inf)
-    if len({one.device for one in each}) > 1:
-        each = tuple(one.to(each[0].device) for one in each)
-    return torch.stack(each).amax()
+    joined = _neighbours(gradients)
+    few = [each for each in joined if each.numel() < _LARGE]
+    found = [torch.linalg.vector_norm(each, math.inf) for each in joined if each.numel() >= _LARGE]
+    found += foreach_norm(few, math.inf) if few else ()
+    if len({each.device for each in found}) > 1:
+        found = [each.to(found[0].device) for each in found]
+    return torch.stack(found).amax()
+
+
+def _neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, those that follow each other in one allocation as one, which takes fewer calls.
+
+    Gradients of features that are computed together are such neighbours.
+    """
+    found: list[Tensor] = []
+    end, memory = 0, 0
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            found.append(tensor)
+            end = 0
+            continue
+        own = tensor.untyped_storage().data_ptr()
+        if end == tensor.data_ptr() and memory == own and found[-1].dtype is tensor.dtype:
+            size = found[-1].numel() + tensor.numel()
+            found[-1] = found[-1].as_strided((size,), (1,))
+        else:
+            found.append(tensor)
+        end, memory = tensor.data_ptr() + tensor.nbytes, own
+    return found

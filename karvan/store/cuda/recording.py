@@ -12,11 +12,16 @@ import torch
 def record(stream: torch.cuda.Stream | None, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A graph of what `work` queues, which is not run. Its kernels have run before: that loads them.
 
-    stream: that of recordings (`DeviceStreams.recording`). Waits for the device.
+    stream: that of recordings (`DeviceStreams.recording`). Unlike `torch.cuda.graph`, it does not wait for
+    the device, and the memory that torch holds for later stays: a table that grows is recorded again.
     """
     graph = torch.cuda.CUDAGraph()
-    with _no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        work()
+    with _no_collection(), torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
     return graph
 
 
