@@ -88,18 +88,15 @@ def _neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Gradients of features that are computed together are such neighbours.
     """
-    found: list[Tensor] = []
-    end, memory = 0, 0
+    groups: list[tuple[Tensor, int]] = []  # the first of some neighbours, and the elements of all
+    end, memory, dtype = 0, 0, None
     for tensor in tensors:
-        if not tensor.is_contiguous():
-            found.append(tensor)
-            end = 0
-            continue
-        own = tensor.untyped_storage().data_ptr()
-        if end == tensor.data_ptr() and memory == own and found[-1].dtype is tensor.dtype:
-            size = found[-1].numel() + tensor.numel()
-            found[-1] = found[-1].as_strided((size,), (1,))
-        else:
-            found.append(tensor)
-        end, memory = tensor.data_ptr() + tensor.nbytes, own
-    return found
+        first, size = tensor, tensor.numel()
+        begin, own = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+        is_plain = tensor.is_contiguous()
+        if is_plain and begin == end and own == memory and tensor.dtype is dtype:
+            first, before = groups.pop()
+            size += before
+        groups.append((first, size))
+        end, memory, dtype = begin + tensor.nbytes if is_plain else 0, own, tensor.dtype
+    return [first if size == first.numel() else first.as_strided((size,), (1,)) for first, size in groups]

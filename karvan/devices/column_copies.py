@@ -33,6 +33,7 @@ class CopiedBatch(Batch):
     """A batch on a device, with the checks that it passed where it was before."""
 
     checks: tuple[Check, ...] = ()
+    device: torch.device | None = None  # on which all of its columns are
 
 
 class CopyInFlight:
@@ -75,6 +76,7 @@ class ColumnCopies:
             event = None if self._stream is None else self._stream.record_event()
         made = CopiedBatch.trusted(columns, batch.samples)
         made.checks = tuple(checks)
+        made.device = self._device
         return CopyInFlight(made, self._device, event)
 
 

@@ -87,12 +87,12 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def gradients_finite(self) -> bool:
         """Whether all gradients that wait for these tables are finite; they stay in the engines."""
-        return all(
-            finite_flags(gradients)[handle.slot]
-            for engine, handles in self._tables.items()
-            for _, gradients in engine.gradients(handle.name for handle in handles)
-            for handle in handles
-        )
+        for engine, handles in self._tables.items():
+            for _, gradients in engine.gradients(handle.name for handle in handles):
+                flags = finite_flags(gradients)  # for all tables at once: on a GPU it waits
+                if not all(flags[handle.slot] for handle in handles):
+                    return False
+        return True
 
     def late_gradients(self) -> list[Tensor] | None:
         """The gradients that wait for these tables, where a device can skip their update by itself.

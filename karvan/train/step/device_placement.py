@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from karvan.devices import copy_columns, exact_device, hold_until_used, tensors_of
+from karvan.devices import CopiedBatch, copy_columns, exact_device, hold_until_used, tensors_of
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
@@ -122,16 +122,24 @@ class CudaPlacement(Placement):
             checks = self._needs_check(batch, training)
             if checks and self._checks_first:  # on the CPU, as a rule, so that nothing waits for the GPU
                 self._check(batch)
-            device_columns = {name: entry for name, entry in batch.items() if name not in self._host}
-            moved = copy_columns(device_columns, self._device)
-            columns = {
-                name: moved[name] if name in moved else self._on_host(name, entry)
-                for name, entry in batch.items()
-            }
-            placed = Batch(columns) if isinstance(batch, Batch) else columns
+            placed = batch if self._is_there(batch) else self._moved(batch)
             prepared = self._prepare(placed, training, checks=checks and not self._checks_first)
             self._placed[id(prepared)] = self._stream.record_event()
             return prepared
+
+    def _is_there(self, batch: Any) -> bool:
+        """Whether the data has copied the batch to the device already; not for columns that the CPU needs."""
+        return isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
+
+    def _moved(self, batch: Any) -> Any:
+        """The batch with its columns where they are needed."""
+        device_columns = {name: entry for name, entry in batch.items() if name not in self._host}
+        moved = copy_columns(device_columns, self._device)
+        columns = {
+            name: moved[name] if name in moved else self._on_host(name, entry)
+            for name, entry in batch.items()
+        }
+        return Batch(columns) if isinstance(batch, Batch) else columns
 
     def _on_host(self, name: str, entry: Any) -> Any:
         """A column whose table or features are on the CPU; the feed waits here for one that is not."""
