@@ -7,6 +7,7 @@ to since. The prepared state is right only for the same tensors, unchanged, so b
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
 from threading import Lock
@@ -21,9 +22,18 @@ _MOST = 8  # the oldest is dropped if more are prepared without being used
 
 
 class _Entry(NamedTuple):
-    tensors: list[_Same]
+    tensors: list[Any]  # held, so that no other tensor gets the id of one
+    versions: list[Any]  # of their writes
     inputs: Inputs
     prepared: Prepared
+
+    def is_of(self, tensors: list[Any]) -> bool:
+        """Whether these are the same tensors, and nobody has written to them."""
+        return (
+            len(self.tensors) == len(tensors)
+            and all(map(operator.is_, self.tensors, tensors))
+            and self.versions == _versions(tensors)
+        )
 
 
 class PreparedBatches:
@@ -46,7 +56,8 @@ class PreparedBatches:
 
     def put(self, batch: Mapping[str, Any], inputs: Inputs, prepared: Prepared) -> None:
         """Hold a batch's prepared state."""
-        entry = _Entry(self._tensors(batch), inputs, prepared)
+        tensors = self._tensors(batch)
+        entry = _Entry(tensors, _versions(tensors), inputs, prepared)
         with self._lock:
             self._entries.append(entry)
 
@@ -57,30 +68,18 @@ class PreparedBatches:
         tensors = self._tensors(batch)
         with self._lock:
             for index, entry in enumerate(self._entries):
-                if entry.tensors == tensors:
+                if entry.is_of(tensors):
                     del self._entries[index]
                     return entry.inputs, entry.prepared
         return None
 
-    def _tensors(self, batch: Mapping[str, Any]) -> list[_Same]:
+    def _tensors(self, batch: Mapping[str, Any]) -> list[Any]:
         found: list[Any] = [batch.get(REFERENCE)]
         for name in self._features:
             entry = batch.get(name)
             found += [entry.values, entry.offsets, entry.weights] if isinstance(entry, Ragged) else [entry]
-        return [_Same(tensor) for tensor in found]
+        return found
 
 
-class _Same:
-    """A tensor, equal only to itself while nobody writes to it; held, so that no other gets its id."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self._version = getattr(tensor, TENSOR_VERSION, None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._tensor is other._tensor and self._version == other._version
-
-    def __hash__(self) -> int:
-        return id(self._tensor)
+def _versions(tensors: list[Any]) -> list[Any]:
+    return [getattr(tensor, TENSOR_VERSION, None) for tensor in tensors]

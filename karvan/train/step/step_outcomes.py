@@ -38,6 +38,7 @@ class StepOutcomes:
         self._skips = skips
         self._counts = counts
         self._waiting: deque[_Step] = deque()
+        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # page-locked memory, and an event
 
     def add(
         self,
@@ -49,9 +50,9 @@ class StepOutcomes:
         """A step has been made or skipped; raises if this, or one before, was skipped and must not be."""
         if isinstance(taken, Tensor) and taken.is_cuda:
             with torch.cuda.device(taken.device):
-                here = torch.empty_like(taken, device="cpu", pin_memory=True)
+                here, copied = self._spare.pop() if self._spare else _copy_space(taken)
                 here.copy_(taken, non_blocking=True)
-                copied = torch.cuda.current_stream().record_event()
+                copied.record()
             held = () if self._skips.count else batches  # only the first warning says what is in them
             self._waiting.append(_Step(number, here, copied, held, loss))
         else:
@@ -65,9 +66,11 @@ class StepOutcomes:
             self._learn()
 
     def _learn(self) -> None:
-        number, taken, copied, batches, loss = self._waiting.popleft()
+        number, here, copied, batches, loss = self._waiting.popleft()
         copied.synchronize()
-        self._note(number, bool(taken), batches, loss)
+        taken = bool(here)
+        self._spare.append((here, copied))
+        self._note(number, taken, batches, loss)
 
     def _note(self, number: int, taken: bool, batches: Sequence[Any], loss: Tensor | None) -> None:
         if taken:
@@ -76,3 +79,9 @@ class StepOutcomes:
         self._counts.skipped += 1
         finite = loss is None or bool(torch.isfinite(loss.detach()))
         self._skips.skip(number, batches, "a gradient" if finite else "the loss")
+
+
+def _copy_space(taken: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Page-locked memory for a copy, and an event for its end."""
+    here = torch.empty_like(taken, device="cpu", pin_memory=True)
+    return here, torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.devices import hold_memory
+from karvan.devices import device_memory
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
@@ -53,12 +53,15 @@ class DeviceInputs:
         self.outs = outs
         self._stream: torch.cuda.Stream | None = None  # on which the ids were made
         self._ready: torch.cuda.Event | None = None
+        self._used: list[Tensor] = []  # one of each allocation that the ids are in
 
     def note_stream(self, device: torch.device) -> None:
         """The ids were made by work on the current stream; another one may be that of the lookup."""
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
             self._ready = self._stream.record_event()
+            tensors = (tensor for ids in self.ids for tensor in (ids.values, ids.offsets, ids.weights))
+            self._used = device_memory(tensor for tensor in tensors if tensor is not None)
 
     def receive(self, stream: torch.cuda.Stream | None = None) -> None:
         """Have a stream, or the current one, wait for the ids, and their memory for the stream."""
@@ -68,8 +71,8 @@ class DeviceInputs:
         if stream == self._stream:
             return
         stream.wait_event(self._ready)
-        used = (tensor for ids in self.ids for tensor in (ids.values, ids.offsets, ids.weights))
-        hold_memory((tensor for tensor in used if tensor is not None), stream)
+        for tensor in self._used:
+            tensor.record_stream(stream)
 
 
 class DeviceLookup:
