@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _RING = 32  # uploads in flight; the next one waits for the oldest
+_NUMBERS = 1024  # of an upload, as a rule
 _COPIES = 2  # of counters, in flight
 
 
@@ -38,11 +39,17 @@ class Staging:
 
 
 class Uploads:
-    """Copies arrays of int64 to a device."""
+    """Copies arrays of int64 to a device.
+
+    The page-locked memory is allocated at once: each allocation may wait for the work of the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring: deque[tuple[Tensor, NDArray[np.int64], torch.cuda.Event]] = deque()
+        self._ring: deque[_Upload] = deque()
+        if device.type == "cuda":
+            memory = torch.empty(_RING * _NUMBERS, dtype=torch.int64, pin_memory=True)
+            self._ring.extend(map(_upload_from, memory.view(_RING, _NUMBERS).unbind()))
 
     def send(self, numbers: NDArray[np.int64]) -> Tensor:
         """The numbers on the device, for work that is queued from now on."""
@@ -56,21 +63,25 @@ class Uploads:
         if self._device.type != "cuda":
             target[:size] = torch.from_numpy(numbers.reshape(-1))
             return
-        staging, pinned, event = self._staging(size)
-        pinned[:size] = numbers.reshape(-1)
-        target[:size].copy_(staging[:size], non_blocking=True)
-        event.record()
-        self._ring.append((staging, pinned, event))
+        upload = self._ring.popleft()
+        if len(upload.numbers) < size:  # torch holds the smaller memory until its copy has ended
+            capacity = 1 << (size - 1).bit_length()
+            upload = _upload_from(torch.empty(capacity, dtype=torch.int64, pin_memory=True))
+        upload.done.synchronize()
+        upload.numbers[:size] = numbers.reshape(-1)
+        target[:size].copy_(upload.memory[:size], non_blocking=True)
+        upload.done.record()
+        self._ring.append(upload)
 
-    def _staging(self, size: int) -> tuple[Tensor, NDArray[np.int64], torch.cuda.Event]:
-        if len(self._ring) >= _RING:
-            staging, numbers, event = self._ring.popleft()
-            if staging.numel() >= size:
-                event.synchronize()
-                return staging, numbers, event
-        capacity = 1 << max(10, (size - 1).bit_length())
-        staging = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
-        return staging, staging.numpy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+class _Upload(NamedTuple):
+    memory: Tensor
+    numbers: NDArray[np.int64]  # the same
+    done: torch.cuda.Event
+
+
+def _upload_from(memory: Tensor) -> _Upload:
+    return _Upload(memory, memory.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 class _Copy(NamedTuple):
