@@ -322,6 +322,11 @@ class CudaStore(Store):
         times = extra["clock_times"].tolist() if "clock_times" in extra else []
         its.clock = list(zip(steps, times, strict=True))
 
+    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
+        """See `Store.sizes`; waits for the device once."""
+        counters = self.memory.learn_now().reshape(-1, fields.COUNTERS.value)
+        return {name: int(counters[self._table(name).number, fields.ROWS.value]) for name in tables}
+
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`; waits for the device."""
         its = self._table(table)

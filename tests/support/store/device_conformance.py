@@ -71,6 +71,18 @@ class DeviceConformance:
         assert_same_bits(first, trained(kind))
         assert_same_bits(first, trained(kind, move_at=1))  # rows have other numbers then
 
+    def test_sizes_of_all_tables_are_learned_at_once(self, kind, monkeypatch):
+        engine, _ = trained(kind)
+        expected = {table.name: table.stats()["rows"] for table in engine.tables()}
+        waits = []
+        real = table_memory.TableMemory.learn_now
+        monkeypatch.setattr(
+            table_memory.TableMemory, "learn_now", lambda memory: waits.append(1) or real(memory)
+        )
+        assert engine.sizes() == expected
+        assert min(expected.values()) > 0
+        assert len(waits) == 1
+
     @pytest.mark.parametrize("optimizer", also_slowly(["sgd-momentum", "adagrad", "adam"], ("adagrad",)))
     def test_rows_agree_with_those_of_memory(self, kind, optimizer):
         """16-bit vectors within one unit, as sums have another order."""
