@@ -20,6 +20,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 
 _PRELOAD = [
     "pytest",
+    "pandas",  # which pyarrow imports once it has made an array
     "torch",
     "torch._dynamo",  # which the first optimizer of torch imports
     "torch.distributed",

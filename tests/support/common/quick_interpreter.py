@@ -25,30 +25,31 @@ def _patch_builtin(pkg, builder, scope):
             interpreter._patch_attr(pkg, name, member, builder, scope)
 
 
-class _Launch:
-    """What is replaced until a launch ends, and which modules the functions see for which that was done."""
+_visible: dict = {}  # by function: which of Triton's modules it sees
+_patched: set = set()  # of these, what is patched until the launch ends
 
-    visible: dict = {}  # the modules that a function sees
-    done: set = set()
+
+class _Launch:
+    """What a launch has replaced, until it ends."""
 
     def __init__(self, scope):
         self._scope = scope
 
     def restore(self):
-        _Launch.done.clear()
+        _patched.clear()
         if self._scope is not None:
             self._scope.restore()
 
 
 def _patch_lang(fn, patch=interpreter._patch_lang):
     """Patch for a launch; for a function that it calls, only if that sees other modules."""
-    if (seen := _Launch.visible.get(fn)) is None:
-        seen = frozenset(name for name, value in fn.__globals__.items() if value is tl or value is tl.core)
-        seen = _Launch.visible[fn] = frozenset(id(fn.__globals__[name]) for name in seen)
-    if seen in _Launch.done:
+    if (seen := _visible.get(fn)) is None:
+        values = fn.__globals__.values()
+        seen = _visible[fn] = frozenset(id(each) for each in values if each is tl or each is tl.core)
+    if seen in _patched:
         return _Launch(None)
     scope = patch(fn)
-    _Launch.done.add(seen)
+    _patched.add(seen)
     return _Launch(scope)
 
 
