@@ -13,8 +13,18 @@ from karvan import distributed
 from karvan.dense.server_proxy import DenseServerProxy
 
 
-@pytest.mark.parametrize("every", [1, 3, 50])
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("momentum", 3),
+        ("adam", 1),
+        ("adam", 50),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("momentum", 1), ("momentum", 50), ("adam", 3))
+        ),
+    ],
+)
 def test_one_trainer_has_the_bits_of_memory_however_seldom_it_pulls(tmp_path, name, every):
     makers = {
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

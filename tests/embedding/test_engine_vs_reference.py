@@ -10,6 +10,7 @@ from engine_pair import KEYS, Pair, combiners, random_rows, tensor_of, weigh
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_kinds import also_slowly
 
 DIM = 3
 COMBINERS = combiners(DIM)
@@ -18,7 +19,8 @@ keys = st.sampled_from(KEYS)
 ids = st.lists(st.lists(keys, max_size=4), min_size=3, max_size=3).filter(any)
 
 
-@pytest.mark.parametrize("optimizer", ref.OPTIMIZERS)
+# Every optimizer has every dtype below, with some combiners.
+@pytest.mark.parametrize("optimizer", also_slowly(ref.OPTIMIZERS, {"adagrad-row", "adam-l2", "ftrl"}))
 def test_all_combiners_weights_and_dtypes_in_one_engine(optimizer):
     features, dtypes, weighted = {}, {}, {}
     for (name, feature), dtype, with_weights in itertools.product(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from forked_programs import ForkedProgram
 
 SAME = """
 import json, multiprocessing, pickle, sys
@@ -73,6 +74,16 @@ def run(folder, text, *arguments, **environment):
     )
 
 
+def run_with_karvan(folder, text, **environment):
+    """The same for a program that imports torch, which a fork has already."""
+    (folder / "program.py").write_text(text)
+    command = [sys.executable, "-m", "karvan.launch.program", "program.py"]
+    env = {**os.environ, **environment}
+    program = ForkedProgram(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = program.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, program.returncode, stdout, stderr)
+
+
 def test_a_program_finds_everything_as_if_python_had_run_it(tmp_path):
     done = run(tmp_path, SAME, "--lr", "1")
     (tmp_path / "program.py").write_text(SAME)
@@ -86,7 +97,7 @@ def test_a_program_finds_everything_as_if_python_had_run_it(tmp_path):
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_an_error_ends_a_program_with_its_code_and_one_line_if_it_is_ours(tmp_path, case):
     text, code, ours, said = PROGRAMS[case]
-    done = run(tmp_path, text)
+    done = (run_with_karvan if ours else run)(tmp_path, text)
     assert done.returncode == code
     lines = done.stderr.splitlines()
     assert ("Traceback" in done.stderr) == (not ours and case != "a syntax error")
@@ -99,7 +110,7 @@ def test_an_error_ends_a_program_with_its_code_and_one_line_if_it_is_ours(tmp_pa
 
 
 def test_the_traceback_of_an_error_of_ours_can_be_asked_for(tmp_path):
-    done = run(tmp_path, PROGRAMS["wrong usage"][0], KARVAN_DEBUG="1")
+    done = run_with_karvan(tmp_path, PROGRAMS["wrong usage"][0], KARVAN_DEBUG="1")
     assert "Traceback" in done.stderr
     assert 'program.py", line 2' in done.stderr
     assert "error: Checkpoints expects" in done.stderr

@@ -7,13 +7,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn import metrics as sk
 
 import karvan as kv
 from karvan import metrics
 from karvan.metrics.auc import count_scores
 
 nan = float("nan")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scikit_learn():
+    """Imported by the process that runs these tests, as it takes seconds."""
+    global sk
+    from sklearn import metrics as sk
 
 
 @st.composite

@@ -9,6 +9,7 @@ tensors, each with its shape as a tuple of constants, of which there are few. Va
 import inspect
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _PLACES = (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
@@ -93,11 +94,31 @@ def _make_tensor(self, handle, type, make=tl.tensor.__init__):
         self.shape, self.numel = known
 
 
+def _is_same_dtype(self, other, equal=tl.dtype.__eq__):
+    return self is other or equal(self, other)
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type})
+
+
+def _unwrap_if_constexpr(o, unwrap=tl.core._unwrap_if_constexpr):
+    return o if type(o) in _PLAIN else unwrap(o)
+
+
+def _broadcast(self, lhs, rhs, broadcast=TritonSemantic.broadcast_impl_value):
+    one, other = lhs.type, rhs.type
+    if one.is_block() and other.is_block() and one.shape is other.shape:  # as they are kept
+        return lhs, rhs
+    return broadcast(self, lhs, rhs)
+
+
 def _is_known():
     """Whether it is as this file expects; other versions of Triton keep their own."""
     block = tl.block_type(tl.int32, [2, 4])
     return (
-        list(inspect.signature(interpreter._patch_builtin).parameters) == ["pkg", "builder", "scope"]
+        hasattr(tl.core, "_unwrap_if_constexpr")
+        and hasattr(TritonSemantic, "broadcast_impl_value")
+        and list(inspect.signature(interpreter._patch_builtin).parameters) == ["pkg", "builder", "scope"]
         and list(inspect.signature(interpreter._patch_lang).parameters) == ["fn"]
         and hasattr(interpreter, "_LangPatchScope")
         and vars(block).keys() == {"element_ty", "shape", "numel", "name"}
@@ -112,3 +133,6 @@ if _is_known():
     interpreter._get_np_dtype = _get_np_dtype
     tl.block_type.__init__ = _make_block_type
     tl.tensor.__init__ = _make_tensor
+    tl.dtype.__eq__ = _is_same_dtype
+    tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
+    TritonSemantic.broadcast_impl_value = _broadcast
