@@ -43,10 +43,10 @@ def start(tmp_path):
     (tmp_path / "neighbour_module.py").write_text("NAME = 'neighbour'\n")
     (tmp_path / "elsewhere").mkdir()
 
-    def start(kind, how, module=False, **more):
-        program = ["-m", "program"] if module else [tmp_path / "program.py"]
+    def start(kind, how, module=False, text=False, **more):
+        program = ["-m", "program"] if module else ["-c", _PROGRAM] if text else [tmp_path / "program.py"]
         more = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "env": {"A": "1", "LC_ALL": "C.UTF-8"}} | more
-        folder = tmp_path if module else tmp_path / "elsewhere"
+        folder = tmp_path if module or text else tmp_path / "elsewhere"
         more |= {"text": True} if kind is subprocess.Popen else {}
         return kind([sys.executable, *program, how, "é b"], cwd=folder, **more)
 
@@ -69,6 +69,11 @@ def test_a_program_ends_like_a_new_process(start, how):
 
 def test_a_module_ends_like_a_new_process(start):
     assert ending(start(ForkedProgram, "end", True)) == ending(start(subprocess.Popen, "end", True))
+
+
+@pytest.mark.parametrize("how", ["number", "exception"])
+def test_a_text_ends_like_a_new_process(start, how):
+    assert ending(start(ForkedProgram, how, text=True)) == ending(start(subprocess.Popen, how, text=True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

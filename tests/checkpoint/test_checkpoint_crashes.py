@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from checkpoint_helpers import Model, contents, same_rows
+from forked_programs import ForkedProgram, run_forked
 from support_paths import support_path
 
 import karvan as kv
@@ -16,11 +17,10 @@ from karvan.checkpoint import CheckpointError
 
 
 def _kill_again_and_again(folder, rounds):
-    saver = subprocess.Popen(
+    saver = ForkedProgram(
         [sys.executable, support_path("checkpoint/saver.py"), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # autograd does not fork where it has used a GPU
     )
     with saver:
@@ -108,9 +108,8 @@ def test_a_file_that_cannot_grow_is_an_error_and_leaves_nothing(tmp_path):
     model = Model().train_on(2)
     kv.Checkpoints(tmp_path).save(1, model.state(), model, block=True)
     before = contents(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", _TOO_LARGE, tmp_path], capture_output=True, text=True, check=True
-    )
+    done = run_forked([sys.executable, "-c", _TOO_LARGE, tmp_path])
+    assert done.returncode == 0, done.stderr
     assert "step-000000000002: expected to write a checkpoint, got 'File too large" in done.stdout
     assert contents(tmp_path) == before
     assert sorted(os.listdir(tmp_path)) == ["step-000000000001"]

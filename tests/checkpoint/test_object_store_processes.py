@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_helpers import Model, same_rows
 from cluster_helpers import serving
+from forked_programs import ForkedProgram
 from ranks_helpers import run
 from support_paths import support_path
 
@@ -39,9 +40,7 @@ def kill_rounds(store, monkeypatch, tmp_path, rounds):
     url, random_ = store.url(f"killed-{rounds}"), random.Random(rounds)
     command = [sys.executable, support_path("checkpoint/saver.py"), url]
     reached = 0
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ}
-    ) as saver:
+    with ForkedProgram(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as saver:
         for number in range(rounds):
             saver.stdin.write("\n")
             saver.stdin.flush()

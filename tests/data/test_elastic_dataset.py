@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from pyarrow import parquet as pq
 
 import karvan as kv
@@ -76,12 +77,8 @@ def test_workers_read_records_of_json(tmp_path, master):
 
 
 def start_loop(files, master, how):
-    return subprocess.Popen(
-        [sys.executable, "-c", LOOP, files, master, how],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", LOOP, files, master, how]
+    return ForkedProgram(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def acknowledged(text):

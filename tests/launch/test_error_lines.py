@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from forked_programs import ForkedProgram
+from forked_programs import run_forked
 
 SAME = """
 import json, multiprocessing, pickle, sys
@@ -78,10 +78,7 @@ def run_with_karvan(folder, text, **environment):
     """The same for a program that imports torch, which a fork has already."""
     (folder / "program.py").write_text(text)
     command = [sys.executable, "-m", "karvan.launch.program", "program.py"]
-    env = {**os.environ, **environment}
-    program = ForkedProgram(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    stdout, stderr = program.communicate(timeout=60)
-    return subprocess.CompletedProcess(command, program.returncode, stdout, stderr)
+    return run_forked(command, cwd=folder, env={**os.environ, **environment})
 
 
 def test_a_program_finds_everything_as_if_python_had_run_it(tmp_path):

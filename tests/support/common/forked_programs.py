@@ -1,9 +1,10 @@
 """Programs of tests as forks of a process that has imported torch and karvan, which takes seconds.
 
 `ForkedProgram(command, …)` is used like `subprocess.Popen(command, text=True, …)` for commands of
-`sys.executable` and a script, or `-m` and a module. It is a process with its own environment, arguments,
-folder, streams, signal handlers and exit code; tests/test_forked_programs.py compares both. Tests of what a
-program imports, reads at its start or does when the interpreter ends start new processes.
+`sys.executable` and a script, `-m` and a module, or `-c` and a text; `run_forked` is like `subprocess.run`
+that captures text. It is a process with its own environment, arguments, folder, streams, signal handlers and
+exit code; tests/test_forked_programs.py compares both. Tests of what a program imports, reads at its start or
+does when the interpreter ends start new processes.
 """
 
 import atexit
@@ -14,9 +15,10 @@ import runpy
 import signal
 import sys
 import threading
+import types
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
-from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
+from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
 
 _PRELOAD = [
     "pytest",
@@ -166,6 +168,13 @@ class ForkedProgram:
         self.wait()
 
 
+def run_forked(command, timeout=60, **options):
+    """What a program says, and its exit code."""
+    program = ForkedProgram(command, stdout=PIPE, stderr=PIPE, **options)
+    stdout, stderr = program.communicate(timeout=timeout)
+    return CompletedProcess(command, program.returncode, stdout, stderr)
+
+
 class _SentFile:
     """A file that is sent to a fork with its arguments; there, it is the number of an open file."""
 
@@ -197,6 +206,11 @@ def _run(arguments, environment, folder, files):
             sys.argv = ["-m", *arguments[2:]]
             sys.path = [folder, *sys.path]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            sys.path = ["", *sys.path]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
         else:
             sys.argv = arguments
             sys.path = [os.path.dirname(os.path.abspath(arguments[0])), *sys.path]
