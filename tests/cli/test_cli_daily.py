@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from forked_programs import ForkedProgram
 
 import karvan as kv
 
@@ -80,7 +81,7 @@ def test_three_days_with_a_kill_in_the_second_end_like_three_days_without(run, c
     finish(run, config, killed)
     change_day(config, 16)
     command = [sys.executable, "-m", "karvan", "train", str(config), "--folder", str(killed), "--quiet"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = ForkedProgram(command, stderr=subprocess.PIPE)
     while not any(each.step > STEPS for each in kv.Checkpoints(killed).list()):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)  # for the file system, which tells nobody

@@ -5,11 +5,11 @@ The files are read in another process, so that a crash of a library is a failed 
 """
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_forked
 from rows import FORMATS, options, read_all, table, write
 
 from karvan.data.columns.declarations import infer
@@ -66,13 +66,7 @@ def read_all_damaged(folder):
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     code = f"import test_fuzz; test_fuzz.read_all_damaged({str(folder)!r})"
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    return run_forked([sys.executable, "-c", code], timeout=SECONDS, cwd=Path(__file__).parent)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from forked_programs import run_forked
 from support_paths import support_path
 from test_kill import start, wait_for_step
 from train_helpers import Small, batches, trainer
@@ -145,13 +146,8 @@ def test_karvan_train_says_it_in_one_line_with_code_2(tmp_path):
         "    return kv.TrainingJob(trainer(Small(), checkpoints=folder), batches(4))\n"
     )
     with owned_by_another(folder) as first:
-        done = subprocess.run(
-            [sys.executable, "-m", "karvan", "train", str(job), "--folder", str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = [sys.executable, "-m", "karvan", "train", str(job), "--folder", str(folder)]
+        done = run_forked(command, timeout=120)
     assert done.returncode == 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if "error:" in line]
     assert f"belongs to a run that is training: process {first.pid} " in line
