@@ -53,6 +53,7 @@ def _imports(tree, typing=False):
         pending.extend(ast.iter_child_nodes(node))
 
 
+@cache
 def _dependencies(typing=False):
     """Module → the karvan modules it imports; typing: also those that it imports for types alone."""
     trees = _modules()
@@ -111,7 +112,7 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_no_module_imports_itself_through_others_for_types():
-    graph = _dependencies(typing=True)
+    graph = dict(_dependencies(typing=True))
     del graph["karvan"]  # its imports for types say to checkers which names it gives
     assert _cycle(graph) == []
 
@@ -147,11 +148,13 @@ def test_no_class_is_spread_over_files_by_inheritance():
                     subclasses.setdefault(base, set()).add(path)
     spread = []
     for name, (path, node) in classes.items():
-        interface = {"ABC", "Protocol"} & set(_bases(node)) or "abstractmethod" in ast.unparse(node)
         among = subclasses.get(name, set())
+        if len(among) != 1 or path in among:
+            continue
+        interface = {"ABC", "Protocol"} & set(_bases(node)) or "abstractmethod" in ast.unparse(node)
         others = [each for each in sources if each.name != "__init__.py" and each not in {path, *among}]
         used = any(name in words[each] for each in others)
-        if len(among) == 1 and path not in among and not interface and not used:
+        if not interface and not used:
             spread.append(f"{name} ({path.relative_to(ROOT)})")
     assert spread == []
 
