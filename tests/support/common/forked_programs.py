@@ -168,7 +168,7 @@ class ForkedProgram:
         self.wait()
 
 
-def run_forked(command, timeout=60, **options):
+def run_forked(command, timeout=120, **options):
     """What a program says, and its exit code."""
     program = ForkedProgram(command, stdout=PIPE, stderr=PIPE, **options)
     stdout, stderr = program.communicate(timeout=timeout)
