@@ -114,11 +114,11 @@ def hold_until_used(entries: Iterable[Any], stream: torch.cuda.Stream) -> None:
 
 def hold_memory(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
     """The same for tensors. Those that share memory, as the columns of a batch do, cost one call."""
-    for tensor in device_memory(tensors):
+    for tensor in allocations_of(tensors):
         tensor.record_stream(stream)
 
 
-def device_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+def allocations_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """One tensor for each allocation on a GPU that these tensors use."""
     return list({each.untyped_storage().data_ptr(): each for each in tensors if each.is_cuda}.values())
 

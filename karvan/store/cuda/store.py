@@ -324,8 +324,9 @@ class CudaStore(Store):
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """See `Store.sizes`; waits for the device once."""
+        chosen = {name: self._table(name).number for name in tables}  # first: rows may have to go
         counters = self.memory.learn_now().reshape(-1, fields.COUNTERS.value)
-        return {name: int(counters[self._table(name).number, fields.ROWS.value]) for name in tables}
+        return {name: int(counters[number, fields.ROWS.value]) for name, number in chosen.items()}
 
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`; waits for the device."""

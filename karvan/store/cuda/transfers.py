@@ -64,14 +64,16 @@ class Uploads:
             target[:size] = torch.from_numpy(numbers.reshape(-1))
             return
         upload = self._ring.popleft()
-        if len(upload.numbers) < size:  # torch holds the smaller memory until its copy has ended
-            capacity = 1 << (size - 1).bit_length()
-            upload = _upload_from(torch.empty(capacity, dtype=torch.int64, pin_memory=True))
-        upload.done.synchronize()
-        upload.numbers[:size] = numbers.reshape(-1)
-        target[:size].copy_(upload.memory[:size], non_blocking=True)
-        upload.done.record()
-        self._ring.append(upload)
+        try:
+            upload.done.synchronize()
+            if len(upload.numbers) < size:
+                capacity = 1 << (size - 1).bit_length()
+                upload = _upload_from(torch.empty(capacity, dtype=torch.int64, pin_memory=True))
+            upload.numbers[:size] = numbers.reshape(-1)
+            target[:size].copy_(upload.memory[:size], non_blocking=True)
+            upload.done.record()
+        finally:
+            self._ring.append(upload)
 
 
 class _Upload(NamedTuple):

@@ -83,6 +83,13 @@ class DeviceConformance:
         assert min(expected.values()) > 0
         assert len(waits) == 1
 
+    def test_sizes_are_those_after_rows_beyond_a_capacity_have_gone(self, kind):
+        tables = {"a": kv.Table(2), "b": kv.Table(2, evict=kv.eviction.LRU(5))}
+        engine = kv.EmbeddingEngine(tables, store=kind.make())
+        kv.optim.SGD(engine, lr=0.1)
+        engine(dict.fromkeys(tables, torch.arange(9)))
+        assert engine.sizes() == {"a": 9, "b": 5}
+
     @pytest.mark.parametrize("optimizer", also_slowly(["sgd-momentum", "adagrad", "adam"], ("adagrad",)))
     def test_rows_agree_with_those_of_memory(self, kind, optimizer):
         """16-bit vectors within one unit, as sums have another order."""

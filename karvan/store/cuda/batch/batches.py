@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.devices import device_memory
+from karvan.devices import allocations_of
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
@@ -61,7 +61,7 @@ class DeviceInputs:
             self._stream = torch.cuda.current_stream(device)
             self._ready = self._stream.record_event()
             tensors = (tensor for ids in self.ids for tensor in (ids.values, ids.offsets, ids.weights))
-            self._used = device_memory(tensor for tensor in tensors if tensor is not None)
+            self._used = allocations_of(tensor for tensor in tensors if tensor is not None)
 
     def receive(self, stream: torch.cuda.Stream | None = None) -> None:
         """Have a stream, or the current one, wait for the ids, and their memory for the stream."""
