@@ -15,7 +15,8 @@ what breaks without it:
 - `_step_supports_amp_scaling`, `found_inf` and `grad_scale` of an optimizer: torch's fused optimizers leave
   out a step by a flag on the GPU. Without them every step waits for the GPU; if their meaning changes, steps
   are made that should be skipped.
-- `_foreach_norm`: the norms of many tensors by few kernels. Without it steps on a GPU fail.
+- `_foreach_norm`, `_foreach_copy_`, `_addmm_activation`: norms and copies of many tensors by few kernels, and
+  a product with ReLU by one. Without them steps on a GPU fail.
 - `_get_scale_async` of a GradScaler: the scale of the loss on the GPU. Without it precision "fp16" fails.
 - `_version` of a tensor: the number of writes to it. Without it a batch that was changed in place after
   `EmbeddingEngine.prepare` trains with its old ids.
@@ -41,8 +42,10 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TorchDispatchMode",
+    "addmm_relu",
     "default_group",
     "default_store",
+    "foreach_copy",
     "foreach_norm",
     "has_step_hooks",
     "is_step_observed",
@@ -60,8 +63,14 @@ SKIP_ATTRIBUTES = ("_step_supports_amp_scaling", "found_inf", "grad_scale")
 OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_max_threads")
 
 foreach_norm = torch._foreach_norm
+foreach_copy = torch._foreach_copy_
 default_group = _get_default_group
 default_store = _get_default_store
+
+
+def addmm_relu(bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """ReLU of `torch.addmm(bias, one, other)`."""
+    return torch._addmm_activation(bias, one, other)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -57,6 +57,16 @@ def test_norms_of_many_tensors_are_there_and_have_nan():
     assert found[1].isnan()
 
 
+def test_copies_of_many_tensors_cast_and_a_product_has_relu():
+    from karvan.torch_internals import addmm_relu, foreach_copy
+
+    small = [torch.empty(2, dtype=torch.bfloat16)]
+    foreach_copy(small, [torch.tensor([1.0, -3.0])])
+    assert small[0].tolist() == [1, -3]
+    found = addmm_relu(torch.tensor([1.0, -9.0]), torch.ones(1, 2), torch.ones(2, 2))
+    assert found.tolist() == [[3, 0]]
+
+
 def test_a_fused_optimizer_skips_a_step_by_a_flag():
     from karvan.torch_internals import SKIP_ATTRIBUTES, skips_on_device, step_unless
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import listed
 from karvan.embedding import Table, init
+from karvan.models.layers import Layers
 from karvan.ragged import OptionalRagged
 
 Names: TypeAlias = Sequence[str] | Mapping[str, int]
@@ -109,7 +110,7 @@ def beside(numbers: Numbers, batch: Mapping[str, Any], vectors: Iterable[Tensor]
     return torch.cat([*([numbers(batch)] if numbers.width else []), *vectors], 1)
 
 
-def mlp(width: int, hidden: Sequence[int], out: int | None = None, *, dropout: float = 0.0) -> nn.Sequential:
+def mlp(width: int, hidden: Sequence[int], out: int | None = None, *, dropout: float = 0.0) -> Layers:
     """Layers with ReLU, and a last one without it if `out` is given."""
     layers: list[nn.Module] = []
     for size in hidden:
@@ -119,4 +120,4 @@ def mlp(width: int, hidden: Sequence[int], out: int | None = None, *, dropout: f
         width = size
     if out is not None:
         layers.append(nn.Linear(width, out))
-    return nn.Sequential(*layers)
+    return Layers(*layers)
