@@ -30,8 +30,8 @@ def rows_after_training(watch):
         waited = torch.cuda.current_stream().record_event().query()
         out.sum().backward()
         optimizer.step()
-        # Graphs are recorded in the first steps.
-        assert not (watch and step > 3 and waited), f"the lookup of step {step} took {took:.2f} s"
+        # The first lookup allocates page-locked memory.
+        assert not (watch and step and waited), f"the lookup of step {step} took {took:.2f} s"
         rows = engine.table("f").stats()["rows"]
         assert rows <= CAPACITY
     return rows

@@ -105,7 +105,7 @@ class CudaStore(Store):
         contents.erase_hashes(memory, table, noted.hashes, log=False)
         own = memory.own_counters(table)
         own[fields.EVICTED.value] = evicted
-        own[fields.USED.value] = 0
+        own[fields.USED.value].zero_()
         table.index = type(table.index)(memory.device)
         table.used.restart(0, memory.counters.time, memory.counters.time + 1)
         table.room = 0

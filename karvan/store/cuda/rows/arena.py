@@ -154,10 +154,12 @@ class RowArena(RowSpace):
             head = counters[fields.FREE_HEAD.value].clone()
             self._free_rows[:old] = before[(torch.arange(old, device=self._device) + head) % old]
             counters[fields.FREE_TAIL.value] -= head
-            counters[fields.FREE_HEAD.value] = 0
+            counters[fields.FREE_HEAD.value].zero_()
         self.note_queue(counters)
 
     def note_queue(self, counters: torch.Tensor) -> None:
         """Tell the kernels where the queue of free rows is."""
-        counters[fields.FREE_ROWS.value] = self._free_rows.data_ptr()
-        counters[fields.FREE_MASK.value] = self._free_rows.numel() - 1
+        counters[fields.FREE_ROWS.value].fill_(
+            self._free_rows.data_ptr()
+        )  # an assignment of a number would wait
+        counters[fields.FREE_MASK.value].fill_(self._free_rows.numel() - 1)

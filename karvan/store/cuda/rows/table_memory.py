@@ -132,7 +132,7 @@ class TableMemory:
             self._arenas[layout] = arena = self._new_arena(layout)
             time = self.counters.time
             arena.used.restart(1, time, time + 1)  # copies of the counters so far have no row 0
-            self.arena_counters(arena)[fields.NEXT_ROW.value] = 1
+            self.arena_counters(arena)[fields.NEXT_ROW.value].fill_(1)
             arena.note_queue(self.arena_counters(arena))
         return self._arenas[layout]
 
@@ -208,7 +208,7 @@ class TableMemory:
             if index.is_full(self.used_bound(table) + batches * count):
                 self.finish_growth(table)
                 index.start_growth(self.rows_bound(table) + batches * count)
-                self.own_counters(table)[fields.USED.value] = 0
+                self.own_counters(table)[fields.USED.value].zero_()
                 table.used.restart(self.rows_bound(table), self.counters.time, _NEVER)
                 self._move(table, count)
             table.room = 0 if index.grows else index.room(self.used_bound(table) + count)

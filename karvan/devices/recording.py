@@ -1,0 +1,37 @@
+"""Recording of CUDA graphs: launches that are queued once, to be replayed by one call each time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def record(stream: torch.cuda.Stream | None, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of what `work` queues, which is not run. Its kernels have run before: that loads them.
+
+    stream: that of recordings (`DeviceStreams.recording`). Unlike `torch.cuda.graph`, it does not wait for
+    the device, and the memory that torch holds for later stays: a table that grows is recorded again.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with _no_collection(), torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While a graph is recorded, no garbage is collected: finalizers may wait for the device."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
