@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 
-def record(stream: torch.cuda.Stream | None, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def record(
+    stream: torch.cuda.Stream | None, work: Callable[[], None], pool: Any = None
+) -> torch.cuda.CUDAGraph:
     """A graph of what `work` queues, which is not run. Its kernels have run before: that loads them.
 
-    stream: that of recordings (`DeviceStreams.recording`). Unlike `torch.cuda.graph`, it does not wait for
-    the device, and the memory that torch holds for later stays: a table that grows is recorded again.
+    stream: one that only recordings use. pool: of `torch.cuda.graph_pool_handle()`, for graphs that share
+    memory. Unlike `torch.cuda.graph`, it does not wait for the device, and the memory that torch holds for
+    later stays: work whose memory moves is recorded again.
     """
     graph = torch.cuda.CUDAGraph()
     with _no_collection(), torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the recording is invalid, which the error explains
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
 
 

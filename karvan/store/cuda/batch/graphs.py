@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from karvan.devices.recording import record
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import GroupShape
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
-from karvan.store.cuda.recording import record
 from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.transfers import Staging

@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from karvan.devices.recording import record
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.batch_ids import GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.find import find_rows
-from karvan.store.cuda.recording import record
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.tier import kernels
