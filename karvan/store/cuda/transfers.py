@@ -14,7 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from karvan.store.cuda.kernels.uploads import read_numbers
+
 _RING = 32  # uploads in flight; the next one waits for the oldest
+_READ = 512  # numbers of a program that reads those of a graph
 _NUMBERS = 1024  # of an upload, as a rule
 _COPIES = 2  # of counters, in flight
 
@@ -27,6 +30,7 @@ class Staging:
         self._pinned = torch.empty(target.numel(), dtype=torch.int64, pin_memory=True)
         self._numbers = self._pinned.numpy()
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copy()  # loads the kernel, which must not happen while a graph is recorded
 
     def numbers(self) -> NDArray[np.int64]:
         """The numbers that the next replay copies, once the last one has copied them."""
@@ -35,7 +39,10 @@ class Staging:
 
     def copy(self) -> None:
         """Queue the copy; recorded in a graph."""
-        self._target.copy_(self._pinned, non_blocking=True)
+        size = self._target.numel()
+        read_numbers[(-(-size // _READ),)](
+            self._pinned.data_ptr(), self._target, size, SIZE=_READ, num_warps=4
+        )
 
 
 class Uploads:
