@@ -23,7 +23,6 @@ _FIELDS = fields.FEATURE_FIELDS.value
 _HEAD = fields.HEAD.value
 _RULE = update.RULE_FIELDS.value
 _DOUBLE, _INT64 = Struct("d"), Struct("q")
-_PROGRAMS = 16  # times as many as other kernels have: an update waits for memory alone
 
 
 _STATE = {  # floats of state of each rule: times the dim, and more
@@ -205,7 +204,8 @@ class UpdateBuffers:
         """Sum the gradients and update the rows."""
         lookup, arena = self.lookup, self.lookup.arena
         layout = arena.layout
-        programs = _PROGRAMS * lookup.memory.programs
+        programs = lookup.memory.update_programs
+        long_programs = max(2, programs // 8 + 1)
         reads = (lookup.order, self.features, lookup.feature_of, lookup.out_rows, lookup.factors)
         shape = {
             "DIM": layout.dim,
@@ -252,9 +252,9 @@ class UpdateBuffers:
                 **short,
             )
             for kind in rules.kinds:
-                update.update_rows[(programs // 8 + 1,)](
+                update.update_rows[(long_programs,)](
                     *rows[:-1],
-                    programs // 8 + 1,
+                    long_programs,
                     RULE=RULES.index(kind),
                     LONG=True,
                     **numbers,

@@ -40,6 +40,8 @@ _MOST_COLUMNS = 4096
 _NEVER = 1 << 62
 _AHEAD = 3  # batches that there is memory for if there must be more: the host may be ahead of the device
 _PROGRAMS = 16  # of a kernel that divides work of unknown size, for each multiprocessor
+_UPDATE_PROGRAMS = 16 * _PROGRAMS  # of an update, which waits for memory alone
+_INTERPRETER_PROGRAMS = 2  # on "cpu" they run one after the other: just enough that work is divided
 
 
 class TableMemory:
@@ -59,10 +61,11 @@ class TableMemory:
         self.inits = torch.zeros(0, dtype=torch.float64, device=device)
         self.streams = DeviceStreams(device)
         self.processors = 0
-        self.programs = 2
+        self.programs = self.update_programs = _INTERPRETER_PROGRAMS
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
             self.programs = _PROGRAMS * self.processors
+            self.update_programs = _UPDATE_PROGRAMS * self.processors
         else:
             take_turns()
         self.tables: dict[str, DeviceTable] = {}
