@@ -1,5 +1,6 @@
 """What all tests share: hypothesis profiles, the environment of the programs that tests start, fixtures."""
 
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # imports and tests are objects that stay; see pytest_runtestloop
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests run side by side: torch's threads, also those of programs that tests start, would be in each
@@ -18,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import torch  # after that, as it reads the variable
+import torch  # noqa: E402 - after that, as it reads the variable
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, on CPU tensors. Triton reads this when it is imported.
@@ -65,6 +68,17 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
     if settings is not None:
         settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    """Collect what tests leave, without looking through what was there before them each time."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions tell of what is left when a process ends
 
 
 @pytest.fixture(autouse=True)

@@ -20,33 +20,11 @@ from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
 
-_PRELOAD = [
-    "pytest",
-    "pandas",  # which pyarrow imports once it has made an array
-    "torch",
-    "torch._dynamo",  # which the first optimizer of torch imports
-    "torch.distributed",
-    "karvan.embedding",
-    "karvan.distributed",
-    "karvan.train.callbacks",
-    "karvan.train.contexts.eval_context",
-    "karvan.train.contexts.train_context",
-    "karvan.train.losses",
-    "karvan.train.trainer",
-    "karvan.train.training_job",
-    "karvan.data",
-    "karvan.cli.commands.role",
-    "karvan.cluster.loader.context",
-    "karvan.cluster.loader.builtin",
-    "karvan.cluster.embedding_worker.service",
-    "karvan.cluster.parameter_server.service",
-]
-
 
 def fork_context():
     """Processes that are forked from the one that has imported all of that."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["fork_imports"])
     return context
 
 

@@ -1,0 +1,37 @@
+"""Imports what forks of tests use, once for all of them; see `forked_programs`.
+
+Python's garbage collector would look through all of that in each fork, which copies its memory: it is frozen.
+"""
+
+import gc
+import importlib
+from contextlib import suppress
+
+_MODULES = [
+    "pytest",
+    "pandas",  # which pyarrow imports once it has made an array
+    "torch",
+    "torch._dynamo",  # which the first optimizer of torch imports
+    "torch.distributed",
+    "karvan.embedding",
+    "karvan.distributed",
+    "karvan.train.callbacks",
+    "karvan.train.contexts.eval_context",
+    "karvan.train.contexts.train_context",
+    "karvan.train.losses",
+    "karvan.train.trainer",
+    "karvan.train.training_job",
+    "karvan.data",
+    "karvan.cli.commands.role",
+    "karvan.cluster.loader.context",
+    "karvan.cluster.loader.builtin",
+    "karvan.cluster.embedding_worker.service",
+    "karvan.cluster.parameter_server.service",
+]
+
+gc.disable()
+for _name in _MODULES:
+    with suppress(ImportError):  # some are not there on every machine
+        importlib.import_module(_name)
+gc.freeze()
+gc.enable()
