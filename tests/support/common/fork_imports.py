@@ -3,6 +3,7 @@
 Python's garbage collector would look through all of that in each fork, which copies its memory: it is frozen.
 """
 
+import atexit
 import gc
 import importlib
 from contextlib import suppress
@@ -34,4 +35,5 @@ for _name in _MODULES:
     with suppress(ImportError):  # some are not there on every machine
         importlib.import_module(_name)
 gc.freeze()
+atexit.register(gc.unfreeze)  # extensions tell of what is left when the process ends
 gc.enable()
