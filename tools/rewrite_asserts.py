@@ -1,13 +1,16 @@
-"""Compiles the tests as pytest does when it imports them, with the values of asserts that fail.
+"""Compiles the tests, and pytest's plugins, as pytest does, with the values of asserts that fail.
 
 Pytest keeps what it has compiled beside the tests, if Python may. Where it may not, or has not yet, each of
-the processes of `make test` would compile all of them, which takes as long as some hundred tests.
+the processes of `make test` would compile all of them, which takes as long as some hundred tests. Plugins are
+hypothesis and xdist, which pytest treats like tests.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 
 from _pytest.assertion import rewrite
@@ -29,9 +32,19 @@ def compile_test(path: Path) -> None:
     partial.replace(target)
 
 
+def plugins() -> Iterator[Path]:
+    """The files of packages that bring a plugin of pytest."""
+    for package in distributions():
+        if any(point.group == "pytest11" for point in package.entry_points):
+            yield from (
+                Path(str(package.locate_file(file))) for file in package.files or () if file.suffix == ".py"
+            )
+
+
 def main() -> int:
-    """Compile all tests, in as many processes as there are cores."""
-    paths = sorted({path for pattern in PATTERNS for path in (ROOT / "tests").rglob(pattern)})
+    """Compile all of them, in as many processes as there are cores."""
+    tests = {path for pattern in PATTERNS for path in (ROOT / "tests").rglob(pattern)}
+    paths = sorted(tests) + sorted(plugins())
     with ProcessPoolExecutor() as pool:
         list(pool.map(compile_test, paths, chunksize=8))
     return 0
