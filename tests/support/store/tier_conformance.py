@@ -61,17 +61,16 @@ def check_locations(store):
         size = arena.capacity
         addresses, places = (each[:size].cpu().numpy() for each in (arena.chunks, arena.places))
         owners = arena.owners[: arena.device_rows].cpu().numpy()
-        wanted = [
-            memory.data_ptr() + arena.row_bytes * i
-            for memory in arena._memory
-            for i in range(memory.numel() // arena.row_bytes)
-        ]
+        step = arena.row_bytes
+        wanted = np.concatenate(
+            [memory.data_ptr() + step * np.arange(memory.numel() // step) for memory in arena._memory]
+        )
         assert np.array_equal(np.sort(addresses), np.sort(wanted))
         assert np.array_equal(places[owners], np.arange(len(owners)))
         assert (places >= 0).sum() == arena.device_rows
         assert set(np.unique(places[places < 0])) <= {-1}
-        first = np.array(wanted[: arena.device_rows])  # device locations, by their number
-        assert np.array_equal(addresses[owners], first)
+        # Device locations, by their number.
+        assert np.array_equal(addresses[owners], wanted[: arena.device_rows])
         assert owners[0] == 0
         zeros = torch.zeros(arena.layout.stride, dtype=torch.uint8)
         assert torch.equal(arena._memory[0][: arena.layout.stride].cpu(), zeros)
