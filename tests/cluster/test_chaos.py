@@ -13,7 +13,7 @@ DEATHS = (("loader", 6), ("embedding-worker", 0), ("parameter-server", 6), ("tra
 
 
 def test_a_job_outlives_the_death_of_each_role(tmp_path):
-    with LaunchedJob(tmp_path, "hybrid", 4, loaders=1, workers=1) as job:
+    with LaunchedJob(tmp_path, "hybrid", 4, loaders=1, workers=1, rows=1001) as job:
         for role, after in DEATHS:
             job.kill(role, after)
         job.finish()

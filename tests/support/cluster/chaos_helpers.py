@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +38,14 @@ class LaunchedJob:
         extra="",
         program=PROGRAM,
         write_data=None,
+        rows=ROWS,
     ):
         self.folder = folder
+        self.rows = rows
         for name in ("data", "notes"):
             (folder / name).mkdir()
-        (write_data or _write_data)(folder / "data")
+        write_data = write_data or partial(_write_data, rows=rows)
+        write_data(folder / "data")
         arguments = [str(folder / "data"), str(folder / "notes"), str(pause)]
         (folder / "job.yaml").write_text(
             f"name: chaos\nentry: {program}\nmode: {mode}\nstaleness: {staleness}\n"
@@ -114,7 +118,7 @@ class LaunchedJob:
         """For each record what its row has gathered, and how often it was looked up."""
         last = kv.Checkpoints(self.folder / "checkpoints").latest()
         rows = [np.concatenate(column) for column in zip(*last.parts("record"), strict=True)]
-        times, looked_up = np.zeros(ROWS), np.zeros(ROWS)
+        times, looked_up = np.zeros(self.rows), np.zeros(self.rows)
         times[rows[0]], looked_up[rows[0]] = rows[1][:, 0], rows[3]
         return times, looked_up
 
@@ -137,9 +141,9 @@ class LaunchedJob:
         self.process.kill()
 
 
-def _write_data(folder):
+def _write_data(folder, rows):
     draw = np.random.default_rng(0)
-    for part, ids in enumerate(np.array_split(np.arange(ROWS), 4)):
+    for part, ids in enumerate(np.array_split(np.arange(rows), 4)):
         columns = {
             "record": ids,
             "user": draw.integers(0, 50, len(ids)),
