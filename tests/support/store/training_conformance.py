@@ -243,6 +243,14 @@ class TrainingConformance:
         random.Random(1).shuffle(ids)
         pair.train({"a": (ids, None)}, seed=0)
 
+    def test_each_of_many_wide_rows_is_updated_once(self, kind):
+        """A program of an update has one wide row at a time: of few gradients, or of several pieces."""
+        pair = pair_of(kind, {"a": ref.Feature(300, "sum")}, "adagrad", None)
+        sizes = [1, 2, 3, 1, 2, 65, 66, 67, 65, 130]
+        ids = [[key] for key, size in enumerate(sizes) for _ in range(size)]
+        random.Random(1).shuffle(ids)
+        pair.train({"a": (ids, None)}, seed=0)
+
     def test_plain_ids_of_each_shape(self, kind):
         """One id for each sample, or a matrix of ids: features without offsets."""
         engine = kv.EmbeddingEngine(
