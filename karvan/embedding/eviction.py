@@ -71,13 +71,18 @@ class LFU(Eviction):
 
 @dataclass(frozen=True)
 class Age(Eviction):
-    """Removes rows whose last use is more than `steps` steps ago; checked every `every` steps."""
+    """Removes rows whose last use is more than `steps` steps ago; checked every `every` steps.
+
+    `Age(0)` keeps only the rows of the step at which it is checked.
+    """
 
     steps: int
     every: int = 1000
 
     def __post_init__(self) -> None:
-        _require_positive(self, steps=self.steps, every=self.every)
+        if not self.steps >= 0:
+            raise ValueError(f"Age expects steps of at least 0, got {self.steps}.")
+        _require_positive(self, every=self.every)
 
     def native(self) -> tuple[str, float, int]:
         """See `Eviction.native`."""

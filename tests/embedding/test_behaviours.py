@@ -232,6 +232,14 @@ def test_recis_14_age_removes_rows_not_seen_for_so_many_steps():
     assert keys_of(handle) == [2]
 
 
+def test_age_0_keeps_only_the_rows_of_the_last_step():
+    engine, handle = one(evict=kv.eviction.Age(0, every=2))
+    engine({"f": ids(1, 2)})
+    assert keys_of(handle) == [1, 2]  # not checked at step 1
+    engine({"f": ids(2, 3)})
+    assert keys_of(handle) == [2, 3]
+
+
 def test_recis_14_freed_rows_are_reset_and_reused():
     engine, handle = one(8, shards=1)  # each shard has its own free rows, so several drift a little
     opt = kv.optim.Adagrad(engine, lr=0.1)

@@ -168,6 +168,7 @@ def test_features_of_one_table_may_pool_differently():
         (lambda: kv.Table(4, evict=kv.eviction.LRU(0)), r"capacity.*0"),
         (lambda: kv.Table(4, evict=kv.eviction.LFU(0)), r"capacity.*0"),
         (lambda: kv.Table(4, evict=kv.eviction.Age(-1)), r"steps.*-1"),
+        (lambda: kv.Table(4, evict=kv.eviction.Age(0, every=0)), r"every.*0"),
         (lambda: kv.Table(4, evict=kv.eviction.TTL(-1.0)), r"seconds.*-1"),
         (lambda: kv.Table(4, admit=kv.admission.Probability(1.5)), r"1\.5"),
         (lambda: kv.Table(4, admit=kv.admission.MinCount(0)), r"0"),

@@ -22,6 +22,7 @@ EVICTIONS = {
     "lfu 1": kv.eviction.LFU(1),
     "lfu 9": kv.eviction.LFU(9),
     "age": kv.eviction.Age(2, every=1),
+    "age 0": kv.eviction.Age(0, every=1),
     "age now and then": kv.eviction.Age(1, every=3),
     "norm": kv.eviction.Norm(0.45, every=2),
 }
@@ -159,7 +160,7 @@ class PolicyConformance:
         }
         assert [engine.table(name).stats()["rejected"] for name in admits] == [0, 2, 3]
 
-    @pytest.mark.parametrize("evict", also_slowly(EVICTIONS, ("lru 1", "lfu 9", "age", "norm")))
+    @pytest.mark.parametrize("evict", also_slowly(EVICTIONS, ("lru 1", "lfu 9", "age", "age 0", "norm")))
     def test_eviction(self, kind, evict, source):
         """Also of rows that the same lookup has inserted, whose gradients are dropped then."""
         twins = Twins(kind, evict=EVICTIONS[evict], init=kv.init.Uniform(-0.4, 0.4))
