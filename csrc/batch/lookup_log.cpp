@@ -80,7 +80,7 @@ void LookupLog::use(const Table& table, State& state, uint32_t uses, uint32_t st
   }
   state.filter = static_cast<uint32_t>(std::min<uint64_t>(255, uint64_t{state.filter} + uses));
   state.filter_extra += uses;
-  if (!table.would_admit(state.hash, state.filter)) return;
+  if (!table.would_admit(state.hash, state.filter, step)) return;
   state.present = true;
   state.count = uses;
   state.last = step;

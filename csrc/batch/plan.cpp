@@ -232,7 +232,7 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
     if (entry) {
       entry.count() = saturating_add(entry.count(), counts[i]);
       entry.last() = step;
-    } else if (table.admit(hashes[i], counts[i])) {
+    } else if (table.admit(hashes[i], counts[i], step)) {
       unit.missing.emplace_back(bucket, from + i);
     } else {
       table.rejected.fetch_add(1, std::memory_order_relaxed);

@@ -28,6 +28,7 @@ const std::map<std::string, VectorType> kTypes = {
     {"float32", VectorType::f32}, {"bfloat16", VectorType::bf16}, {"float16", VectorType::f16}};
 const std::map<std::string, Admission::Kind> kAdmissions = {{"always", Admission::Kind::always},
                                                             {"probability", Admission::Kind::probability},
+                                                            {"probability_each", Admission::Kind::probability_each},
                                                             {"min_count", Admission::Kind::min_count},
                                                             {"read_only", Admission::Kind::read_only}};
 const std::map<std::string, Eviction::Kind> kEvictions = {

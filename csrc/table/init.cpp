@@ -16,15 +16,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "a draw is split by copying it to two numbers");
 
-constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
 constexpr int kBlock = 64;  // columns drawn at a time: the draws stay in the first-level cache
-
-uint64_t draw(uint64_t state, int p) {
-  uint64_t z = state + (static_cast<uint64_t>(p) + 1) * kGolden;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-  return z ^ (z >> 31);
-}
 
 // Calls put(x, out, columns) for one block of columns after another. The draws have a loop of their own,
 // since 64-bit products resist the vector units, while what put does with them mostly does not.
@@ -34,7 +26,7 @@ void for_blocks(uint64_t state, float* out, int dim, Put put) {
   for (int begin = 0; begin < dim; begin += kBlock) {
     const int columns = std::min(kBlock, dim - begin);
     for (int pair = 0; 2 * pair < columns; ++pair) {
-      const uint64_t both = draw(state, begin / 2 + pair);
+      const uint64_t both = draw(state, static_cast<uint64_t>(begin / 2 + pair));
       std::memcpy(x + 2 * pair, &both, sizeof both);
     }
     put(x, out + begin, columns);

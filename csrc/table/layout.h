@@ -22,7 +22,8 @@ struct RowLayout {
 };
 
 struct Admission {
-  enum class Kind : uint8_t { always, probability, min_count, read_only };
+  // probability: the key decides, once for all; probability_each: key and step do, so a key is drawn again at each miss.
+  enum class Kind : uint8_t { always, probability, probability_each, min_count, read_only };
   Kind kind = Kind::always;
   double probability = 1.0;
   uint32_t min_count = 1;

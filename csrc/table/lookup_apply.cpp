@@ -37,7 +37,7 @@ void Table::lookup(const uint64_t* keys, const uint32_t* counts, size_t count, b
         note_changes(&row[i], 1);
         entry.count() = entry.count() > UINT32_MAX - counts[i] ? UINT32_MAX : entry.count() + counts[i];
         entry.last() = step;
-      } else if (admit(hash, counts[i])) {
+      } else if (admit(hash, counts[i], step)) {
         row[i] = kNew;
         ++fresh[s];
       } else {

@@ -21,6 +21,9 @@ TableConfig checked(TableConfig config) {
   return config;
 }
 
+// Whether a random number falls into a share of all of them.
+bool chosen(uint64_t drawn, double share) { return static_cast<double>(drawn >> 11) * 0x1p-53 < share; }
+
 }  // namespace
 
 Table::Table(TableConfig config)
@@ -55,18 +58,21 @@ TableStats Table::stats() const {
   return s;
 }
 
-bool Table::admit(uint64_t hash, uint32_t times) {
-  return would_admit(hash, counts_before_admission() ? filter_.add(hash, times) : 0);
+bool Table::admit(uint64_t hash, uint32_t times, uint32_t step) {
+  return would_admit(hash, counts_before_admission() ? filter_.add(hash, times) : 0, step);
 }
 
-bool Table::would_admit(uint64_t hash, uint32_t uses) const {
+bool Table::would_admit(uint64_t hash, uint32_t uses, uint32_t step) const {
   const Admission& rule = config_.admit;
   switch (rule.kind) {
     case Admission::Kind::always: return true;
     case Admission::Kind::read_only: return false;
     case Admission::Kind::probability:
       // The hash alone would tie the choice to the shard, so it is mixed with the table's stream once more.
-      return static_cast<double>(mix(hash ^ stream_) >> 11) * 0x1p-53 < rule.probability;
+      return chosen(mix(hash ^ stream_), rule.probability);
+    case Admission::Kind::probability_each:
+      // Another stream than that of the initial vectors: else its draws for the first steps were their first columns.
+      return chosen(draw(mix(hash ^ mix(stream_)), step), rule.probability);
     case Admission::Kind::min_count: return uses >= rule.min_count;
   }
   return true;

@@ -68,14 +68,14 @@ class Table {
     return shards_[shard_of(hash)].index.first_bucket(hash);
   }
   Entry find(uint64_t hash) const { return shards_[shard_of(hash)].index.find(hash); }
-  bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
+  bool admit(uint64_t hash, uint32_t times, uint32_t step);               // may a key without a row have one now?
   uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
 
-  // For LookupLog: the admission filter's count of a key; whether a key would be admitted after so many uses; counters
+  // For LookupLog: the admission filter's count of a key; whether a key would be admitted at a step, after so many uses; counters
   // of the filter, or of a copy of them, with more or fewer uses; the uses of a key that has a row.
   bool counts_before_admission() const { return config_.admit.kind == Admission::Kind::min_count; }
   uint32_t filter_count(uint64_t hash) const { return filter_.count(hash); }
-  bool would_admit(uint64_t hash, uint32_t uses) const;
+  bool would_admit(uint64_t hash, uint32_t uses, uint32_t step) const;
   void change_filter(uint8_t* counters, uint64_t hash, int64_t times) const {
     filter_.change(counters ? counters : reinterpret_cast<uint8_t*>(filter_.data()), hash, times);
   }

@@ -64,7 +64,8 @@ std::map<uint64_t, Known> model(const Table& table, const Lookups& lookups, bool
       const uint64_t key = lookup->keys[i];
       if (!rows.contains(key)) {
         seen[key] += lookup->times[i];
-        if (!table.would_admit(mix(key), static_cast<uint32_t>(std::min<uint64_t>(255, seen[key])))) continue;
+        const auto uses = static_cast<uint32_t>(std::min<uint64_t>(255, seen[key]));
+        if (!table.would_admit(mix(key), uses, lookup->step)) continue;
       }
       rows[key].count += lookup->times[i];
       rows[key].last = lookup->step;
@@ -114,7 +115,7 @@ std::map<uint64_t, uint32_t> filter_model(const Table& table, const Lookups& loo
       const uint64_t key = lookup->keys[i];
       if (rows.contains(key)) continue;
       counts[key] += lookup->times[i];
-      if (table.would_admit(mix(key), counts[key])) rows.insert(key);
+      if (table.would_admit(mix(key), counts[key], lookup->step)) rows.insert(key);
     }
   }
   return counts;
@@ -139,7 +140,8 @@ std::vector<Use> some_uses(Random& random, uint64_t keys) {
 }  // namespace
 
 TEST(captures_have_the_uses_of_trained_lookups_alone) {
-  for (const auto kind : {Admission::Kind::always, Admission::Kind::min_count, Admission::Kind::probability}) {
+  for (const auto kind : {Admission::Kind::always, Admission::Kind::min_count, Admission::Kind::probability,
+                          Admission::Kind::probability_each}) {
     for (uint64_t seed = 0; seed < 30; ++seed) {
       Random random(seed);
       const uint64_t trainers = 1 + seed % 3, keys = 4 + below(random, 20);

@@ -299,7 +299,7 @@ TEST(set_state_keeps_vectors_and_starts_state_anew) {
 TEST(admission_rules_decide_who_gets_a_row) {
   const WithThreads with(2);
   const std::vector<uint64_t> keys = first_keys(0, 20000);
-  std::map<uint32_t, Rows> by_shards;
+  std::map<uint32_t, Rows> by_shards, drawn_by_shards;
   for (const uint32_t shards : {1u, 16u}) {
     TableConfig config = table_config(1, shards);
     config.admit = {Admission::Kind::read_only, 1.0, 1, 0};
@@ -317,6 +317,18 @@ TEST(admission_rules_decide_who_gets_a_row) {
     train(some, keys, 2);
     CHECK_EQ(some.rows(), chosen.size());  // the same keys again
     by_shards[shards] = chosen;
+
+    config.admit.kind = Admission::Kind::probability_each;
+    Table drawn(config);
+    train(drawn, keys, 1);
+    CHECK(std::fabs(static_cast<double>(drawn.rows()) - 6000) < 5 * std::sqrt(20000 * 0.3 * 0.7));
+    train(drawn, keys, 2);  // others, of the keys that are left
+    CHECK(std::fabs(static_cast<double>(drawn.rows()) - 10200) < 5 * std::sqrt(20000 * 0.51 * 0.49));
+    drawn_by_shards[shards] = contents(drawn);
+    for (uint32_t step = 3; step < 60; ++step) train(drawn, keys, step);
+    CHECK_EQ(drawn.rows(), keys.size());
+    config.admit.kind = Admission::Kind::probability;
+
     for (const double all_or_none : {0.0, 1.0}) {
       config.admit.probability = all_or_none;
       Table table(config);
@@ -325,6 +337,7 @@ TEST(admission_rules_decide_who_gets_a_row) {
     }
   }
   CHECK(by_shards[1] == by_shards[16]);
+  CHECK(drawn_by_shards[1] == drawn_by_shards[16]);
 }
 
 TEST(min_count_admits_a_key_once_it_was_seen_often_enough) {

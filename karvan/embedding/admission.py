@@ -30,9 +30,17 @@ class Always(Admission):
 
 @dataclass(frozen=True)
 class Probability(Admission):
-    """A share `p` of all keys get rows; the key's hash decides, so the choice is the same every time."""
+    """A share `p` of all keys get rows; the key's hash decides, so the choice is the same every time.
+
+    each: draw again at every step in which a key without a row occurs, so that it gets one with probability
+    `p` each time, and frequent keys sooner or later, as in PERSIA. The draw is a function of the engine's
+    seed, the table's name, the key and the step (the number of the training lookup; how often the key occurs
+    in it does not matter), so a run that is repeated admits the same keys at the same steps, on any number of
+    shards, servers and devices. Trainers that are at the same step draw the same.
+    """
 
     p: float
+    each: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p <= 1.0:
@@ -40,7 +48,7 @@ class Probability(Admission):
 
     def native(self) -> tuple[str, float, int]:
         """See `Admission.native`."""
-        return "probability", float(self.p), 0
+        return "probability_each" if self.each else "probability", float(self.p), 0
 
 
 @dataclass(frozen=True)

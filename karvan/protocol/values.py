@@ -46,7 +46,9 @@ SPEC = Fields(
         "dtype": OneOf("float32", "bfloat16", "float16"),
         "init": TupleOf(Text(40), FLOAT32, FLOAT32, FLOAT32, FLOAT32),
         "admit": TupleOf(
-            OneOf("always", "probability", "min_count", "read_only"), Float(0, 2**32 - 1), Integer(0, 2**40)
+            OneOf("always", "probability", "probability_each", "min_count", "read_only"),
+            Float(0, 2**32 - 1),
+            Integer(0, 2**40),
         ),
         "evict": TupleOf(
             OneOf("never", "lru", "lfu", "age", "ttl", "norm"), Float(0, 2**53), Integer(1, 2**53)

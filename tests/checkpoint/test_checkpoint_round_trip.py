@@ -22,6 +22,7 @@ VARIANTS = {
     "f16": {"dtype": torch.float16},
     "min count": {"admit": kv.admission.MinCount(2, slots=64)},
     "probability": {"admit": kv.admission.Probability(0.5)},
+    "probability each": {"admit": kv.admission.Probability(0.2, each=True)},
     "lru": {"evict": kv.eviction.LRU(50)},
     "lfu": {"evict": kv.eviction.LFU(50)},
     "age": {"evict": kv.eviction.Age(3, every=1)},

@@ -7,8 +7,11 @@ import pytest
 import reference as ref
 import torch
 from embedding_helpers import ids, keys_of, one, train
+from hypothesis import given
+from hypothesis import strategies as st
 
 import karvan as kv
+from karvan import _native
 
 
 def test_probability_is_repeatable_and_does_not_depend_on_order():
@@ -22,6 +25,35 @@ def test_probability_is_repeatable_and_does_not_depend_on_order():
     kept = admitted([every], 1)
     assert 450 < len(kept) < 750
     assert admitted([every.flip(0)[:700], every, every], 16) == kept
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    name=st.text(min_size=1, max_size=5),
+    p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    steps=st.lists(st.lists(st.integers(-9, 9), max_size=8), max_size=12),
+)
+def test_probability_each_draws_for_every_key_and_step(seed, name, p, steps):
+    table = kv.Table(2, name=name, admit=kv.admission.Probability(p, each=True))
+    engine = kv.EmbeddingEngine({"f": table}, seed=seed)
+    stream = ref.mix(ref.mix(ref.mix(seed) + _native.farm64(name.encode())))
+    expected, rejected = set(), 0
+    for step, keys in enumerate(steps, 1):
+        engine({"f": ids(*keys)})
+        for key in set(keys) - expected:
+            admitted = (ref.draw(ref.mix(ref.mix(key) ^ stream), step) >> 11) * 2.0**-53 < p
+            expected |= {key} if admitted else set()
+            rejected += not admitted
+        assert keys_of(engine.table(name)) == sorted(expected)
+    assert engine.table(name).stats()["rejected"] == rejected
+
+
+@pytest.mark.parametrize(("each", "least", "most"), [(False, 20, 90), (True, 500, 500)])
+def test_keys_that_occur_often_get_a_row_if_each_occurrence_is_drawn(each, least, most):
+    engine, handle = one(admit=kv.admission.Probability(0.1, each=each))
+    for _ in range(200):
+        engine({"f": torch.arange(500)})
+    assert least <= handle.rows <= most
 
 
 def test_min_count_admits_at_the_nth_occurrence_and_never_late():

@@ -37,11 +37,8 @@ def slow_bits(seed, table, key, column):
     """The 32 random bits of a column, from the definition in csrc/table/init.h."""
     stream = ref.mix(ref.mix(seed) + _native.farm64(table.encode()))
     state = ref.mix(ref.mix(key) ^ stream)
-    z = (state + (column // 2 + 1) * 0x9E3779B97F4A7C15) & MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
-    z ^= z >> 31
-    return z >> 32 if column % 2 else z & 0xFFFF_FFFF
+    drawn = ref.draw(state, column // 2)
+    return drawn >> 32 if column % 2 else drawn & 0xFFFF_FFFF
 
 
 KEYS = st.integers(-(1 << 63), (1 << 63) - 1)

@@ -88,6 +88,7 @@ TABLES = {
     "stack": kv.Table(8, combiner="sum", hash_stack=HashStack(2, 20)),
     "seldom": kv.Table(8, admit=kv.admission.MinCount(2, slots=1000)),
     "some": kv.Table(8, admit=kv.admission.Probability(0.5), evict=kv.eviction.Norm(1e-3, every=1)),
+    "drawn": kv.Table(8, admit=kv.admission.Probability(0.5, each=True)),
     "half": kv.Table(5, dtype=torch.bfloat16),
     "short": kv.Table(5, dtype=torch.float16, evict=kv.eviction.LRU(capacity=20)),
 }
@@ -103,7 +104,7 @@ def train(optimizer, steps, **options):
         batch = {name: ragged(rng, 70) for name in ("pooled", "padded", "stack")}
         batch |= {
             name: torch.from_numpy(rng.integers(-90, 90, 70))
-            for name in ("plain", "seldom", "some", "half", "short")
+            for name in ("plain", "seldom", "some", "drawn", "half", "short")
         }
         batch["plain"][:] = torch.where(torch.arange(70) < 66, 7, batch["plain"])  # a long run
         for _ in range(1 + step % 2):

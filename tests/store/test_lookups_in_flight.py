@@ -23,6 +23,7 @@ ADMISSIONS = {
     "always": kv.admission.Always(),
     "min_count": kv.admission.MinCount(MIN_COUNT, slots=1 << 16),
     "probability": kv.admission.Probability(0.5),
+    "probability_each": kv.admission.Probability(0.5, each=True),
 }
 
 
@@ -106,17 +107,17 @@ class Server:
             for key, times in batch.uses.items():
                 if key not in rows:
                     seen[key] = seen.get(key, 0) + times
-                    if not self.admits(key, seen[key]):
+                    if not self.admits(key, seen[key], batch.step):
                         continue
                 rows[key] = (rows.get(key, (0, 0))[0] + times, batch.step)
         return rows
 
-    def admits(self, key, seen):
-        if self.admit == "probability":  # by the key alone
+    def admits(self, key, seen, step):
+        if self.admit.startswith("probability"):  # by the key alone, or with the step
             chosen = MemoryStore()
             chosen.add_table(self.spec)
             one = np.array([key]), np.array([1], np.uint32)
-            chosen.lookup({"t": one}, training=True, step=0, now=0.0)
+            chosen.lookup({"t": one}, training=True, step=step, now=0.0)
             return chosen.stats("t")["rows"] == 1
         return self.admit == "always" or seen >= MIN_COUNT
 

@@ -19,6 +19,7 @@ SPECS = (
 )
 POLICIES = (
     spec_of("aged", evict=kv.eviction.Age(2)),
+    spec_of("drawn", admit=kv.admission.Probability(0.3, each=True)),
     spec_of("lfu", evict=kv.eviction.LFU(20)),
     spec_of("lru", evict=kv.eviction.LRU(20)),
     spec_of("norm", evict=kv.eviction.Norm(0.5, every=2)),

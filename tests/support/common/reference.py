@@ -76,6 +76,14 @@ def mix(key: int) -> int:
     return key ^ key >> 32
 
 
+def draw(state: int, number: int) -> int:
+    """Output `number` of SplitMix64 that starts at `state`, from the definition in csrc/hash/mix.h."""
+    z = (state + (number + 1) * 0x9E3779B97F4A7C15) & MASK64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK64
+    return z ^ z >> 31
+
+
 def hash_stack(key: int, rounds: int, size: int) -> list[int]:
     """The `rounds` keys that stand for one id."""
     hashes = list(itertools.accumulate(range(rounds), lambda h, _: farm64(h), initial=key))[1:]

@@ -11,6 +11,7 @@ import karvan as kv
 ADMISSIONS = {
     "always": kv.admission.Always(),
     "half": kv.admission.Probability(0.5),
+    "half each time": kv.admission.Probability(0.5, each=True),
     "nearly none": kv.admission.Probability(1e-3),
     "twice": kv.admission.MinCount(2),
     "five times": kv.admission.MinCount(5),
@@ -109,7 +110,9 @@ class Twins:
 class PolicyConformance:
     """Tests of admission and eviction, for a `StoreKind`."""
 
-    @pytest.mark.parametrize("admit", also_slowly(ADMISSIONS, ("half", "twice", "read only")))
+    @pytest.mark.parametrize(
+        "admit", also_slowly(ADMISSIONS, ("half", "half each time", "twice", "read only"))
+    )
     def test_admission(self, kind, admit, source):
         twins = Twins(kind, admit=ADMISSIONS[admit])
         twins.walk(source, kind.few(12, 4), most=12)

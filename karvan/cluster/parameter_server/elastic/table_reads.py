@@ -1,8 +1,8 @@
 """`TableReads`: training lookups that change nothing in the tables.
 
 A key without a row gets the vector that its row will start with, which depends on the key alone. Whether it
-will have a row can depend on how often the key is used: with admission by a minimum count, a key without a
-row reads as zeros, until a commit has given it a row.
+will have a row can depend on how often the key is used, or on the step: with admission by a minimum count,
+or by chance at each step, a key without a row reads as zeros, until a commit has given it a row.
 """
 
 from __future__ import annotations

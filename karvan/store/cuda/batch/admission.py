@@ -9,6 +9,7 @@ from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels.admission import (
     MIN_COUNT,
     PROBABILITY,
+    PROBABILITY_EACH,
     count_nominees,
     decide_nominees,
     insert_admitted,
@@ -17,7 +18,12 @@ from karvan.store.cuda.kernels.admission import (
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.tables import DeviceTable
 
-_KINDS = {"read_only": 0, "probability": PROBABILITY.value, "min_count": MIN_COUNT.value}
+_KINDS = {
+    "read_only": 0,
+    "probability": PROBABILITY.value,
+    "probability_each": PROBABILITY_EACH.value,
+    "min_count": MIN_COUNT.value,
+}
 
 
 def admit_keys(lookup: LookupBuffers, table: DeviceTable) -> None:
@@ -58,6 +64,7 @@ def admit_keys(lookup: LookupBuffers, table: DeviceTable) -> None:
         lookup.tables,
         table.number,
         memory.table_counters,
+        lookup.head,
         threshold,
         int(value) if kind == "min_count" else 0,
         KIND=_KINDS[kind],

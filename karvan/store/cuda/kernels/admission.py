@@ -15,16 +15,18 @@ from karvan.store.cuda.kernels.fields import (
     MASK,
     MISSING,
     REJECTED,
+    STEP,
     STREAM,
     TABLE,
     TABLE_FIELDS,
     VALUES,
 )
 from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, insert_rows
-from karvan.store.cuda.kernels.hashing import mix
+from karvan.store.cuda.kernels.hashing import draw, mix
 
 PROBABILITY = tl.constexpr(1)
 MIN_COUNT = tl.constexpr(2)
+PROBABILITY_EACH = tl.constexpr(3)
 
 
 @triton.jit
@@ -100,14 +102,18 @@ def count_nominees(index, slots, filter_, blocks):
 
 @triton.jit
 def decide_nominees(
-    index, slots, filter_, blocks, tables, table, counters, probability, least, KIND: tl.constexpr
+    index, slots, filter_, blocks, tables, table, counters, head, probability, least, KIND: tl.constexpr
 ):
     """Replace the occurrences of each key by 1 if it gets a row, by 0 otherwise."""
     hashes, _, place, there = _nominee(index, slots)
     admitted = there & False
-    if KIND == PROBABILITY:
-        drawn = mix(hashes ^ tl.load(tables + table * TABLE_FIELDS + STREAM))
-        share = (drawn.to(tl.uint64, bitcast=True) >> 11).to(tl.float64) * 1.1102230246251565e-16
+    if (KIND == PROBABILITY) | (KIND == PROBABILITY_EACH):
+        stream = tl.load(tables + table * TABLE_FIELDS + STREAM)
+        if KIND == PROBABILITY:
+            drawn = mix(hashes ^ stream).to(tl.uint64, bitcast=True)
+        else:
+            drawn = draw(mix(hashes ^ mix(stream)), tl.load(head + STEP))
+        share = (drawn >> 11).to(tl.float64) * 1.1102230246251565e-16
         admitted = there & (share < tl.load(probability))
     elif KIND == MIN_COUNT:
         count = tl.load(filter_ + _filter_place(hashes, blocks, 0), mask=there, other=0)
