@@ -17,6 +17,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "a draw is split by copying it to two numbers");
 
 constexpr int kBlock = 64;  // columns drawn at a time: the draws stay in the first-level cache
+constexpr int kGammaAttempts = 16, kPoissonMost = 2000;
 
 // Calls put(x, out, columns) for one block of columns after another. The draws have a loop of their own,
 // since 64-bit products resist the vector units, while what put does with them mostly does not.
@@ -47,6 +48,21 @@ double natural_log(double u) {
   for (int power = 17; power >= 1; power -= 2) sum = sum * square + 1.0 / power;
   return static_cast<double>(exponent) * ln2 + 2 * s * sum;
 }
+
+// e to the power of x <= 0, to about 1e-13, and 0 below -700. With n the integer nearest to -x / ln 2 it is 2^-n times the
+// series of r = x + n ln 2 up to r^14 / 14!.
+double natural_exp(double x) {
+  constexpr double ln2 = 0.693147180559945309417;
+  if (x < -700) return 0;
+  const auto n = static_cast<int64_t>(0.5 - x / ln2);
+  const double r = x + static_cast<double>(n) * ln2;
+  double sum = 1;
+  for (int power = 14; power >= 1; --power) sum = sum * r / power + 1;
+  return sum * std::bit_cast<double>(static_cast<uint64_t>(1023 - n) << 52);
+}
+
+// The u in (0, 1) that x represents.
+double unit(uint32_t x) { return (static_cast<double>(x) + 0.5) * 0x1p-32; }
 
 // u - 1/2 for the u in (0, 1) that x represents. It is exact, so the way through signed numbers, whose
 // conversion every vector unit has, gives the same as (x + 0.5) * 2^-32 - 0.5.
@@ -155,6 +171,50 @@ void truncated_normal(const Initialiser& init, uint64_t state, float* out, int d
   });
 }
 
+// Marsaglia and Tsang: a normal z is bent to d (1 + c z)^3, and accepted with the ratio of the densities.
+double gamma_value(double shape, uint64_t stream) {
+  const double d = (shape < 1 ? shape + 1 : shape) - 1.0 / 3, c = 1 / std::sqrt(9 * d);
+  double value = d;
+  for (int attempt = 1; attempt <= kGammaAttempts; ++attempt) {
+    const uint64_t both = draw(stream, static_cast<uint64_t>(attempt));
+    const auto x = static_cast<uint32_t>(both);
+    const double z = in_tail(x) ? tail_quantile(x) : central_quantile(x), root = 1 + c * z;
+    if (!(root > 0)) continue;
+    const double v = root * root * root;
+    if (natural_log(unit(static_cast<uint32_t>(both >> 32))) < 0.5 * z * z + d - d * v + d * natural_log(v)) {
+      value = d * v;
+      break;
+    }
+  }
+  if (shape < 1) value = value * natural_exp(natural_log(unit(static_cast<uint32_t>(draw(stream, 0)))) / shape);
+  return value;
+}
+
+void gamma(const Initialiser& init, uint64_t state, float* out, int dim) {
+  const double shape = init.a, scale = init.b;
+  for (int c = 0; c < dim; ++c) {
+    const double value = scale * gamma_value(shape, draw(state, static_cast<uint64_t>(c)));
+    out[c] = std::clamp(static_cast<float>(value), init.lo, init.hi);
+  }
+}
+
+void poisson(const Initialiser& init, uint64_t state, float* out, int dim) {
+  const double rate = init.a, none = natural_exp(-rate);
+  for_blocks(state, out, dim, [&](const uint32_t* x, float* block, int columns) {
+    for (int c = 0; c < columns; ++c) {
+      const double u = unit(x[c]);
+      double probability = none, sum = none;
+      int k = 0;
+      while (u > sum && k < kPoissonMost) {
+        ++k;
+        probability = probability * rate / k;
+        sum = sum + probability;
+      }
+      block[c] = std::clamp(static_cast<float>(k), init.lo, init.hi);
+    }
+  });
+}
+
 }  // namespace
 
 Initialiser make_initialiser(std::string_view kind, float a, float b, float lo, float hi) {
@@ -168,9 +228,13 @@ Initialiser make_initialiser(std::string_view kind, float a, float b, float lo, 
   } else if (kind == "truncated_normal") {
     init.kind = Kind::truncated_normal;
     find_range(init);
+  } else if (kind == "gamma") {
+    init.kind = Kind::gamma;
+  } else if (kind == "poisson") {
+    init.kind = Kind::poisson;
   } else {
-    throw std::invalid_argument("Expected the initialiser constant, uniform, normal or truncated_normal, "
-                                "received '" + std::string(kind) + "'.");
+    throw std::invalid_argument("Expected the initialiser constant, uniform, normal, truncated_normal, gamma or "
+                                "poisson, received '" + std::string(kind) + "'.");
   }
   return init;
 }
@@ -197,6 +261,12 @@ void initialise(const Initialiser& init, uint64_t table_stream, uint64_t key_has
       truncated_normal(ready, state, out, dim);
       return;
     }
+    case Initialiser::Kind::gamma:
+      gamma(init, state, out, dim);
+      return;
+    case Initialiser::Kind::poisson:
+      poisson(init, state, out, dim);
+      return;
   }
 }
 

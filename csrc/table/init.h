@@ -20,6 +20,14 @@
 //   normal            in double, then rounded to float: a + b * quantile(x)
 //   truncated_normal  the same with first + (x * (last - first + 1) >> 32) for x, the product in 64 bits,
 //                     then clamped to [lo, hi]; [first, last] are the x whose normal value lies in [lo, hi]
+//   gamma             in double: b * g, then rounded to float and clamped to [lo, hi], where g has the shape a. It is
+//                     drawn as Marsaglia and Tsang do (A simple method for generating gamma variables, 2000), from a
+//                     stream of the column, SplitMix64 started at draw(c). Its output 0 is for shapes below 1, whose
+//                     g is that of a + 1 times u^(1/a). Outputs 1 to 16 are one attempt each: z = quantile of the low
+//                     32 bits, u = (x + 0.5) * 2^-32 of the high ones, and the first that is accepted counts. Where
+//                     none is, which does not happen, g is d.
+//   poisson           in double: the least k, up to 2000, with u <= p(0) + ... + p(k) for u = (x + 0.5) * 2^-32, where
+//                     p(0) = exp(-a), p(k) = p(k - 1) * a / k; then rounded to float and clamped to [lo, hi]
 //
 // quantile(x) is the normal quantile at u = (x + 0.5) * 2^-32 by algorithm AS 241, PPND16 (Wichura: The
 // percentage points of the normal distribution, 1988), in the order of operations and with the logarithm of
@@ -33,16 +41,17 @@ namespace karvan {
 inline constexpr int kInitVersion = 1;
 
 struct Initialiser {
-  enum class Kind : uint8_t { constant, uniform, normal, truncated_normal };
+  enum class Kind : uint8_t { constant, uniform, normal, truncated_normal, gamma, poisson };
   Kind kind = Kind::constant;
-  // constant: a; uniform: [a, b); normal: mean a, std b; truncated_normal: also, only values in [lo, hi].
+  // constant: a; uniform: [a, b); normal: mean a, std b; truncated_normal: also, only values in [lo, hi]; gamma: shape a,
+  // scale b; poisson: mean a, at most 500; both then clamped to [lo, hi].
   float a = 0, b = 0, lo = 0, hi = 0;
   // The x of a truncated normal that fall into [lo, hi]; make_initialiser finds them once. Where last is 0,
   // each call of initialise searches them again, which is right but slow.
   uint32_t first = 0, last = 0;
 };
 
-// From the names constant, uniform, normal, truncated_normal; throws std::invalid_argument for another one.
+// From the names of the kinds; throws std::invalid_argument for another one.
 Initialiser make_initialiser(std::string_view kind, float a, float b, float lo, float hi);
 
 // Once per table.

@@ -180,6 +180,24 @@ TEST(neighbouring_columns_and_keys_are_uncorrelated) {
   }
 }
 
+TEST(gamma_and_poisson_have_their_moments) {
+  for (const float shape : {0.3f, 1.0f, 7.5f}) {
+    const Moments m = moments(sample(make_initialiser("gamma", shape, 2.0f, 0, 1e30f), 20000, 16));
+    CHECK(std::abs(m.mean / (2 * shape) - 1) < 0.015);
+    CHECK(std::abs(m.deviation / (2 * std::sqrt(shape)) - 1) < 0.015);
+  }
+  // A shape of 1 is the exponential distribution.
+  const auto exponential = sample(make_initialiser("gamma", 1.0f, 1.0f, 0, 1e30f), 20000, 16);
+  CHECK(distance(exponential, [](double x) { return 1 - std::exp(-x); }) < 1.95);
+  for (const float rate : {0.01f, 3.5f, 40.0f}) {
+    const auto values = sample(make_initialiser("poisson", rate, 0, 0, 1e30f), 20000, 16);
+    const Moments m = moments(values);
+    CHECK(std::abs(m.mean - rate) < 5 * std::sqrt(rate / 320000));
+    CHECK(std::abs(m.deviation / std::sqrt(rate) - 1) < 0.02);
+    CHECK(std::all_of(values.begin(), values.end(), [](float value) { return value == std::floor(value); }));
+  }
+}
+
 TEST(an_unknown_kind_is_an_error) {
   bool thrown = false;
   try {
@@ -224,8 +242,13 @@ TEST(pinned_digests_of_version_1) {
       {"normal", 0xe17e07b64277252cULL},
       {"truncated_normal", 0x3ad4e83903d05d5eULL},
   };
-  for (const auto& golden : goldens) {
-    const auto values = sample(make_initialiser(golden.kind, -0.3f, 0.55f, -1.0f, 0.3f), 20000, 16);
-    CHECK_EQ(farm_fingerprint64(values.data(), values.size() * sizeof(float)), golden.digest);
-  }
+  const auto digest = [](const Initialiser& init) {
+    const auto values = sample(init, 20000, 16);
+    return farm_fingerprint64(values.data(), values.size() * sizeof(float));
+  };
+  for (const auto& golden : goldens)
+    CHECK_EQ(digest(make_initialiser(golden.kind, -0.3f, 0.55f, -1.0f, 0.3f)), golden.digest);
+  CHECK_EQ(digest(make_initialiser("gamma", 0.4f, 1.5f, 0.01f, 3.0f)), 0xb9d89bdc92e8047eULL);
+  CHECK_EQ(digest(make_initialiser("gamma", 3.5f, 0.2f, -1.0f, 100.0f)), 0xaf5ba02de41d75f3ULL);
+  CHECK_EQ(digest(make_initialiser("poisson", 3.5f, 0, 1.0f, 9.0f)), 0xc3c5fa1bfcf0f7f6ULL);
 }

@@ -72,7 +72,10 @@ class Normal(Initialiser):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initialiser):
-    """Normal without the values outside [low, high], which default to two std from the mean."""
+    """Normal without the values outside [low, high], which default to two std from the mean.
+
+    They are absolute: `TruncatedNormal(std=0.02, low=-2, high=2)`, as torch and RecIS cut, leaves all values.
+    """
 
     mean: float = 0.0
     std: float = 0.01
@@ -102,24 +105,90 @@ class TruncatedNormal(Initialiser):
 
 
 @dataclass(frozen=True)
-class _Scaled(Initialiser):
-    """Values whose spread falls with the dimension: their standard deviation is gain / sqrt(dim).
+class Gamma(Initialiser):
+    """Gamma with the given shape, up to a million, and scale: its mean is shape * scale.
 
-    A row is not a weight matrix; it is treated as one with fan_in = fan_out = dim. So Xavier and Kaiming
-    differ only in their default gain.
+    Values outside [low, high] become the bound that they are beyond.
+    """
+
+    shape: float
+    scale: float
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_finite(self, shape=self.shape, scale=self.scale)
+        if not 1e-6 <= self.shape <= 1e6:
+            raise ValueError(f"{self} must have a shape from 1e-6 to 1e6.")
+        if self.scale <= 0:
+            raise ValueError(f"{self} must have scale > 0.")
+        _clamp(self, self.low, self.high)
+
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "gamma", self.shape, self.scale, *_clamp(self, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Poisson(Initialiser):
+    """Poisson: whole numbers whose mean is `rate`, from 0 to 500.
+
+    Values outside [low, high] become the bound that they are beyond.
+    """
+
+    rate: float
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_finite(self, rate=self.rate)
+        if not 0 <= self.rate <= 500:
+            raise ValueError(f"{self} must have a rate from 0 to 500.")
+        _clamp(self, self.low, self.high)
+
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "poisson", self.rate, 0.0, *_clamp(self, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class _Scaled(Initialiser):
+    """Values whose spread falls with the fan: their standard deviation is gain / sqrt(fan).
+
+    A row is not a weight matrix; unless fans are given, it is treated as one with fan_in = fan_out = dim. So
+    Xavier and Kaiming differ only in their default gain.
     """
 
     gain: float = 1.0
+    fan_in: int | None = None
 
     def __post_init__(self) -> None:
         _require_finite(self, gain=self.gain)
         if self.gain < 0:
             raise ValueError(f"{self} must have gain >= 0.")
+        for name in ("fan_in", "fan_out"):
+            fan = getattr(self, name, None)
+            if fan is not None and not fan >= 1:
+                raise ValueError(f"{self} must have a {name} of at least 1, or None for dim.")
+
+    def _fan(self, dim: int) -> float:
+        return dim if self.fan_in is None else self.fan_in
 
     def _std(self, dim: int) -> float:
         if dim < 1:
             raise ValueError(f"{self} needs a dim of at least 1, but dim is {dim}.")
-        return self.gain / math.sqrt(dim)
+        return self.gain / math.sqrt(self._fan(dim))
+
+
+@dataclass(frozen=True)
+class _Xavier(_Scaled):
+    """The fan is the mean of both."""
+
+    fan_out: int | None = None
+
+    def _fan(self, dim: int) -> float:
+        fan_out = dim if self.fan_out is None else self.fan_out
+        return (super()._fan(dim) + fan_out) / 2
 
 
 class _ScaledUniform(_Scaled):
@@ -136,31 +205,43 @@ class _ScaledNormal(_Scaled):
 
 
 @dataclass(frozen=True)
-class XavierUniform(_ScaledUniform):
-    """Uniform within gain * sqrt(6 / (fan_in + fan_out)), both fans being dim (Glorot and Bengio, 2010)."""
+class XavierUniform(_Xavier, _ScaledUniform):
+    """Uniform within gain * sqrt(6 / (fan_in + fan_out)); a fan of None is dim (Glorot and Bengio, 2010).
+
+    RecIS initialises blocks of 10,240 rows: `XavierUniform(fan_out=10240)` has its range.
+    """
 
     gain: float = 1.0
 
 
 @dataclass(frozen=True)
-class XavierNormal(_ScaledNormal):
-    """Normal with std gain * sqrt(2 / (fan_in + fan_out)), both fans being dim (Glorot and Bengio, 2010)."""
+class XavierNormal(_Xavier, _ScaledNormal):
+    """Normal with std gain * sqrt(2 / (fan_in + fan_out)); a fan of None is dim (Glorot and Bengio, 2010)."""
 
     gain: float = 1.0
 
 
 @dataclass(frozen=True)
 class KaimingUniform(_ScaledUniform):
-    """Uniform within gain * sqrt(3 / fan_in), fan_in being dim (He et al., 2015); the gain suits a ReLU."""
+    """Uniform within gain * sqrt(3 / fan_in), by default dim (He et al., 2015); the gain suits a ReLU."""
 
     gain: float = math.sqrt(2.0)
 
 
 @dataclass(frozen=True)
 class KaimingNormal(_ScaledNormal):
-    """Normal with std gain / sqrt(fan_in), fan_in being dim (He et al., 2015); the gain suits a ReLU."""
+    """Normal with std gain / sqrt(fan_in), by default dim (He et al., 2015); the gain suits a ReLU."""
 
     gain: float = math.sqrt(2.0)
+
+
+def _clamp(init: Initialiser, low: float | None, high: float | None) -> tuple[float, float]:
+    """The bounds that values are moved to; without them, all float32."""
+    lowest, highest = -_LARGEST if low is None else low, _LARGEST if high is None else high
+    _require_finite(init, low=lowest, high=highest)
+    if lowest > highest:
+        raise ValueError(f"{init} must have low <= high.")
+    return lowest, highest
 
 
 def _require_finite(init: Initialiser, **numbers: float) -> None:

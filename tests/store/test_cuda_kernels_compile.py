@@ -85,7 +85,7 @@ TABLES = {
     "plain": kv.Table(8),
     "pooled": kv.Table(8, combiner="mean", init=kv.init.TruncatedNormal()),
     "padded": kv.Table(8, combiner="sequence", length=2, name="plain"),
-    "stack": kv.Table(8, combiner="sum", hash_stack=HashStack(2, 20)),
+    "stack": kv.Table(8, combiner="sum", hash_stack=HashStack(2, 20), init=kv.init.Gamma(0.5, 1.0)),
     "seldom": kv.Table(8, admit=kv.admission.MinCount(2, slots=1000)),
     "some": kv.Table(8, admit=kv.admission.Probability(0.5), evict=kv.eviction.Norm(1e-3, every=1)),
     "drawn": kv.Table(8, admit=kv.admission.Probability(0.5, each=True)),

@@ -36,6 +36,10 @@ INITS = {
     "normal": kv.init.Normal(0.5, 2.0),
     "xavier normal": kv.init.XavierNormal(),
     "truncated": kv.init.TruncatedNormal(1.0, 0.5),
+    "truncated far away": kv.init.TruncatedNormal(0.0, 0.02, -2.0, 2.0),
+    "gamma": kv.init.Gamma(2.5, 0.3),
+    "gamma below 1": kv.init.Gamma(0.3, 0.2, 0.01, 0.5),
+    "poisson": kv.init.Poisson(3.5, high=7.0),
     "truncated to a range": kv.init.TruncatedNormal(0.0, 1.0, -0.5, 2.0),
 }
 
@@ -44,6 +48,9 @@ def rule():
     made = Rule("sgd")
     made.lr = LR
     return made
+
+
+QUICK_INITS = ("uniform", "normal", "truncated to a range", "gamma below 1", "poisson")
 
 
 class Rig:
@@ -324,7 +331,7 @@ class RowsConformance:
         with pytest.raises(ValueError, match="'t'"):
             rig.store.add_table(kv.Table(7).spec("t", 0, 4))
 
-    @pytest.mark.parametrize("init", also_slowly(INITS, ("uniform", "normal", "truncated to a range")))
+    @pytest.mark.parametrize("init", also_slowly(INITS, QUICK_INITS))
     def test_rows_start_with_the_vectors_of_memory(self, kind, init):
         expected = memory()
         keys = np.array([*SPECIAL, *range(50)])

@@ -90,7 +90,7 @@ class GroupShape(NamedTuple):
     plain: int  # blocks of positions of plain features
     samples: int  # blocks of samples of the other features
     outs: int  # blocks of output rows of the other features
-    normals: bool
+    init_level: int  # the highest of its tables, see `DeviceTable.init_level`
 
 
 class GroupLayout:
@@ -125,7 +125,7 @@ class GroupLayout:
             launch.coarse(plain),
             launch.coarse(samples),
             launch.coarse(outs),
-            any(feature.table.has_normals for _, feature in ordered),
+            max((feature.table.init_level for _, feature in ordered), default=0),
         )
         self.positions: int = self.shape.positions * _BLOCK  # with those that only fill blocks
         self.tables = list(self.wanted)

@@ -90,7 +90,7 @@ def insert(at: LookupBuffers) -> None:
         STRIDE=layout.stride,
         VECTOR=layout.vector,
         TYPE=layout.type,
-        NORMALS=at.shape.normals,
+        LEVEL=at.shape.init_level,
         num_warps=4,
         enable_fp_fusion=False,
     )

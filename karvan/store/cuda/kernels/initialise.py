@@ -29,6 +29,10 @@ from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, row_addre
 UNIFORM = tl.constexpr(1)
 NORMAL = tl.constexpr(2)
 TRUNCATED = tl.constexpr(3)
+GAMMA = tl.constexpr(4)
+POISSON = tl.constexpr(5)
+_GAMMA_ATTEMPTS = tl.constexpr(16)
+_POISSON_MOST = tl.constexpr(2000)
 _SQRT_HALF = tl.constexpr(0x3FE6A09E667F3BCD)  # the bits of sqrt(1/2)
 
 
@@ -51,6 +55,65 @@ def natural_log(u):
     total = total * square + tl.full(u.shape, 1.0, tl.float64) / 3
     total = total * square + 1.0
     return exponent.to(tl.float64) * 0.693147180559945309417 + 2 * s * total
+
+
+@triton.jit
+def natural_exp(x):
+    """e to the power of doubles that are not positive, to about 1e-13; 0 below -700."""
+    near = tl.maximum(x, -700.0)
+    n = (0.5 - near / 0.693147180559945309417).to(tl.int64)
+    r = near + n.to(tl.float64) * 0.693147180559945309417
+    total = tl.full(x.shape, 1.0, tl.float64)
+    for below in tl.static_range(14):
+        total = total * r / (14 - below) + 1.0
+    scale = ((1023 - n) << 52).to(tl.float64, bitcast=True)
+    return tl.where(x < -700.0, 0.0, total * scale)
+
+
+@triton.jit
+def _unit(x):
+    return (x.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def gamma_value(shape, stream, wanted):
+    """Values of gamma distributions where they are wanted, each from its stream of draws, an int64."""
+    d = tl.where(shape < 1, shape + 1, shape) - tl.full(shape.shape, 1.0, tl.float64) / 3
+    c = 1.0 / tl.sqrt(9 * d)
+    value = d + tl.zeros(stream.shape, tl.float64)
+    waiting = wanted
+    attempt = 1
+    while (attempt <= _GAMMA_ATTEMPTS) & (tl.max(tl.max(waiting.to(tl.int32), axis=1), axis=0) > 0):
+        both = draw(stream, tl.zeros_like(stream) + attempt)
+        z = quantile((both & 0xFFFFFFFF).to(tl.uint32))
+        root = 1 + c * z
+        v = tl.where(root > 0, root * root * root, 1.0)
+        limit = 0.5 * z * z + d - d * v + d * natural_log(v)
+        accepted = waiting & (root > 0) & (natural_log(_unit(both >> 32)) < limit)
+        value = tl.where(accepted, d * v, value)
+        waiting = waiting & ~accepted
+        attempt += 1
+    u = _unit(draw(stream, tl.zeros_like(stream)) & 0xFFFFFFFF)
+    return tl.where(shape < 1, value * natural_exp(natural_log(u) / shape), value)
+
+
+@triton.jit
+def poisson_value(rate, x, wanted):
+    """Values of Poisson distributions where they are wanted, x uint32."""
+    u = _unit(x)
+    probability = natural_exp(-rate) + tl.zeros(x.shape, tl.float64)
+    total = probability
+    value = tl.zeros(x.shape, tl.float64)
+    waiting = wanted & (u > total)
+    k = 0
+    while (k < _POISSON_MOST) & (tl.max(tl.max(waiting.to(tl.int32), axis=1), axis=0) > 0):
+        k += 1
+        number = tl.zeros(x.shape, tl.float64) + k
+        probability = probability * rate / number
+        total = total + probability
+        value = tl.where(waiting, number, value)
+        waiting = waiting & (u > total)
+    return value
 
 
 @triton.jit
@@ -95,8 +158,11 @@ def quantile(x):
 
 
 @triton.jit
-def initial_vector(tables, inits, table, hashes, column, NORMALS: tl.constexpr):
-    """The initial values of rows (n,) of tables (n,) at columns (c,), as float32 (n, c)."""
+def initial_vector(tables, inits, table, hashes, column, LEVEL: tl.constexpr):
+    """The initial values of rows (n,) of tables (n,) at columns (c,), as float32 (n, c).
+
+    LEVEL: 0 if no table has more than uniform values, 1 if some have normal ones, 2 for all kinds.
+    """
     of_table = tables + table * TABLE_FIELDS
     of_init = inits + table * INIT_FIELDS
     kind = tl.load(of_table + INIT)[:, None]
@@ -110,7 +176,17 @@ def initial_vector(tables, inits, table, hashes, column, NORMALS: tl.constexpr):
     u = (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
     top = tl.load(of_init + INIT_TOP)[:, None].to(tl.float32)
     value = tl.where(kind == UNIFORM, tl.minimum(low + width * u, top), low)
-    if NORMALS:
+    if LEVEL > 1:
+        least = tl.load(of_init + INIT_LOW)[:, None].to(tl.float32)
+        most = tl.load(of_init + INIT_HIGH)[:, None].to(tl.float32)
+        is_gamma = tl.broadcast_to(kind == GAMMA, x.shape)
+        stream = draw(state[:, None], column[None, :].to(tl.int64)).to(tl.int64, bitcast=True)
+        drawn_gamma = (b * gamma_value(tl.where(kind == GAMMA, a, 1.0), stream, is_gamma)).to(tl.float32)
+        value = tl.where(is_gamma, tl.minimum(tl.maximum(drawn_gamma, least), most), value)
+        is_poisson = tl.broadcast_to(kind == POISSON, x.shape)
+        counted = poisson_value(tl.where(kind == POISSON, a, 0.0), x, is_poisson).to(tl.float32)
+        value = tl.where(is_poisson, tl.minimum(tl.maximum(counted, least), most), value)
+    if LEVEL > 0:
         first = tl.load(of_table + INIT_FIRST)[:, None]
         count = tl.load(of_table + INIT_COUNT)[:, None].to(tl.uint64)
         inside = first + ((x.to(tl.uint64) * count) >> 32).to(tl.int64)
@@ -146,7 +222,7 @@ def finish_inserts(
     STRIDE: tl.constexpr,
     VECTOR: tl.constexpr,
     TYPE: tl.constexpr,
-    NORMALS: tl.constexpr,
+    LEVEL: tl.constexpr,
 ):
     """Fill new rows, and give positions the rows that other programs were inserting for them."""
     program = tl.program_id(0)
@@ -161,7 +237,7 @@ def finish_inserts(
         row = tl.load(fresh_rows + number, mask=there, other=0)
         table = tl.load(fresh_tables + number, mask=there, other=0)
         hashes = tl.load(hash_pointer(chunks, row, SHIFT, STRIDE))
-        value = initial_vector(tables, inits, table, hashes, column, NORMALS)
+        value = initial_vector(tables, inits, table, hashes, column, LEVEL)
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
         mask = there[:, None] & (column < DIM)[None, :]
         write_nearest(address, column[None, :], value, mask, TYPE)

@@ -11,7 +11,7 @@ import numpy as np
 from karvan.store.cuda.rows.farm import fingerprint64
 from karvan.store.types import TableSpec
 
-KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
+KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3, "gamma": 4, "poisson": 5}
 _MASK = (1 << 64) - 1
 # Coefficients of algorithm AS 241, from the highest power down: above and below the fraction line.
 _CENTRAL_ABOVE = (

@@ -15,6 +15,8 @@ from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.rows.index import KeyIndex
 from karvan.store.types import TableSpec
 
+_INIT_LEVELS = {"normal": 1, "truncated_normal": 1, "gamma": 2, "poisson": 2}
+
 
 class DeviceTable:
     """A table: its settings, its index, and the arena of its rows."""
@@ -43,9 +45,9 @@ class DeviceTable:
         return self.spec.admit[0] == "always"
 
     @property
-    def has_normals(self) -> bool:
-        """Whether initial vectors follow a normal distribution."""
-        return self.spec.init[0] in ("normal", "truncated_normal")
+    def init_level(self) -> int:
+        """How much the kernel that fills rows must know: 1 with normals, 2 also with gamma and Poisson."""
+        return _INIT_LEVELS.get(self.spec.init[0], 0)
 
     def learn(self, counters: NDArray[np.int64], time: int) -> None:
         """What the host has read of the table's counters."""
