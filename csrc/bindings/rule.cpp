@@ -15,7 +15,7 @@ namespace {
 const std::map<std::string, Rule::Kind> kRules = {
     {"sgd", Rule::Kind::sgd},   {"momentum", Rule::Kind::momentum}, {"adagrad", Rule::Kind::adagrad},
     {"adagrad_row", Rule::Kind::adagrad_row}, {"adam", Rule::Kind::adam}, {"adamw", Rule::Kind::adamw},
-    {"ftrl", Rule::Kind::ftrl}};
+    {"ftrl", Rule::Kind::ftrl}, {"nesterov", Rule::Kind::nesterov}, {"amsgrad", Rule::Kind::amsgrad}};
 
 }  // namespace
 

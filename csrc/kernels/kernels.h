@@ -66,13 +66,13 @@ struct ReduceArgs {
 
 // The optimizers' rules; the names say the paper or system. All apply clip, decay, update, bound in that order.
 struct Rule {
-  enum class Kind : uint8_t { sgd, momentum, adagrad, adagrad_row, adam, adamw, ftrl };
+  enum class Kind : uint8_t { sgd, momentum, adagrad, adagrad_row, adam, adamw, ftrl, nesterov, amsgrad };
   Kind kind = Kind::sgd;
   float lr = 0.01f;
-  float beta1 = 0, beta2 = 0;   // sgd: momentum; adam: betas; adagrad: decay of the accumulator; ftrl: beta
+  float beta1 = 0, beta2 = 0;   // momentum, nesterov: the factor; adam: betas; adagrad: decay of the accumulator; ftrl: beta
   float eps = 0;
   float weight_decay = 0;       // added to the gradient
-  float shrink = 1;             // adamw: the vector is multiplied by this first
+  float shrink = 1;             // adamw, amsgrad: the vector is multiplied by this first
   float alpha = 0;              // adam: the bias-corrected learning rate
   float l1 = 0, l2 = 0;
   bool accumulate_last = false;
@@ -84,10 +84,12 @@ constexpr uint32_t state_floats(Rule::Kind kind, uint32_t dim) {
     case Rule::Kind::sgd: return 0;
     case Rule::Kind::adagrad_row: return 1;
     case Rule::Kind::momentum:
+    case Rule::Kind::nesterov:
     case Rule::Kind::adagrad: return dim;
     case Rule::Kind::adam:
     case Rule::Kind::adamw:
     case Rule::Kind::ftrl: return 2 * dim;
+    case Rule::Kind::amsgrad: return 3 * dim;
   }
   return 0;
 }

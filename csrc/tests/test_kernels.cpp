@@ -16,7 +16,7 @@ namespace {
 
 using Kind = Rule::Kind;
 constexpr Kind kKinds[] = {Kind::sgd,  Kind::momentum, Kind::adagrad, Kind::adagrad_row,
-                           Kind::adam, Kind::adamw,    Kind::ftrl};
+                           Kind::adam, Kind::adamw,    Kind::ftrl,    Kind::nesterov, Kind::amsgrad};
 constexpr uint32_t kDims[] = {1, 3, 4, 8, 15, 16, 17, 32, 33, 64, 100};
 constexpr VectorType kTypes[] = {VectorType::f32, VectorType::bf16, VectorType::f16};
 
@@ -24,10 +24,12 @@ Rule make_rule(Kind kind, int variant) {
   Rule rule{.kind = kind, .lr = 0.05f, .eps = 1e-3f};
   switch (kind) {
     case Kind::sgd: break;
-    case Kind::momentum: rule.beta1 = 0.9f; break;
+    case Kind::momentum:
+    case Kind::nesterov: rule.beta1 = 0.9f; break;
     case Kind::adagrad:
     case Kind::adagrad_row: rule.beta1 = variant % 2 ? 0.95f : 1.0f; break;
     case Kind::adam: rule.beta1 = 0.9f, rule.beta2 = 0.99f, rule.alpha = 0.03f; break;
+    case Kind::amsgrad:
     case Kind::adamw: rule.beta1 = 0.9f, rule.beta2 = 0.99f, rule.alpha = 0.03f, rule.shrink = 0.97f; break;
     case Kind::ftrl: rule.beta1 = 1.0f, rule.l1 = 0.3f, rule.l2 = 0.1f; break;
   }
@@ -66,6 +68,10 @@ void slow_update(const Rule& r, Vector& vector, Vector& state, Vector g) {
         state[c] = r.beta1 * state[c] + g[c];
         w -= r.lr * state[c];
         break;
+      case Kind::nesterov:
+        state[c] = r.beta1 * state[c] + g[c];
+        w -= r.lr * (g[c] + r.beta1 * state[c]);
+        break;
       case Kind::adagrad: {
         const double before = state[c];
         state[c] = before * r.beta1 + g[c] * g[c];
@@ -80,6 +86,14 @@ void slow_update(const Rule& r, Vector& vector, Vector& state, Vector g) {
         v = r.beta2 * v + (1 - r.beta2) * g[c] * g[c];
         if (r.kind == Kind::adamw) w *= r.shrink;
         w -= r.alpha * m / (std::sqrt(v) + r.eps);
+        break;
+      }
+      case Kind::amsgrad: {
+        double &m = state[c], &v = state[dim + c], &most = state[2 * dim + c];
+        m = r.beta1 * m + (1 - r.beta1) * g[c];
+        v = r.beta2 * v + (1 - r.beta2) * g[c] * g[c];
+        most = std::max(most, v);
+        w = r.shrink * w - r.alpha * m / (std::sqrt(most) + r.eps);
         break;
       }
       case Kind::ftrl: {

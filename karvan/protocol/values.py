@@ -27,7 +27,7 @@ from karvan.wire.schema.kinds import (
 
 MOST_DIM = 65536
 MOST_TABLES = 4096
-_MOST_STATE = 2 * MOST_DIM  # floats of optimizer state in a row: Adam's two for each of the vector's
+_MOST_STATE = 3 * MOST_DIM  # floats of optimizer state in a row: AMSGrad's three for each of the vector's
 
 NUMBER = Integer(0, 2**53)  # counts and identifiers
 STEP = Integer(0, 2**32 - 1)
@@ -63,7 +63,9 @@ DECLARED = MapOf(Fields({"spec": SPEC}, {"initial": STATE}), MOST_TABLES, TABLE)
 _RULE_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2")
 RULE = Fields(
     {
-        "kind": OneOf("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl"),
+        "kind": OneOf(
+            "sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl", "nesterov", "amsgrad"
+        ),
         **dict.fromkeys((*_RULE_NUMBERS, "clip_value", "clip_norm", "bound"), FLOAT32),
         "accumulate_last": Boolean(),
     }

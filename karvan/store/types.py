@@ -15,7 +15,7 @@ from karvan.native import _native
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
-RULES = ("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl")
+RULES = ("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl", "nesterov", "amsgrad")
 _MODES = ("pooled", "padded", "cells")
 _COMBINERS = ("sum", "mean", "sqrtn")
 _LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
@@ -94,16 +94,16 @@ class FeatureSpec:
 class Rule:
     """An optimizer's rule and its numbers for one step; docs/extending/optimizer.md has the formulas.
 
-    kind: "sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw" or "ftrl".
+    kind: "sgd", "momentum", "nesterov", "adagrad", "adagrad_row", "adam", "adamw", "amsgrad" or "ftrl".
     """
 
     kind: str
     lr: float = 0.01
-    beta1: float = 0.0  # momentum, adam: the factor; adagrad: decay of the accumulator; ftrl: beta
+    beta1: float = 0.0  # momentum, nesterov, adam: the factor; adagrad: decay of the accumulator; ftrl: beta
     beta2: float = 0.0
     eps: float = 0.0
     weight_decay: float = 0.0  # times the vector is added to the gradient
-    shrink: float = 1.0  # adamw: the vector is multiplied by this first
+    shrink: float = 1.0  # adamw, amsgrad: the vector is multiplied by this first
     alpha: float = 0.0  # adam: the learning rate, corrected for the bias of the moments
     l1: float = 0.0
     l2: float = 0.0

@@ -34,8 +34,20 @@ def test_all_combiners_weights_and_dtypes_in_one_engine(optimizer):
         pair.train({n: (r, weigh(r, seed) if weighted[n] else None) for n, r in rows.items()}, seed)
 
 
-@pytest.mark.parametrize("dtype", ref.DTYPES, ids=str)
-@pytest.mark.parametrize("optimizer", ref.OPTIMIZERS)
+# These differ from the others in what does not depend on the dtype.
+SIMILAR = {"sgd-nesterov", "adamw-amsgrad", "ftrl-tf"}
+STEPS = [
+    pytest.param(
+        name,
+        dtype,
+        marks=[pytest.mark.slow] if name in SIMILAR and dtype is not torch.float32 else [],
+        id=f"{name}-{dtype}",
+    )
+    for name, dtype in itertools.product(ref.OPTIMIZERS, ref.DTYPES)
+]
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), STEPS)
 @given(
     combiner=st.sampled_from(list(COMBINERS)),
     steps=st.lists(st.tuples(ids, st.booleans(), st.integers(0, 99)), min_size=1, max_size=4),

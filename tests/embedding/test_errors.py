@@ -222,6 +222,8 @@ def test_optimizers_refuse_bad_arguments(engine, cls, options):
         ("Adam", {"eps": 0.0}, "above 0, got 0"),
         ("AdamW", {"eps": 0.0}, "above 0, got 0"),
         ("FTRL", {"beta": 0.0}, "divides a gradient of 0 by 0"),
+        ("FTRLTF", {"initial_accumulator_value": 0.0}, "divides a gradient of 0 by 0"),
+        ("SGD", {"nesterov": True}, "nesterov=True expects a momentum above 0, got 0"),
     ],
 )
 def test_settings_that_divide_by_almost_nothing_are_refused(engine, cls, options, says):

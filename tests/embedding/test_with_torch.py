@@ -10,6 +10,8 @@ import pytest
 import reference as ref
 import torch
 from embedding_helpers import ids, keys_of, one, train
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import karvan as kv
@@ -148,6 +150,49 @@ def test_an_optimizers_state_dict_survives_torch_save(tmp_path):
     other = kv.optim.Adam(one()[0], lr=0.1)
     other.load_state_dict(loaded)
     assert other.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(("name", "since"), [("adam", "amsgrad"), ("sgd-momentum", "nesterov")])
+def test_a_state_dict_of_a_version_without_a_setting_loads(name, since):
+    cls, options = ref.OPTIMIZERS[name]
+    engine, handle = one()
+    opt = getattr(kv.optim, cls)(engine, **options)
+    train(engine, opt, f=ids(1))
+    state = opt.state_dict()
+    del state["param_groups"][0][since]
+    opt.load_state_dict(state)
+    before = handle.vectors(ids(1))
+    train(engine, opt, f=ids(1))
+    assert opt.param_groups[0][since] is False
+    assert not torch.equal(handle.vectors(ids(1)), before)
+
+
+@given(
+    p=st.floats(-1, 1, width=32),
+    gradients=st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=6),
+    eps=st.sampled_from([1e-8, 1e-3]),
+)
+def test_nesterov_and_amsgrad_are_those_of_torch(p, gradients, eps):
+    """Of a dense parameter; torch's AMSGrad differs only in where it adds eps, so it gets eps there, too."""
+    pairs = [
+        (kv.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (kv.optim.AdamW, torch.optim.AdamW, {"lr": 0.1, "eps": eps, "weight_decay": 0.1, "amsgrad": True}),
+    ]
+    for sparse, dense, options in pairs:
+        engine, handle = one(1, init=kv.init.Constant(p))
+        opt = sparse(engine, **options)
+        parameter = torch.nn.Parameter(torch.tensor([[p]], dtype=torch.float64))
+        state = {}
+        for step, gradient in enumerate(gradients, 1):
+            train(engine, opt, gradient, f=ids(7))
+            if "eps" in options:
+                options["eps"] = eps / (1 - 0.999**step) ** 0.5
+            peer = dense([parameter], **options)
+            peer.state[parameter].update(state)
+            parameter.grad = torch.full_like(parameter, gradient)
+            peer.step()
+            state = peer.state[parameter]
+        torch.testing.assert_close(handle.vectors(ids(7)).double(), parameter.data, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ref.OPTIMIZERS)

@@ -183,6 +183,8 @@ def test_kernels_of_the_host_tier_compile_for_hopper(launches, tmp_path):
     [
         (kv.optim.SGD, {}),
         (kv.optim.SGD, {"momentum": 0.9}),
+        (kv.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (kv.optim.Adam, {"amsgrad": True}),
         (kv.optim.Adagrad, {}),
         (kv.optim.Adagrad, {"row_wise": True}),
         (kv.optim.AdamW, {}),

@@ -67,9 +67,9 @@ class ServerTables:
         return spec
 
     def check_state(self, table: str, initial: Sequence[float]) -> None:
-        """An optimizer has no state, one number for a row, or one or two for each number of its vector."""
+        """An optimizer has no state, one number for a row, or one to three for each number of its vector."""
         dim = self.spec(table).dim
-        sizes = sorted({0, 1, dim, 2 * dim})
+        sizes = sorted({0, 1, dim, 2 * dim, 3 * dim})
         if len(initial) not in sizes:
             raise RefusedError(
                 f"expected {', '.join(map(str, sizes))} floats of optimizer state for table '{table}', "

@@ -3,8 +3,8 @@
 from karvan.embedding.optim.adagrad import Adagrad
 from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.embedding.optim.ftrl import FTRL
+from karvan.embedding.optim.ftrl import FTRL, FTRLTF
 from karvan.embedding.optim.sgd import SGD
 from karvan.store import Rule
 
-__all__ = ["FTRL", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "Rule", "SparseOptimizer"]
+__all__ = ["FTRL", "FTRLTF", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "Rule", "SparseOptimizer"]

@@ -14,6 +14,9 @@ class Adam(SparseOptimizer):
     alpha = lr * sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as
     torch.optim.SparseAdam does. Moments of rows without a gradient do not change. weight_decay * p is added
     to g.
+
+    amsgrad divides by the root of the largest v that the row has had (Reddi, Kale, Kumar 2018), which is one
+    more number of state for each of the vector.
     """
 
     def __init__(
@@ -24,11 +27,12 @@ class Adam(SparseOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        amsgrad: bool = False,
         clip_value: float | None = None,
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
     def check_group(self, group: Group) -> None:
@@ -45,7 +49,7 @@ class Adam(SparseOptimizer):
         return rule
 
     def _moments(self, kind: str, group: Group, step: int) -> Rule:
-        rule = Rule(kind)
+        rule = Rule("amsgrad" if group["amsgrad"] else kind)
         rule.beta1, rule.beta2 = group["betas"]
         rule.eps = group["eps"]
         rule.alpha = float(group["lr"]) * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
@@ -53,11 +57,11 @@ class Adam(SparseOptimizer):
 
     def state_kind(self, group: Group) -> str:
         """See `SparseOptimizer.state_kind`."""
-        return "Adam"  # the moments mean the same in all three
+        return "AMSGrad" if group["amsgrad"] else "Adam"  # the moments mean the same in all three classes
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """See `SparseOptimizer.initial_state`."""
-        return [0.0] * (2 * dim)
+        return [0.0] * ((3 if group["amsgrad"] else 2) * dim)
 
 
 class AdamW(Adam):
@@ -71,6 +75,7 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
+        amsgrad: bool = False,
         clip_value: float | None = None,
         clip_norm: float | None = None,
         weight_bound: float | None = None,
@@ -81,6 +86,7 @@ class AdamW(Adam):
             betas,
             eps,
             weight_decay,
+            amsgrad=amsgrad,
             clip_value=clip_value,
             clip_norm=clip_norm,
             weight_bound=weight_bound,

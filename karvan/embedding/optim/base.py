@@ -65,6 +65,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         for handle in handles.values():
             self._tables.setdefault(handle.engine_state, []).append(handle)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state; groups of earlier versions lack the settings that have come since."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                if name != "differentiable":  # torch's own, which it adds to the defaults alone
+                    group.setdefault(name, value)
+
     @property
     def tables(self) -> list[TableHandle]:
         """The tables that this optimizer updates."""

@@ -56,6 +56,51 @@ class FTRL(SparseOptimizer):
         rule.l2 = group["l2"]
         return rule
 
+    def state_kind(self, group: Group) -> str:
+        """See `SparseOptimizer.state_kind`."""
+        return "FTRL"  # z and n mean the same in both
+
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """See `SparseOptimizer.initial_state`."""
         return [0.0] * dim + [group["initial_accumulator_value"]] * dim
+
+
+class FTRLTF(FTRL):
+    """FTRL as in TensorFlow, and so in ElasticDL: p = -shrink(z, l1) / (sqrt(n) / lr + 2 * l2).
+
+    It differs from `FTRL` in its defaults, beta = 0 and an initial n of 0.1, and in that l2 counts twice.
+    TensorFlow's `beta`, `l1_regularization_strength`, `l2_regularization_strength` and
+    `initial_accumulator_value` mean the same; its `learning_rate_power` is -0.5 here, and there is no
+    `l2_shrinkage_regularization_strength`.
+    """
+
+    def __init__(
+        self,
+        params: Targets | None = None,
+        lr: float = 0.001,
+        *,
+        beta: float = 0.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        initial_accumulator_value: float = 0.1,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        weight_bound: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            beta=beta,
+            l1=l1,
+            l2=l2,
+            initial_accumulator_value=initial_accumulator_value,
+            clip_value=clip_value,
+            clip_norm=clip_norm,
+            weight_bound=weight_bound,
+        )
+
+    def rule(self, group: Group, step: int) -> Rule:
+        """See `SparseOptimizer.rule`."""
+        rule = super().rule(group, step)
+        rule.l2 = 2 * group["l2"]
+        return rule

@@ -13,6 +13,8 @@ OPTIMIZERS = {
     "Adam": lambda: kv.optim.Adam(lr=0.1),
     "AdamW": lambda: kv.optim.AdamW(lr=0.1),
     "AdamWTF": lambda: kv.optim.AdamWTF(lr=0.1),
+    "AMSGrad": lambda: kv.optim.Adam(lr=0.1, amsgrad=True),
+    "Nesterov": lambda: kv.optim.SGD(lr=0.1, momentum=0.9, nesterov=True),
     "FTRL": lambda: kv.optim.FTRL(lr=0.1),
 }
 

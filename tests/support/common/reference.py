@@ -24,6 +24,7 @@ ONE_PER_ROW = ("sum", "mean", "sqrtn")
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.1}),
     "sgd-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "sgd-nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
     "sgd-clip-value": ("SGD", {"lr": 0.1, "clip_value": 0.5}),
     "sgd-bound": ("SGD", {"lr": 0.1, "weight_bound": 0.05}),
     "adagrad": ("Adagrad", {"lr": 0.1}),
@@ -38,10 +39,12 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adagrad-clip-norm": ("Adagrad", {"lr": 0.1, "clip_norm": 0.7}),
     "adam": ("Adam", {"lr": 0.01}),
     "adam-l2": ("Adam", {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01}),
+    "adamw-amsgrad": ("AdamW", {"lr": 0.01, "betas": (0.8, 0.7), "weight_decay": 0.1, "amsgrad": True}),
     "adamw": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
     "adamwtf": ("AdamWTF", {"lr": 0.01, "weight_decay": 0.001}),
     "ftrl": ("FTRL", {"lr": 0.1, "l1": 0.01, "l2": 0.1}),
     "ftrl-start": ("FTRL", {"lr": 0.1, "beta": 0.5, "l1": 0.3, "initial_accumulator_value": 0.1}),
+    "ftrl-tf": ("FTRLTF", {"lr": 0.1, "l1": 0.01, "l2": 0.1}),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -206,10 +209,11 @@ class SGD(Rule):
         self.columns = ("momentum_buffer",) if self.momentum else ()
 
     def defaults(self):
-        return {"momentum": 0.0, "weight_decay": 0.0}
+        return {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
 
     def update(self, p, g, state, t):
         options = {"lr": self.lr, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        options["nesterov"] = self.nesterov
         return torch_step(torch.optim.SGD, p, g, state, **options)
 
 
@@ -248,16 +252,29 @@ class Adam(Rule):
 
     def __init__(self, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(lr=lr, **options)
+        if self.amsgrad:
+            self.columns = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def defaults(self):
-        return {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        return {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 
     def update(self, p, g, state, t):
         return self.moments(p, g + self.weight_decay * p, state, t)
 
     def moments(self, p, g, state, t):
+        if self.amsgrad:
+            return self.formula(p, g, state, t)
         options = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
         return torch_step(torch.optim.SparseAdam, p, g, {"step": t - 1, **state}, **options)
+
+    def formula(self, p, g, state, t):
+        first, second = self.betas
+        m = first * state["exp_avg"] + (1 - first) * g
+        v = second * state["exp_avg_sq"] + (1 - second) * g * g
+        most = torch.maximum(state["max_exp_avg_sq"], v)
+        rate = self.lr * (1 - second**t) ** 0.5 / (1 - first**t)
+        made = {"exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": most}
+        return p - rate * m / (most.sqrt() + self.eps), made
 
 
 class AdamW(Adam):
@@ -291,10 +308,25 @@ class FTRL(Rule):
         return torch.where(z.abs() <= self.l1, 0.0, p), {"z": z, "n": n}
 
 
+class FTRLTF(FTRL):
+    """As TensorFlow's documentation writes it, with a learning rate power of -0.5."""
+
+    def defaults(self):
+        return {"beta": 0.0, "l1": 0.0, "l2": 0.0, "initial_accumulator_value": 0.1}
+
+    def update(self, p, g, state, t):
+        z, n = state["z"], state["n"]
+        after = n + g * g
+        z = z + g - (after**0.5 - n**0.5) / self.lr * p
+        quadratic = after**0.5 / self.lr + 2 * (self.l2 + self.beta / (2 * self.lr))
+        p = torch.where(z.abs() > self.l1, (z.sign() * self.l1 - z) / quadratic, 0.0)
+        return p, {"z": z, "n": after}
+
+
 def make_rule(name: str) -> Rule:
     """The rule of an entry of OPTIMIZERS."""
     cls, options = OPTIMIZERS[name]
-    return {c.__name__: c for c in (SGD, Adagrad, Adam, AdamW, AdamWTF, FTRL)}[cls](**options)
+    return {c.__name__: c for c in (SGD, Adagrad, Adam, AdamW, AdamWTF, FTRL, FTRLTF)}[cls](**options)
 
 
 @dataclass

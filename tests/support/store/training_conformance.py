@@ -16,7 +16,10 @@ SHARED = {  # a and b share the rows of table one; c has table two, of the same 
     "c": ref.Feature(3, "sequence", length=2),
 }
 TABLES = {"a": "one", "b": "one", "c": "two"}
-QUICK = {"sgd-clip-value", "sgd-momentum", "adagrad-clip-norm", "adagrad-row", "adam-l2", "adamw", "ftrl"}
+QUICK = {
+    *("sgd-clip-value", "sgd-momentum", "sgd-nesterov", "adagrad-clip-norm", "adagrad-row", "adam-l2"),
+    *("adamw-amsgrad", "adamw", "ftrl-tf"),
+}
 
 
 def pair_of(kind, features=SHARED, optimizer="adagrad", tables=TABLES, **options):

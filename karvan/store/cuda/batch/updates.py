@@ -33,6 +33,8 @@ _STATE = {  # floats of state of each rule: times the dim, and more
     "adam": (2, 0),
     "adamw": (2, 0),
     "ftrl": (2, 0),
+    "nesterov": (1, 0),
+    "amsgrad": (3, 0),
 }
 
 

@@ -30,6 +30,8 @@ ADAGRAD_ROW = tl.constexpr(3)
 ADAM = tl.constexpr(4)
 ADAMW = tl.constexpr(5)
 FTRL = tl.constexpr(6)
+NESTEROV = tl.constexpr(7)
+AMSGRAD = tl.constexpr(8)
 
 # A rule's numbers.
 KIND = tl.constexpr(0)
@@ -51,22 +53,26 @@ RULE_FIELDS = tl.constexpr(16)
 
 @triton.jit
 def read_state(address, column, mask, DIM: tl.constexpr, VECTOR: tl.constexpr, RULE: tl.constexpr):
-    """The optimizer state at `address`, in two parts; a part that the rule does not have is 0.
+    """The optimizer state at `address`, in three parts; a part that the rule does not have is 0.
 
     It is read before gradients are summed, so that the memory serves both at the same time.
     """
     first = tl.zeros(mask.shape, tl.float32)
     second = tl.zeros(mask.shape, tl.float32)
+    third = tl.zeros(mask.shape, tl.float32)
     if RULE == ADAGRAD_ROW:
         alive = tl.max(mask.to(tl.int32), axis=1)[:, None] > 0
         first = tl.load(address.to(tl.pointer_type(tl.float32)), mask=alive, other=0.0) + first
     elif RULE != SGD:
         pointer = floats(address, column, 16 if VECTOR % 16 == 0 else 4)
         first = tl.load(pointer, mask=mask, other=0.0)
-    if (RULE == ADAM) | (RULE == ADAMW) | (RULE == FTRL):
+    if (RULE == ADAM) | (RULE == ADAMW) | (RULE == FTRL) | (RULE == AMSGRAD):
         pointer = floats(address + 4 * DIM, column, 16 if (VECTOR + 4 * DIM) % 16 == 0 else 4)
         second = tl.load(pointer, mask=mask, other=0.0)
-    return first, second
+    if RULE == AMSGRAD:
+        pointer = floats(address + 8 * DIM, column, 16 if (VECTOR + 8 * DIM) % 16 == 0 else 4)
+        third = tl.load(pointer, mask=mask, other=0.0)
+    return first, second, third
 
 
 @triton.jit
@@ -75,6 +81,7 @@ def apply_rule(
     vector,
     first,
     second,
+    third,
     gradient,
     address,
     column,
@@ -98,9 +105,12 @@ def apply_rule(
         gradient = gradient + vector * tl.load(rule + WEIGHT_DECAY)
     if RULE == SGD:
         fresh = vector - gradient * lr
-    elif RULE == MOMENTUM:
-        buffer = first * tl.load(rule + BETA1) + gradient
+    elif (RULE == MOMENTUM) | (RULE == NESTEROV):
+        factor = tl.load(rule + BETA1)
+        buffer = first * factor + gradient
         tl.store(state, buffer, mask=mask)
+        if RULE == NESTEROV:
+            buffer = gradient + buffer * factor
         fresh = vector - buffer * lr
     elif RULE == ADAGRAD:
         after = first * tl.load(rule + BETA1) + gradient * gradient
@@ -114,8 +124,8 @@ def apply_rule(
         tl.store(one, after, mask=mask & (column == 0))
         used = tl.where(tl.load(rule + ACCUMULATE_LAST) != 0, first, after)
         fresh = vector - tl.div_rn(gradient * lr, tl.sqrt_rn(used) + tl.load(rule + EPS))
-    elif (RULE == ADAM) | (RULE == ADAMW):
-        if RULE == ADAMW:
+    elif (RULE == ADAM) | (RULE == ADAMW) | (RULE == AMSGRAD):
+        if RULE != ADAM:
             vector = vector * tl.load(rule + SHRINK)
         beta1 = tl.load(rule + BETA1)
         beta2 = tl.load(rule + BETA2)
@@ -123,6 +133,10 @@ def apply_rule(
         v = second * beta2 + gradient * gradient * (1.0 - beta2)
         tl.store(state, m, mask=mask)
         tl.store(second_state, v, mask=mask)
+        if RULE == AMSGRAD:
+            v = tl.maximum(third, v)
+            third_state = floats(address + 8 * DIM, column, 16 if (VECTOR + 8 * DIM) % 16 == 0 else 4)
+            tl.store(third_state, v, mask=mask)
         fresh = vector - tl.div_rn(m * tl.load(rule + ALPHA), tl.sqrt_rn(v) + tl.load(rule + EPS))
     else:
         after = second + gradient * gradient
@@ -204,7 +218,7 @@ def update_rows(
         rule = (rules + slot * RULE_FIELDS)[:, None]
         mask = there[:, None] & inside
         vector = read_vector(address, column[None, :], mask, TYPE)
-        state, second = read_state(address + VECTOR, column[None, :], mask, DIM, VECTOR, RULE)
+        state, second, third = read_state(address + VECTOR, column[None, :], mask, DIM, VECTOR, RULE)
         size = tl.where(there, size, 0)
         if LONG:
             gradient = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
@@ -238,6 +252,7 @@ def update_rows(
             vector,
             state,
             second,
+            third,
             gradient,
             address + VECTOR,
             column[None, :],
