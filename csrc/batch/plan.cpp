@@ -137,16 +137,19 @@ void Plan::describe(Feature& feature) {
   }
   if (!pooled || feature.spec->combiner == Combiner::sum) return;
   if (!in.offsets && !in.weights) return;  // one id: its mean is itself
+  const Combiner combiner = feature.spec->combiner;
+  const bool counts = combiner == Combiner::mean_by_count ||
+                      (combiner == Combiner::mean_by_density && in.cells > kDensity * (in.samples + 1));
   feature.scale = Array<float>(in.samples);
   for (uint64_t i = 0; i < in.samples; ++i) {
     const uint64_t first = in.offsets ? in.offsets[i] : i, last = in.offsets ? in.offsets[i + 1] : i + 1;
     float size = static_cast<float>(last - first);
-    if (in.weights) {
+    if (in.weights && !counts) {
       size = 0;
       for (uint64_t c = first; c < last; ++c)
-        size += feature.spec->combiner == Combiner::mean ? in.weights[c] : in.weights[c] * in.weights[c];
+        size += combiner == Combiner::sqrtn ? in.weights[c] * in.weights[c] : in.weights[c];
     }
-    if (feature.spec->combiner == Combiner::sqrtn) size = std::sqrt(size);
+    if (combiner == Combiner::sqrtn) size = std::sqrt(size);
     feature.scale[i] = size == 0.0f ? 0.0f : 1.0f / size;
   }
 }

@@ -13,8 +13,11 @@
 
 namespace karvan {
 
-// How the ids of a sample become one vector.
-enum class Combiner : uint8_t { sum, mean, sqrtn };
+// How the ids of a sample become one vector. A mean divides by the sum of weights; one by count by the number of ids; one
+// by density by that number in a batch with more than kDensity ids for each of its samples and one more, as RecIS 1.0
+// does, and otherwise by the sum of weights.
+enum class Combiner : uint8_t { sum, mean, sqrtn, mean_by_count, mean_by_density };
+inline constexpr uint64_t kDensity = 5;
 
 // A feature, as the model declares it.
 struct FeatureSpec {

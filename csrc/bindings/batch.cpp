@@ -30,7 +30,11 @@ const std::map<std::string, PoolArgs::Mode> kModes = {{"pooled", PoolArgs::Mode:
                                                       {"cells", PoolArgs::Mode::cells},
                                                       {"padded", PoolArgs::Mode::padded}};
 const std::map<std::string, Combiner> kCombiners = {
-    {"sum", Combiner::sum}, {"mean", Combiner::mean}, {"sqrtn", Combiner::sqrtn}};
+    {"sum", Combiner::sum},
+    {"mean", Combiner::mean},
+    {"sqrtn", Combiner::sqrtn},
+    {"mean_by_count", Combiner::mean_by_count},
+    {"mean_by_density", Combiner::mean_by_density}};
 
 struct Program {
   std::shared_ptr<std::vector<FeatureSpec>> features;

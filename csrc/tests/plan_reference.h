@@ -12,6 +12,8 @@ namespace karvan::test {
 using Mode = PoolArgs::Mode;
 using Sums = std::map<uint64_t, std::vector<double>>;  // by key
 
+inline constexpr float kNothing = 0;  // where the gradient of an output without rows is
+
 struct FeatureData {
   FeatureSpec spec;
   std::vector<uint64_t> values;
@@ -40,10 +42,13 @@ struct FeatureData {
   // Calls f(cell, output row, factor) for every cell that counts.
   template <class F>
   void each_cell(F&& f) const {
+    const bool dense = cells > 5 * (samples + 1);
+    const bool counts = spec.combiner == Combiner::mean_by_count ||
+                        (spec.combiner == Combiner::mean_by_density && dense);
     for (uint64_t sample = 0; sample < samples; ++sample) {
       double size = 0;
       for (uint64_t c = first(sample); c < first(sample + 1); ++c)
-        size += spec.combiner == Combiner::sqrtn ? double{weight(c)} * weight(c) : weight(c);
+        size += counts ? 1.0 : spec.combiner == Combiner::sqrtn ? double{weight(c)} * weight(c) : weight(c);
       if (spec.combiner == Combiner::sqrtn) size = std::sqrt(size);
       for (uint64_t c = first(sample); c < first(sample + 1); ++c) {
         const uint64_t inside = c - first(sample);
@@ -63,15 +68,16 @@ inline FeatureData random_feature(Random& random, uint32_t slot, uint32_t dim, u
   f.spec.table_name = "table" + std::to_string(slot);
   f.spec.slot = slot;
   f.spec.mode = static_cast<Mode>(below(random, 3));
-  f.spec.combiner = static_cast<Combiner>(below(random, 3));
+  f.spec.combiner = static_cast<Combiner>(below(random, 5));
   f.spec.stack = below(random, 4) == 0 ? 3 : 1;
   f.spec.dim = dim;
   f.samples = f.cells = samples;
   f.length = static_cast<uint32_t>(1 + below(random, 4));
   if (below(random, 3)) {
+    const uint64_t most = below(random, 4) ? 7 : 14;  // the latter are dense
     f.offsets.push_back(0);
     for (uint64_t i = 0; i < samples; ++i)
-      f.offsets.push_back(f.offsets.back() + static_cast<int64_t>(below(random, 7)));
+      f.offsets.push_back(f.offsets.back() + static_cast<int64_t>(below(random, most)));
     f.cells = static_cast<uint64_t>(f.offsets.back());
   }
   for (uint64_t i = 0; i < f.cells * f.spec.stack; ++i) {
@@ -107,7 +113,7 @@ struct Batch {
   std::vector<OutputGradient> gradients() const {
     std::vector<OutputGradient> all;
     for (const FeatureData& f : features)
-      all.push_back({f.has_gradient ? f.gradient.data() : nullptr, f.stride});
+      all.push_back({!f.has_gradient ? nullptr : f.gradient.empty() ? &kNothing : f.gradient.data(), f.stride});
     return all;
   }
   std::vector<std::vector<float>> outputs() const {

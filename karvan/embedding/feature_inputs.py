@@ -97,7 +97,8 @@ class FeatureInput(Output):
         if isinstance(entry, Tensor):
             values = entry
         elif isinstance(entry, Ragged):
-            values, offsets, weights = entry.values, entry.offsets, entry.weights
+            values, offsets = entry.values, entry.offsets
+            weights = entry.weights if table.use_weights else None
         else:
             raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__, entry)
         if values.dtype is not torch.int64:

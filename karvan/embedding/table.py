@@ -13,7 +13,7 @@ from karvan.embedding.eviction import Eviction, Never
 from karvan.embedding.init import Initialiser, Uniform
 from karvan.store import TableSpec
 
-POOLED = ("sum", "mean", "sqrtn")
+POOLED = ("sum", "mean", "mean_by_count", "mean_by_density", "sqrtn")
 COMBINERS = (*POOLED, "sequence", "tile", "ragged")
 _DEVICES = ("cpu", "cuda")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -37,7 +37,10 @@ class Table:
 
     combiner: "sum", "mean" or "sqrtn" pool a sample's ids to (B, dim); "sequence" gives `Padded` (B, L, dim)
     with a mask, "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as
-    a `Ragged`.
+    a `Ragged`. If ids have weights, "mean" divides by their sum, "mean_by_count" by the number of ids, and
+    "mean_by_density" as RecIS 1.0: by the number of ids if the batch has more than 5 * (B + 1) of them, by
+    the sum of weights otherwise.
+    use_weights: False ignores the weights of ids, as the "tile" of RecIS does.
     length: how many ids "sequence" and "tile" take, from the first; "sequence" without it takes the longest
     sample of the batch.
     device: "cpu" or "cuda", where the rows are if not where `kv.connect` says; the vectors of an engine with
@@ -56,6 +59,7 @@ class Table:
     evict: Eviction = field(default_factory=Never)
     hash_stack: HashStack | None = None
     device: str | None = None
+    use_weights: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:

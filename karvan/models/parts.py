@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import listed
 from karvan.embedding import Table, init
+from karvan.embedding.table import POOLED
 from karvan.models.layers import Layers
 from karvan.ragged import OptionalRagged
 
@@ -46,9 +47,9 @@ def tables_of(ids: Sequence[str], dim: int, table: Tables, spread: float | None 
     for name, each in tables.items():
         if each.dim != dim:
             raise ValueError(f"The table of '{name}' has dim {each.dim}, but the model has dim {dim}.")
-        if each.combiner not in ("sum", "mean", "sqrtn"):
+        if each.combiner not in POOLED:
             raise ValueError(
-                f"The table of '{name}' must pool its ids by sum, mean or sqrtn, but has combiner "
+                f"The table of '{name}' must pool its ids by {', '.join(POOLED)}, but has combiner "
                 f"'{each.combiner}'."
             )
     return tables

@@ -58,13 +58,14 @@ WORKER_HELLO = Variant(
 _REFERENCE = Text(200)
 _REFERENCES = ListOf(_REFERENCE)
 _ENGINE = Text(64)
-# Name of the table, dim, combiner, length, rounds and size of a hash stack.
+# Name of the table, dim, combiner, length, rounds and size of a hash stack, whether weights count.
 _FEATURE = TupleOf(
     TABLE,
     Integer(1, MOST_DIM),
-    OneOf("sum", "mean", "sqrtn", "sequence", "tile", "ragged"),
+    OneOf("sum", "mean", "mean_by_count", "mean_by_density", "sqrtn", "sequence", "tile", "ragged"),
     Nullable(Integer(1, 2**20)),
     Nullable(TupleOf(Integer(1, 2**10), Integer(1, 2**62))),
+    Boolean(),
 )
 _SIZE = Integer(0, 2**48)
 _LAYOUTS = ListOf(

@@ -17,7 +17,7 @@ Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
 RULES = ("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl", "nesterov", "amsgrad")
 _MODES = ("pooled", "padded", "cells")
-_COMBINERS = ("sum", "mean", "sqrtn")
+_COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "mean_by_density")
 _LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
 
 
@@ -54,7 +54,8 @@ class FeatureSpec:
     """A feature, as the model declares it.
 
     mode: "pooled", a vector for each sample; "padded", equally many for each; "cells", a vector for each id.
-    combiner: of a pooled feature, "sum", "mean" or "sqrtn". stack: how many keys an id has.
+    combiner: of a pooled feature, "sum", "mean", "sqrtn", "mean_by_count" or "mean_by_density".
+    stack: how many keys an id has.
     """
 
     name: str

@@ -167,7 +167,7 @@ def test_a_rule_needs_the_state_that_the_rows_have(any_server):
 
 def test_optimizer_state_has_a_size_that_some_optimizer_has(server):
     for size in (2, 3, 5, 9):
-        with pytest.raises(RefusedError, match=f"expected 0, 1, 4, 8 floats of optimizer state .*got {size}"):
+        with pytest.raises(RefusedError, match=f"expected 0, 1, 4, 8, 12 floats .*got {size}"):
             server.call("set_state", {"table": "t", "initial": [0.0] * size, "fresh": False})
 
 

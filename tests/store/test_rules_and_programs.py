@@ -75,7 +75,10 @@ def test_tables_are_in_the_order_of_the_native_program(uses):
         ),
         ({"dim": 2, "stack": 0}, "expected a dim and a stack of at least 1, got dim 2 and stack 0."),
         ({"dim": 2, "mode": "tile"}, "expected a mode of pooled, padded, cells, got 'tile'."),
-        ({"dim": 2, "combiner": "max"}, "expected a combiner of sum, mean, sqrtn, got 'max'."),
+        (
+            {"dim": 2, "combiner": "max"},
+            "expected a combiner of sum, mean, sqrtn, mean_by_count, mean_by_density, got 'max'.",
+        ),
     ],
 )
 def test_a_feature_that_cannot_be_is_an_error(wrong, text):

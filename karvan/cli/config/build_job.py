@@ -226,6 +226,7 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         dim,
         name=config.name,
         combiner=config.combiner,
+        use_weights=config.use_weights,
         dtype=getattr(torch, config.dtype),
         device=config.device,
         **parts,

@@ -105,7 +105,8 @@ class Table(Section):
     """A table's options; see docs/guide.md."""
 
     name: str | None = None
-    combiner: Literal["sum", "mean", "sqrtn"] = "mean"
+    combiner: Literal["sum", "mean", "mean_by_count", "mean_by_density", "sqrtn"] = "mean"
+    use_weights: bool = True
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     init: Choice | None = None
     admit: Choice | None = None

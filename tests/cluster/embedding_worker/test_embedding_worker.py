@@ -56,7 +56,7 @@ def test_features_without_a_gradient_leave_their_keys_alone(job):
     given = batches(3)
 
     def run(engine, sent):
-        optimizer = kv.optim.Adam(engine, lr=0.1)
+        optimizer = kv.optim.Adam(engine, lr=0.1, amsgrad=True)
         for batch in sent:
             outputs = engine(batch)
             (outputs["user"].sum() + outputs["item"].sin().sum()).backward()

@@ -27,8 +27,11 @@ class WorkerSubject(Subject):
         os.environ["KARVAN_PARAMETER_SERVER_ADDRESSES"] = self._server.address
         hello = {**TRAINER, "run": "run", "worker": 0, "servers": 1, "divisor": 1}
         super().__init__("embedding worker", EmbeddingWorker(most=10**9), hello)
-        told = {"mean": ["t", 4, "mean", None, None], "stack": ["u", 8, "sum", None, [2, 100]]}
-        told |= {"long": ["u", 8, "sequence", 3, [2, 100]], "ragged": ["t", 4, "ragged", None, None]}
+        told = {"mean": ["t", 4, "mean", None, None, True], "stack": ["u", 8, "sum", None, [2, 100], False]}
+        told |= {
+            "long": ["u", 8, "sequence", 3, [2, 100], True],
+            "ragged": ["t", 4, "ragged", None, None, True],
+        }
         self._features = told
         self._tables = {name: {"spec": spec_of(name)} for name in DIMS}
         self.makers = {

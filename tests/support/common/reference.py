@@ -18,7 +18,7 @@ from torch import Tensor
 
 RTOL, ATOL = 3e-5, 2e-6
 MASK64 = 2**64 - 1
-ONE_PER_ROW = ("sum", "mean", "sqrtn")
+ONE_PER_ROW = ("sum", "mean", "sqrtn", "mean_by_count", "mean_by_density")
 
 # name -> (class of kv.optim, its arguments); clipping is kept apart from weight decay on purpose.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,6 +101,7 @@ class Feature:
     combiner: str = "sum"
     length: int | None = None
     stack: tuple[int, int] | None = None
+    use_weights: bool = True
 
 
 @dataclass
@@ -132,15 +133,20 @@ class Lookup:
 
 def look_up(feature: Feature, rows: list[list[int]], weights: list[list[float]] | None = None) -> Lookup:
     """Take one feature's rows of ids apart; unpooled combiners multiply each vector by its weight."""
+    weights = weights if feature.use_weights else None
     if feature.combiner in ("sequence", "tile") and feature.length is not None:
         rows = [row[: feature.length] for row in rows]
         weights = None if weights is None else [w[: feature.length] for w in weights]
     longest = max((len(row) for row in rows), default=0) if feature.length is None else feature.length
     terms = []
     entry = 0
+    combiner = feature.combiner
+    if combiner == "mean_by_density":
+        combiner = "mean_by_count" if sum(map(len, rows)) / (len(rows) + 1) > 5 else "mean"
     for i, row in enumerate(rows):
         w = [1.0] * len(row) if weights is None else weights[i]
-        divisor = {"mean": sum(w), "sqrtn": sum(x * x for x in w) ** 0.5}.get(feature.combiner, 1.0)
+        divisors = {"mean": sum(w), "mean_by_count": len(w), "sqrtn": sum(x * x for x in w) ** 0.5}
+        divisor = divisors.get(combiner, 1.0)
         for j, key in enumerate(row):
             slot = i if feature.combiner in ONE_PER_ROW else entry
             slot = i * longest + j if feature.combiner in ("sequence", "tile") else slot

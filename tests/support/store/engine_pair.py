@@ -17,6 +17,7 @@ def combiners(dim):
     return {
         "sum": ref.Feature(dim, "sum"),
         "mean": ref.Feature(dim, "mean"),
+        "mean-by-count": ref.Feature(dim, "mean_by_count"),
         "sqrtn": ref.Feature(dim, "sqrtn"),
         "sequence": ref.Feature(dim, "sequence"),
         "sequence-2": ref.Feature(dim, "sequence", length=2),
@@ -38,6 +39,7 @@ def table_of(feature, name=None, dtype=torch.float32, **options):
         dtype=dtype,
         init=kv.init.Uniform(-0.3, 0.3),
         hash_stack=stack,
+        use_weights=feature.use_weights,
         **options,
     )
 

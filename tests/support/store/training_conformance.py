@@ -65,6 +65,18 @@ class TrainingConformance:
             rows = {name: random_rows(source) for name in features}
             pair.train({n: (r, weigh(r, seed) if seed % 2 else None) for n, r in rows.items()}, seed)
 
+    def test_means_by_density_and_weights_that_are_ignored(self, kind):
+        features = {
+            "density": ref.Feature(3, "mean_by_density"),
+            "tile": ref.Feature(3, "tile", length=2, use_weights=False),
+            "mean": ref.Feature(3, "mean", use_weights=False),
+        }
+        pair, source = pair_of(kind, features, "sgd", dict.fromkeys(features, "one")), random.Random(2)
+        rows = [[source.choice(KEYS) for _ in range(size)] for size in (9, 8, 0, 9)]
+        for seed, last in enumerate((rows[3][:8], rows[3])):  # with 25 ids of 4 samples, and with 26
+            batch = [*rows[:3], last]
+            pair.train({name: (batch, weigh(batch, seed)) for name in features}, seed)
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_rows_of_16_bits(self, kind, dtype):
         features = {name: ref.Feature(5, how) for name, how in (("a", "sum"), ("b", "ragged"))}

@@ -29,7 +29,8 @@ _VALUES, _OFFSETS, _WEIGHTS = fields.VALUES.value, fields.OFFSETS.value, fields.
 _OUT = fields.OUT.value
 _NOWHERE = 1 << 62
 _MODES = {"pooled": 0, "cells": 1, "padded": 2}
-_COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2}
+_COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3}
+_DENSITY = 5  # ids of a sample, see kDensity in csrc/batch/plan.h
 
 
 class FeatureShape(NamedTuple):
@@ -57,6 +58,14 @@ class FeatureShape(NamedTuple):
         if self.mode == "cells":
             return self.cells
         return self.samples * self.length if self.mode == "padded" else self.samples
+
+    @property
+    def combiner_number(self) -> int:
+        """The combiner as kernels know it; the sizes of the batch decide on a mean by density."""
+        if self.combiner == "mean_by_density":
+            dense = self.cells > _DENSITY * (self.samples + 1)
+            return _COMBINERS["mean_by_count" if dense else "mean"]
+        return _COMBINERS[self.combiner]
 
     @property
     def plain(self) -> bool:
@@ -152,7 +161,7 @@ class GroupLayout:
             row[fields.LENGTH.value] = f.length
             row[fields.STACK.value] = f.stack
             row[fields.MODE.value] = _MODES[f.mode]
-            row[fields.COMBINER.value] = _COMBINERS[f.combiner]
+            row[fields.COMBINER.value] = f.combiner_number
             row[fields.OUT_ROWS.value] = f.out_rows
             row[fields.OUT_BASE.value] = _NOWHERE if plain else out_base
             row[fields.SAMPLE_BASE.value] = _NOWHERE if plain else sample_base

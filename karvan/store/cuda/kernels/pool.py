@@ -31,6 +31,7 @@ POOLED = tl.constexpr(0)
 PADDED = tl.constexpr(2)
 MEAN = tl.constexpr(1)
 SQRTN = tl.constexpr(2)
+MEAN_BY_COUNT = tl.constexpr(3)
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def sample_scale(of_feature, first, count):
     combiner = tl.load(of_feature + COMBINER)
     weights = tl.load(of_feature + WEIGHTS)
     size = count.to(tl.float32)
-    if weights != 0:
+    if (weights != 0) & (combiner != MEAN_BY_COUNT):
         pointer = weights.to(tl.pointer_type(tl.float32))
         size = tl.zeros_like(size)
         for j in range(0, tl.max(count, axis=0)):
