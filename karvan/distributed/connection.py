@@ -112,7 +112,7 @@ class Connection:
 
         1 in an elastic run, where commits have a factor.
         """
-        if self.settings.grad_reduce == "key" or self.settings.elastic:
+        if self.settings.grad_reduce != "mean" or self.settings.elastic:
             return 1
         return self.settings.mode.gradients_per_step(self.world_size, self.settings.dense)
 
@@ -329,7 +329,8 @@ def connect(
     wire: the dtype in which vectors and gradients are sent, "float32", "bfloat16" or "float16"; without it as
     a launched job says, else float32.
     grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
-    dense parameters; "key" by the number of ranks that had the key in their batch.
+    dense parameters; "key" by the number of ranks that had the key in their batch; "sum" by nothing, as
+    ElasticDL does in sync mode, so that more ranks take larger steps.
     timeout: seconds after which a rank that does not answer is an error on all others.
     transport: "memory" that ranks share, on one machine only; "network" (gloo); "auto": "memory" if possible.
     Dense gradients are sent separately (DistributedDataParallel).

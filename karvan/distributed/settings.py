@@ -13,7 +13,7 @@ IN_PROCESS = ("memory", "cuda")
 KINDS = (*IN_PROCESS, "sharded", "remote")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REDUCES = ("mean", "key")
+REDUCES = ("mean", "key", "sum")
 DEVICES = ("cpu", "cuda")
 
 

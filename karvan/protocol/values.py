@@ -94,7 +94,7 @@ TRAINER_HELLO = {
 TRAINER_OPTIONS = {
     "mode": OneOf(*MODES),
     "staleness": Integer(1, 2**20),
-    "grad_reduce": OneOf("mean", "key"),
+    "grad_reduce": OneOf("mean", "key", "sum"),
     "divisor": Integer(1, 2**20),
     "dense": DENSE_SETTINGS,
     "reload": Boolean(),

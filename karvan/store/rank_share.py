@@ -30,6 +30,7 @@ class RankShare(Store):
         self._ranks = connection.world_size
         self._wire = WIRES[connection.settings.wire]
         self._by_key = connection.settings.grad_reduce == "key"
+        self._averages = connection.settings.grad_reduce == "mean"  # over all ranks
         self._local = local
         self.crossing_keys = 0  # distinct keys of batches that were requested from other ranks, so far
         self.bytes_sent = 0  # to other ranks, so far
@@ -83,7 +84,7 @@ class RankShare(Store):
         return made
 
     def _scale(self) -> float:
-        return 1.0 if self._by_key else 1.0 / self._ranks
+        return 1.0 / self._ranks if self._averages else 1.0
 
     def add_table(self, spec: TableSpec) -> None:
         """See `Store.add_table`; each rank holds its part of the rows that a policy allows."""

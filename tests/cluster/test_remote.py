@@ -30,6 +30,7 @@ SCENARIOS = {
     "accumulation": {"passes": 3},
     "a feature without gradients": {"unused": ["sqrtn", "mean"]},
     "prepared": {"prepare": True},
+    "sum over trainers": {"grad_reduce": "sum"},
 }
 
 
@@ -78,7 +79,12 @@ def test_random_batches_give_the_bits_of_memory(data):
 
 
 @pytest.mark.parametrize(
-    "name", ["adagrad", pytest.param("a feature without gradients", marks=pytest.mark.slow)]
+    "name",
+    [
+        "adagrad",
+        pytest.param("sum over trainers", marks=pytest.mark.slow),
+        pytest.param("a feature without gradients", marks=pytest.mark.slow),
+    ],
 )
 def test_synchronous_trainers_give_the_bits_of_sharded_ones(name):
     expected = ranks_helpers.run(2, "sharded_programs:train", **SCENARIOS[name])

@@ -9,6 +9,8 @@ from forked_programs import ForkedProgram
 from ranks_helpers import run, start
 
 from karvan import distributed
+from karvan.distributed.connection import Connection
+from karvan.distributed.settings import ConnectionSettings
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
@@ -85,7 +87,7 @@ def test_wrong_settings_are_told():
     with pytest.raises(ValueError, match="wire must be one of"):
         distributed.connect("sharded", wire="int8")
     with pytest.raises(ValueError, match="grad_reduce must be one of"):
-        distributed.connect("sharded", grad_reduce="sum")
+        distributed.connect("sharded", grad_reduce="max")
     with pytest.raises(ValueError, match="transport must be one of"):
         distributed.connect("sharded", transport="pigeons")
     with pytest.raises(ValueError, match=r'are for connect\("sharded"\), got "memory"'):
@@ -109,3 +111,13 @@ def test_a_thread_talks_on_the_lane_it_was_put_on():
         with connection.on("evaluate"):
             assert connection.here.name == "evaluate"
     assert connection.here is connection.main
+
+
+@pytest.mark.parametrize(
+    ("grad_reduce", "elastic", "divisor"),
+    [("mean", False, 3), ("key", False, 1), ("sum", False, 1), ("mean", True, 1), ("sum", True, 1)],
+)
+def test_gradients_of_rows_are_divided_by_the_trainers_if_their_mean_is_wanted(grad_reduce, elastic, divisor):
+    connection = Connection(ConnectionSettings(grad_reduce=grad_reduce, elastic=elastic))
+    connection.world_size = 3
+    assert connection.divisor == divisor

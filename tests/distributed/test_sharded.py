@@ -22,6 +22,7 @@ SCENARIOS = {
     "many rows": {"rows": 700, "steps": 3},
     "bfloat16 on the wire": {"wire": "bfloat16"},
     "float16 on the wire": {"wire": "float16"},
+    "sum over ranks": {"grad_reduce": "sum", "optimizer": "momentum"},
     "mean over those that have the key": {"grad_reduce": "key", "optimizer": "sgd", "steps": 1},
     "at most so many rows": {"evict": 30, "rows": 60},
 }
@@ -48,6 +49,7 @@ def trained():
         *((optimizer, 1e-5) for optimizer in OPTIMIZERS),
         ("features without gradients", 1e-5),
         ("accumulated", 1e-5),
+        ("sum over ranks", 1e-5),
         ("admission by counts", 1e-5),
         ("many rows", 1e-4),
         ("bfloat16 rows", 0.02),  # a step of rounding may go the other way

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 FEW = ["pooled", "mean", "sequence", "single"]
 QUICK = {
     "few features": {"steps": 2, "prepare": True, "uneven": True, "features": FEW},
+    "sum over ranks": {"grad_reduce": "sum", "steps": 2, "features": FEW},
     "mean over those that have the key": {
         "grad_reduce": "key",
         "optimizer": "sgd",
@@ -47,6 +48,7 @@ SLOW = {
 SCENARIOS = {**QUICK, **SLOW}
 ALIKE = {
     "few features": 1e-5,
+    "sum over ranks": 1e-5,
     "adagrad": 1e-5,
     "adam": 1e-5,
     "over the network": 1e-5,

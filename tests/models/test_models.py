@@ -99,7 +99,7 @@ def test_a_template_or_tables_by_name_say_what_rows_are_like(name):
         MAKERS[name](table=kv.Table(4))
     with pytest.raises(ValueError, match="a table for z, but ids are a, b, c"):
         MAKERS[name](table={"z": like})
-    with pytest.raises(ValueError, match="pool its ids by sum, .*, sqrtn, but has combiner 'sequence'"):
+    with pytest.raises(ValueError, match=r"pool its ids by sum, .*, sqrtn, but has combiner 'sequence'"):
         MAKERS[name](table=kv.Table(8, combiner="sequence"))
 
 

@@ -123,7 +123,7 @@ def test_wrong_offsets_on_the_device_are_an_error():
         KeyRequest(made, len(DIMS), 2, TableMemory(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("reduce", ["mean", "key"])
+@pytest.mark.parametrize("reduce", ["mean", "key", "sum"])
 def test_lookups_and_pushes_of_a_single_rank_are_those_of_a_store_on_the_device(reduce):
     sharded = ShardedCudaStore(Connection(ConnectionSettings(grad_reduce=reduce)), "cpu")
     alone = store_of()

@@ -106,6 +106,14 @@ class Agreement:
                 sums[name] = sums.get(name, 0.0) + loss * each.samples
         return {name: total / self.samples for name, total in sums.items()}
 
+    def row_scale(self, grad_reduce: str) -> float:
+        """The factor of rows' gradients, which are sums over samples.
+
+        Servers add them up, or take the mean over the batches that have a key ("key"). "mean" divides by all
+        samples; otherwise a batch has the gradient of its mean loss, as a rank of a fixed number has it.
+        """
+        return (1 if grad_reduce == "mean" else len(self.batches)) / self.samples
+
     def as_json(self) -> dict[str, Any]:
         """For other trainers, which may have missed it."""
         return {"step": self.step, "contributions": [asdict(each) for each in self.contributions]}
@@ -128,6 +136,7 @@ class JointStep:
         self._total: Tensor | None = None  # the sum over all trainers, once it is known
         commits = None if servers is None else servers.commits
         self._commits = commits if isinstance(commits, StepCommits) else None
+        self._reduce: str = "mean" if servers is None else servers.hello["grad_reduce"]
         self._staged: dict[int, list[StagedPart]] = {}  # rows' gradients of this trainer's batches
         self._step = 0
 
@@ -197,7 +206,7 @@ class JointStep:
         if self._commits is None:
             return
         pushes = [(member, number) for each in agreement.batches for member, number in each.pushes]
-        scale = 1.0 / agreement.samples
+        scale = agreement.row_scale(self._reduce)
         self._commits.commit(agreement.step, pushes if taken else [], scale, agreement.as_json())
         self._commits.send()
 

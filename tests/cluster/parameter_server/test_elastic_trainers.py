@@ -19,7 +19,7 @@ from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
-from karvan.train.elastic.joint_step import JointStep
+from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
 from karvan.train.step.precision import make_precision
 from karvan.wire import RefusedError
@@ -54,6 +54,13 @@ def commit(trainers, step, staged):
         each.wait()
     for trainer in trainers:
         trainer.commits.commit(step, [each.part for each in staged], 1.0, {"step": step})
+
+
+@pytest.mark.parametrize(("reduce", "scale"), [("mean", 1 / 12), ("key", 2 / 12), ("sum", 2 / 12)])
+def test_sums_over_samples_become_means_of_all_or_of_each_batch(reduce, scale):
+    batches = [{"place": 0, "samples": 8}, {"place": 2, "samples": 4}, {"place": 1}]
+    said = (Contribution(1, batches[:1]), Contribution(2, batches[1:]))
+    assert Agreement(1, said).row_scale(reduce) == scale
 
 
 @pytest.mark.parametrize("members", [1, 2, 3])

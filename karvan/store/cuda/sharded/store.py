@@ -256,7 +256,7 @@ class ShardedCudaStore(RankShare):
             if feature.cells:
                 flags[int(gradient is None), feature.slot] = 1
         touched, lacking = (self._connection.here.sum(flags) > 0).tolist()
-        divisor = scale if self._by_key else scale * self._ranks
+        divisor = scale * self._ranks if self._averages else scale
         sums = request.sum_gradients(gradients, divisor, self._memory())
         to, of = request.sections, answer.sections
         received = self._exchange(sums.to(self._wire), to.floats_of, of.floats_of).float()
