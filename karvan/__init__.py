@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from karvan.former_names import missing_name
 
 if TYPE_CHECKING:
-    from karvan import checkpoint, data, ids, metrics, models, train
+    from karvan import checkpoint, data, ids, metrics, models, presets, train
     from karvan.checkpoint import Checkpoints
     from karvan.cluster.loader.context import LoaderContext
     from karvan.distributed import connect, disconnect
@@ -48,6 +48,7 @@ __all__ = [
     "metrics",
     "models",
     "optim",
+    "presets",
     "set_num_threads",
     "train",
 ]
@@ -55,7 +56,7 @@ __all__ = [
 # The module of each public name. It is imported at first use, so that programs that only use embeddings do
 # not wait for pyarrow, and `karvan --help` not for torch.
 _HOMES = {
-    "karvan": "checkpoint data ids metrics models train",
+    "karvan": "checkpoint data ids metrics models presets train",
     "karvan.checkpoint": "Checkpoints",
     "karvan.cluster.loader.context": "LoaderContext",
     "karvan.distributed": "connect disconnect",

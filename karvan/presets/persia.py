@@ -1,0 +1,60 @@
+"""Defaults of PERSIA: `kv.presets.persia.table(8)`, `kv.presets.persia.adagrad(model)`.
+
+| PERSIA | Karvan's default | here |
+|---|---|---|
+| `EmbeddingConfig(emb_initialization=(-0.01, 0.01))` | the same | the same |
+| `EmbeddingConfig(admit_probability=p)`, drawn at every miss | `Always()` | `Probability(p, each=True)` |
+| `EmbeddingConfig(weight_bound=10)` | none | 10 |
+| Adagrad divides by the accumulator before the gradient | after it | before it |
+| Adagrad(initial_accumulator_value=0.01) | 0 | 0.01 |
+
+One number stays different: PERSIA's Adam corrects its first step as if it were the second one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from karvan.embedding import Table, init
+from karvan.embedding.admission import Always, Probability
+from karvan.embedding.optim import SGD, Adagrad, Adam
+from karvan.embedding.optim.base import Targets
+
+__all__ = ["adagrad", "adam", "sgd", "table"]
+
+_BOUND = 10.0  # of each element of a vector
+
+
+def table(dim: int, name: str | None = None, *, admit_probability: float = 1.0, **options: Any) -> Table:
+    """A `kv.Table` whose rows start in ±0.01, and whose keys are admitted with a probability at every miss.
+
+    A slot with `embedding_summation` has the default combiner, with `sqrt_scaling` also combiner="sqrtn"; a
+    raw slot has combiner="sequence" and length=`sample_fixed_size`.
+    """
+    if "admit" not in options:
+        options["admit"] = Always() if admit_probability == 1.0 else Probability(admit_probability, each=True)
+    elif admit_probability != 1.0:
+        raise ValueError(
+            f"persia.table expects admit or admit_probability, got both: {options['admit']} and "
+            f"{admit_probability}."
+        )
+    return Table(dim, name, **{"init": init.Uniform(-0.01, 0.01), **options})
+
+
+def adagrad(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> Adagrad:
+    """Adagrad that scales by the old accumulator, which starts with 0.01; elements stay within ±10.
+
+    PERSIA's `g_square_momentum` is the option decay, and `vectorwise_shared` is row_wise.
+    """
+    usual = {"accumulate": "last", "initial_accumulator_value": 1e-2, "weight_bound": _BOUND}
+    return Adagrad(params, lr, **{**usual, **options})
+
+
+def adam(params: Targets | None = None, lr: float = 1e-3, **options: Any) -> Adam:
+    """Adam whose elements stay within ±10."""
+    return Adam(params, lr, **{"weight_bound": _BOUND, **options})
+
+
+def sgd(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> SGD:
+    """SGD whose elements stay within ±10; momentum and weight_decay count, which PERSIA ignores."""
+    return SGD(params, lr, **{"weight_bound": _BOUND, **options})
