@@ -53,6 +53,21 @@ def test_a_table_of_one_id_is_as_for_all_but_for_what_it_says():
     ]
 
 
+def test_tables_can_count_as_other_systems_do():
+    table = {
+        "combiner": "mean_by_count",
+        "use_weights": False,
+        "init": {"name": "Gamma", "shape": 0.5, "scale": 0.1},
+        "admit": {"name": "Probability", "p": 0.5, "each": True},
+        "evict": {"name": "Age", "steps": 0},
+    }
+    model = make_model(Model(name="DLRM", numbers=["price"], ids=["user"], dim=4, table=table))
+    made = model.embeddings.features["user"]
+    assert (made.combiner, made.use_weights, made.init) == ("mean_by_count", False, kv.init.Gamma(0.5, 0.1))
+    assert made.admit == kv.admission.Probability(0.5, each=True)
+    assert made.evict == kv.eviction.Age(0)
+
+
 def test_chains_are_those_that_a_program_would_make():
     engine = make_features(
         {
