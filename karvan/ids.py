@@ -24,7 +24,7 @@ Strings = list[bytes] | list[str] | tuple[bytes | str, ...]
 
 
 class ByteRagged(Protocol):
-    """Strings as one uint8 tensor of values and the int64 offsets of its rows, as a reader delivers them."""
+    """Strings as one tensor of bytes, uint8 or int8, and the int64 offsets of its rows."""
 
     @property
     def values(self) -> Tensor:
@@ -189,12 +189,14 @@ def _hash_rows(kind: str, data: Strings | ByteRagged, size: int | None) -> Tenso
         np.cumsum([len(row) for row in rows], out=bounds[1:])
         device = torch.device("cpu")
     else:
-        if data.values.dtype != torch.uint8 or data.values.dim() != 1:
-            received = f"{data.values.dtype} of shape {tuple(data.values.shape)}"
-            raise TypeError(f"Strings to hash must be 1-D torch.uint8 values, but are {received}.")
-        if kernels.on_gpu(data.values):
-            return _hash_on_gpu(kind, data.values, data.offsets, size)
-        values = data.values.cpu().contiguous().numpy()
+        text = data.values
+        if text.dtype not in (torch.uint8, torch.int8) or text.dim() != 1:
+            received = f"{text.dtype} of shape {tuple(text.shape)}"
+            raise TypeError(f"Strings to hash must be 1-D torch.uint8 or int8 values, but are {received}.")
+        text = text.view(torch.uint8)
+        if kernels.on_gpu(text):
+            return _hash_on_gpu(kind, text, data.offsets, size)
+        values = text.cpu().contiguous().numpy()
         starts = torch.arange(len(values) + 1) if data.offsets is None else data.offsets
         bounds = starts.cpu().contiguous().numpy()
         device = data.values.device

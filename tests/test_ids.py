@@ -116,7 +116,7 @@ def test_wrong_offsets_are_refused(offsets, message):
 
 
 def test_values_that_are_no_bytes_are_refused():
-    with pytest.raises(TypeError, match=r"1-D torch\.uint8 values, but are torch\.int64"):
+    with pytest.raises(TypeError, match=r"1-D torch\.uint8 or int8 values, but are torch\.int64"):
         ids.farm(SimpleNamespace(values=torch.tensor([1, 2]), offsets=torch.tensor([0, 2])))
     with pytest.raises(TypeError, match=r"must be an int64 tensor, but are torch\.int32"):
         ids.mod(torch.tensor([1], dtype=torch.int32), 10)

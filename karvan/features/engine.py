@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from karvan.features.absent_columns import LISTS, Kind, find_kind, rows_like
 from karvan.features.describe import describe_chain
 from karvan.features.feature import Feature
 from karvan.features.fitting import gather_statistics
@@ -43,6 +44,7 @@ class FeatureEngine(nn.Module):
         self._stages = plan(features)
         steps = {feature.name: _step_to_fit(feature) for feature in features}
         self._fitted = {name: step for name, step in steps.items() if step is not None}
+        self._absent_kinds: dict[str, Kind] = {}  # of columns that batches have lacked, by feature
         self._unfitted_ops = {name: self._op_to_fit(name) for name in self._fitted}
 
     @property
@@ -95,13 +97,41 @@ class FeatureEngine(nn.Module):
                 found.append(results[outputs.index(column)])
             elif column in batch:
                 found.append(batch[column])
+            elif feature.missing == "empty":
+                found.append(self._absent(name, column, batch))
             else:
                 raise KeyError(
                     f"Feature '{name}' needs column '{column}', which is not in the batch; "
-                    f"it has: {', '.join(map(str, batch)) or 'nothing'}."
+                    f"it has: {', '.join(map(str, batch)) or 'nothing'}. With missing 'empty' a feature is "
+                    "empty in such batches."
                 )
             _check_kind(name, column, found[-1])
         return tuple(found)
+
+    def _absent(self, name: str, column: str, batch: Mapping[str, Entry]) -> Entry:
+        """A column that the batch lacks, without values, of a kind that the chain takes."""
+        kind = self._absent_kinds.get(name)
+        if kind is None:
+            feature = dataclasses.replace(self._features[name], raw=True, missing="error")
+            columns = feature.columns or (name,)
+            alone = FeatureEngine([feature])
+            found: Kind | None = LISTS
+            if feature.ops:
+                text = feature.ops[0].takes_text
+                found = find_kind(lambda entry: alone(dict.fromkeys(columns, entry)), text)
+            if found is None:
+                raise ValueError(
+                    f"Feature '{name}' needs column '{column}', which is not in the batch, and its steps do "
+                    "not take an empty one: expected the column, or steps for samples without values."
+                )
+            kind = self._absent_kinds[name] = found
+        rows = rows_like(batch)
+        if rows is None:
+            raise ValueError(
+                f"Feature '{name}' is empty where a batch lacks column '{column}', but the batch has no "
+                "column at all that says how many samples there are."
+            )
+        return kind(rows)
 
     @property
     def unfitted(self) -> list[str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 
 from karvan.features.ops.base import ChainStep, Number
 from karvan.features.ops.bucketize import Bucketize, ToIds
 from karvan.features.ops.cross import Concat, Cross
-from karvan.features.ops.decimals import ParseIds
+from karvan.features.ops.decimals import ParseIds, ParseNumbers, ToText
 from karvan.features.ops.hashing import Hash
 from karvan.features.ops.ids import DropSign, HashStack, Mod, MultiHash, Prefix
 from karvan.features.ops.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
 from karvan.features.ops.ragged_shapes import FillEmpty, Flatten, ToDense, ToRagged
 from karvan.features.ops.strings import Lower, Split, Strip, Substring, Upper
 from karvan.features.ops.truncate import Truncate
-from karvan.features.ops.vocabulary import Vocabulary
+from karvan.features.ops.vocabulary import Vocabulary, words_from_file
 from karvan.ids import check_hash
 
 
@@ -27,19 +28,30 @@ class Feature:
     A chain starts from the batch's entry of its own name, unless `select`, `cross` or `concat` name others;
     such a name means the result of the feature of that name if there is one, else the batch's entry. Each
     method returns a new feature. A chain that ends with several values gives `name_0`, `name_1`, ….
+
+    missing: what happens if a batch lacks a column: "error", or "empty", which computes the feature as if
+    no sample had a value: lists are empty, and `fill_missing` fills all samples.
     """
 
     name: str
     columns: tuple[str, ...] = field(default=(), kw_only=True)
     raw: bool = field(default=False, kw_only=True)
+    missing: str = field(default="error", kw_only=True)
     ops: tuple[ChainStep, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"Feature expects a name, but received {self.name!r}.")
+        if self.missing not in ("error", "empty"):
+            raise ValueError(
+                f"Feature '{self.name}' expects missing 'error' or 'empty', but received {self.missing!r}."
+            )
 
-    def select(self, *columns: str, raw: bool = False) -> Feature:
-        """Start from other columns or features; with `raw`, from the batch even if a feature has the name."""
+    def select(self, *columns: str, raw: bool = False, missing: str | None = None) -> Feature:
+        """Start from other columns or features; with `raw`, from the batch even if a feature has the name.
+
+        missing: "error" or "empty", what happens if a batch lacks a column; see `Feature`.
+        """
         if self.ops or self.columns:
             raise ValueError(
                 f"Feature '{self.name}' names its columns {list(columns)} after its first step; "
@@ -47,7 +59,7 @@ class Feature:
             )
         if not columns or not all(isinstance(column, str) and column for column in columns):
             raise ValueError(f"Feature '{self.name}', select: expected names, but received {list(columns)}.")
-        return replace(self, columns=columns, raw=raw)
+        return replace(self, columns=columns, raw=raw, missing=missing or self.missing)
 
     def then(self, op: ChainStep) -> Feature:
         """Add a step; the methods below do this for the steps of this package."""
@@ -107,14 +119,26 @@ class Feature:
         words: Sequence[str] | Sequence[bytes] | Sequence[int] | None = None,
         oov: int = 1,
         *,
+        file: str | PathLike[str] | None = None,
         max_words: int | None = None,
         min_count: int = 1,
     ) -> Feature:
         """The index of a string or id in the list; unknown ones are in `oov` buckets after it.
 
+        file: a text file with the words, strings, one on each line; it is read at once.
+
         Without words, the engine's `fit` finds those that occur at least `min_count` times, at most
         `max_words` of them; the most frequent are first.
         """
+        if file is not None:
+            if words is not None:
+                raise ValueError(
+                    f"Feature '{self.name}', vocabulary: expected words or a file, but received both."
+                )
+            try:
+                words = words_from_file(file)
+            except ValueError as error:
+                raise ValueError(f"Feature '{self.name}', {error}") from None
         if words is None:
             return self.then(Vocabulary(None, oov, max_words, min_count))
         if max_words is not None or min_count != 1:
@@ -124,7 +148,8 @@ class Feature:
             )
         if isinstance(words, str | bytes):
             raise TypeError(
-                f"Feature '{self.name}', vocabulary: expected a list of words, but received {words!r}."
+                f"Feature '{self.name}', vocabulary: expected a list of words, but received {words!r}; "
+                "file=… reads words from a file."
             )
         kinds = {int if type(word) is int else bytes for word in words}
         if len(kinds) > 1 or not all(isinstance(word, str | bytes) or type(word) is int for word in words):
@@ -195,17 +220,28 @@ class Feature:
 
     # Rows
 
-    def truncate(self, length: int, side: str = "left", level: str = "outer") -> Feature:
-        """Rows cut to a length; side "left" cuts the left and keeps the last values."""
-        return self.then(Truncate(length, side, level))
+    def truncate(
+        self, length: int, side: str = "left", level: str = "outer", *, check: bool = False
+    ) -> Feature:
+        """Rows cut to a length.
 
-    def to_ragged(self, pad: Number | None = None) -> Feature:
-        """A tensor's columns as ragged rows, without those that equal `pad`."""
-        return self.then(ToRagged(pad))
+        side: "left" cuts the left and keeps the last values, "right" keeps the first, "top" those of the
+        largest weights, in their order.
+        level: of lists of lists, "outer" cuts the lists of a row, "inner" the values of a list.
+        check: cut nothing; a longer row is an error.
+        """
+        return self.then(Truncate(length, side, level, check))
 
-    def to_dense(self, length: int, fill: Number = 0, side: str = "right") -> Feature:
-        """Ragged rows cut, or filled up on the right, to one length; side "left" keeps the last values."""
-        return self.then(ToDense(length, fill, side))
+    def to_ragged(self, pad: Number | None = None, *, trailing: bool = False) -> Feature:
+        """A tensor's columns as ragged rows, without those that equal `pad`; trailing: only at the end."""
+        return self.then(ToRagged(pad, trailing))
+
+    def to_dense(self, length: int | Sequence[int], fill: Number = 0, side: str = "right") -> Feature:
+        """Ragged rows cut, or filled up on the right, to one length; side "left" keeps the last values.
+
+        Lists of lists have two lengths: `to_dense([10, 3])` gives 10 lists of 3 values in each row.
+        """
+        return self.then(ToDense(length if isinstance(length, int) else tuple(length), fill, side))  # type: ignore[arg-type]
 
     def flatten(self) -> Feature:
         """Lists of lists as one list a row."""
@@ -233,6 +269,15 @@ class Feature:
         """Bytes from `start` (negative: from the end) on, at most `length` of them."""
         return self.then(Substring(start, length))
 
-    def split(self, separator: str | bytes = ",") -> Feature:
-        """A string's parts between separators, as a list of strings."""
-        return self.then(Split(separator.encode() if isinstance(separator, str) else separator))
+    def split(self, separator: str | bytes = ",", *, skip_empty: bool = False) -> Feature:
+        """A string's parts between separators, as a list of strings; skip_empty: without empty ones."""
+        separator = separator.encode() if isinstance(separator, str) else separator
+        return self.then(Split(separator, skip_empty))
+
+    def to_text(self) -> Feature:
+        """Integers as strings of their decimal digits: a hash of them is that of TensorFlow's columns."""
+        return self.then(ToText())
+
+    def to_numbers(self, default: float = math.nan) -> Feature:
+        """Strings such as "2.5" as the float32 that they spell; empty and missing ones as the default."""
+        return self.then(ParseNumbers(float(default)))

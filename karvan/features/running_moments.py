@@ -19,7 +19,7 @@ from karvan import ids
 from karvan.batch_slicing import as_offsets, values_of
 from karvan.features.ops.base import expect_ids, expect_numbers
 from karvan.features.ops.hashing import items_of
-from karvan.features.ops.layout import is_text
+from karvan.features.ops.layout import as_text, is_text
 from karvan.ragged import Entry
 
 
@@ -134,6 +134,7 @@ class WordCounts(RunningStatistics):
 
     def add(self, entry: Entry) -> None:
         """Only distinct words of an entry become Python objects."""
+        entry = as_text(entry)
         if not is_text(entry):
             expect_ids(entry)
         if not values_of(entry).shape[0]:

@@ -94,6 +94,16 @@ def offsets_kernel(
         assert tl.max(outside.to(tl.int32), axis=0) == 0, "offsets must be within the values"
 
 
+@checking_kernel
+def equal_kernel(first: Ids, second: Ids, count: Integer, block: tl.constexpr) -> None:
+    """Stop the device unless two columns have equally many lists in each row."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    here = tl.load(first + at, mask=at < count, other=0)
+    there = tl.load(second + at, mask=at < count, other=0)
+    differ = (at < count) & (here != there)
+    assert tl.max(differ.to(tl.int32), axis=0) == 0, "crossed columns must have equally many lists in a row"
+
+
 def slices(values: Tensor, starts: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Slices of values, one after the other: offsets are those of the result, which has `total` values.
 
@@ -124,6 +134,11 @@ def check_offsets(offsets: Tensor, total: int, whole: bool) -> None:
     Wrong ones stop the device, as wrong indices do in torch: the next call that waits for it raises an error.
     """
     launch(offsets_kernel, offsets.shape[0], 1024, offsets.contiguous(), total, whole=whole)
+
+
+def check_equal(first: Tensor, second: Tensor) -> None:
+    """Check that the rows of two columns have equally many lists, as `check_offsets` does."""
+    launch(equal_kernel, first.shape[0], 1024, second.contiguous(), first.contiguous())
 
 
 def _as_integers(values: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def test_a_wrong_entry_is_refused_with_the_names_of_feature_and_step(feature, en
         (lambda f: f.normalise(0, 0), "positive std"),
         (lambda f: f.log(1), "base above 0"),
         (lambda f: f.truncate(0), "at least 1"),
-        (lambda f: f.truncate(3, "up"), "'left' or 'right', but received 'up'"),
+        (lambda f: f.truncate(3, "up"), "'left', 'right' or 'top', but received 'up'"),
         (lambda f: f.truncate(3, level="x"), "'outer' or 'inner'"),
         (lambda f: f.to_dense(0), "at least 1"),
         (lambda f: f.to_dense(3, side="top"), "the side 'left' or 'right', but received 'top'"),

@@ -44,6 +44,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         "cross_kernel",
         "dense_kernel",
         "each_remainder_kernel",
+        "equal_kernel",
         "farm_kernel",
         "hash_stack_kernel",
         "murmur_kernel",

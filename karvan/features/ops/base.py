@@ -18,7 +18,15 @@ from torch import Tensor
 
 from karvan import kernels
 from karvan.batch_slicing import join_rows, rows_of, split_rows, values_of
-from karvan.features.ops.layout import check_rows, describe, flat_values, is_text, kind_of, with_values
+from karvan.features.ops.layout import (
+    as_text,
+    check_rows,
+    describe,
+    flat_values,
+    is_text,
+    kind_of,
+    with_values,
+)
 from karvan.features.ops.missing_values import present, restored
 from karvan.ragged import Entry
 
@@ -48,6 +56,9 @@ class ChainStep(ABC):
 
     takes_missing: ClassVar[bool] = False
     """Whether the step sees which values are missing; others run on the present values."""
+
+    takes_text: ClassVar[bool] = False
+    """Whether the step is for strings: it then reads values of int8 as their bytes."""
 
     @abstractmethod
     def parts(self) -> Sequence[Op]:
@@ -85,7 +96,8 @@ class OpCall(NamedTuple):
 def run(jobs: Sequence[OpCall]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
-    original, jobs = jobs, [_without_missing(job) for job in jobs]
+    original = [_with_text(job) for job in jobs]
+    jobs = [_without_missing(job) for job in original]
     for i, (feature, op, arguments) in enumerate(jobs):
         try:
             op.check(*arguments)
@@ -109,6 +121,10 @@ def _run_alone(job: OpCall) -> Entry:
         return job.op.run_group([job.op], [job.arguments])[0]
     except ValueError as error:
         raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
+
+
+def _with_text(job: OpCall) -> OpCall:
+    return job._replace(arguments=tuple(map(as_text, job.arguments))) if job.op.takes_text else job
 
 
 def _without_missing(job: OpCall) -> OpCall:

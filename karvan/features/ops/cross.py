@@ -16,11 +16,15 @@ from karvan.features.ops.layout import as_ragged, check_rows, describe, keep, ro
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
 
 
-def _check_columns(entries: tuple[Entry, ...]) -> None:
+def _check_columns(entries: tuple[Entry, ...], nested: bool = False) -> None:
+    """Columns of one device and equally many rows; `nested`: all of them may be lists of lists."""
+    lists = nested and all(isinstance(entry, NestedRagged) for entry in entries)
     for entry in entries:
-        if isinstance(entry, NestedRagged) or (isinstance(entry, Tensor) and entry.dim() > 2):
+        deep = not lists if isinstance(entry, NestedRagged) else values_of(entry).dim() > 2
+        if deep:
+            others = ", or lists of lists in all columns" if nested else ""
             raise TypeError(
-                f"expected Raggeds, or Tensors of 1 or 2 dimensions, but received {describe(entry)}."
+                f"expected Raggeds, or Tensors of 1 or 2 dimensions{others}, but received {describe(entry)}."
             )
         check_rows(entry)
     counts = [rows_of(entry) for entry in entries]
@@ -37,18 +41,23 @@ class Cross(RowOp):
 
     A combination's id is the MurmurHash of its ids, its weight the product of their weights; of equal ids in
     a row the first counts. Combinations come in the order of the first column, then of the second, and so on.
+
+    In columns of lists of lists the lists are what is crossed, the first of a row with the first of the
+    others, and so on: a row must have equally many lists in all columns.
     """
 
     name: ClassVar[str] = "cross"
     joins: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
-        """Ids in plain rows."""
-        _check_columns(entries)
+        """Ids in plain rows, or in equally many lists a row."""
+        _check_columns(entries, nested=True)
         for entry in entries:
             expect_ids(entry)
             if isinstance(entry, Ragged) and entry.values.dim() != 1:
                 raise ValueError(f"expected plain ids, but received vectors, {describe(entry)}.")
+        if isinstance(entries[0], NestedRagged):
+            _check_lists([entry for entry in entries if isinstance(entry, NestedRagged)])
 
     def fuse_key(self, *entries: Entry) -> Hashable:
         """On a GPU crosses of lists may differ in everything, since they are not joined."""
@@ -61,15 +70,13 @@ class Cross(RowOp):
         """On a GPU each cross of lists by itself: to split joined rows would wait for the GPU once more."""
         if not _needs_sizes(arguments[0]):
             return super().run_group(ops, arguments)
-        columns = [
-            [as_ragged(e) for e in entries if not isinstance(e, NestedRagged)] for entries in arguments
-        ]
+        columns = [[_lists_of(entry) for entry in entries] for entries in arguments]
         made = zip(arguments, cross_by_kernels(columns), strict=True)
-        return [_kind_of_cross(entries)(*parts) for entries, parts in made]
+        return [_crossed(entries, *parts) for entries, parts in made]
 
     def run_rows(self, *entries: Entry) -> Entry:
         """A tensor if every column has exactly one id a row, as tensors do."""
-        columns = [as_ragged(entry) for entry in entries if not isinstance(entry, NestedRagged)]
+        columns = [_lists_of(entry) for entry in entries]
         if all(column.offsets is None for column in columns):
             hashes = murmur_words(torch.stack([column.values for column in columns], 1))
             weights = _product([column.weights for column in columns])
@@ -94,7 +101,7 @@ class Cross(RowOp):
             None if column.weights is None else column.weights[at]
             for column, at in zip(columns, index, strict=True)
         ]
-        return _kind_of_cross(entries)(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+        return _crossed(entries, murmur_words(torch.stack(words, 1)), offsets, _product(factors))
 
 
 def _needs_sizes(entries: tuple[Entry, ...]) -> bool:
@@ -106,8 +113,33 @@ def _needs_sizes(entries: tuple[Entry, ...]) -> bool:
     return not one_each and all(kernels.on_gpu(values_of(entry)) for entry in entries)
 
 
-def _kind_of_cross(entries: tuple[Entry, ...]) -> type[Ragged]:
-    return OptionalRagged if all(map(_at_most_one, entries)) else Ragged
+def _lists_of(entry: Entry) -> Ragged:
+    """What is crossed: rows, or lists of rows of lists."""
+    return entry.lists() if isinstance(entry, NestedRagged) else as_ragged(entry)
+
+
+def _check_lists(entries: Sequence[NestedRagged]) -> None:
+    first = entries[0]
+    for entry in entries[1:]:
+        alike = entry.inner.shape == first.inner.shape
+        if alike and kernels.on_gpu(entry.values):
+            from karvan.kernels.rows import check_equal
+
+            check_equal(first.outer, entry.outer)  # stops the GPU, so that nothing waits for it
+        elif not alike or not torch.equal(entry.outer, first.outer):
+            different = (entry.outer != first.outer).nonzero()
+            raise ValueError(
+                "expected equally many lists a row in all columns, but received "
+                f"{first.lengths()[different[0] - 1].item()} and {entry.lengths()[different[0] - 1].item()} "
+                f"in row {int(different[0]) - 1}."
+            )
+
+
+def _crossed(entries: tuple[Entry, ...], values: Tensor, offsets: Tensor, weights: Tensor | None) -> Entry:
+    if isinstance(entries[0], NestedRagged):
+        return NestedRagged(values, offsets, entries[0].outer)
+    kind = OptionalRagged if all(map(_at_most_one, entries)) else Ragged
+    return kind(values, offsets, weights)
 
 
 def _at_most_one(entry: Entry) -> bool:

@@ -1,21 +1,26 @@
-"""Ids that are written as text: "42", "-5", "18446744073709551615"."""
+"""Numbers that are written as text: "42", "-5", "18446744073709551615", "2.5e-3"."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from karvan.batch_slicing import as_offsets, values_of
+from karvan import kernels
+from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import RowOp, expect_text
 from karvan.features.ops.layout import describe, is_text, keep, row_numbers
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _INT64 = torch.iinfo(torch.int64)
 _SAFE = 18  # digits that always fit into 64 bits
 _POWERS = 30  # higher powers occur only in numbers that are too large
+_DIGITS = 19  # of the largest number of 64 bits with a sign
 _TOLERANCE = 1e-9  # far above the rounding of a sum of 30 doubles
 
 
@@ -28,6 +33,7 @@ class ParseIds(RowOp):
     """
 
     name: ClassVar[str] = "to_ids"
+    takes_text: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
         """Strings, or ids."""
@@ -63,16 +69,22 @@ def _parse_by_arrow(text: Tensor, starts: Tensor) -> Tensor | None:
         return None
     import pyarrow as pa  # slow to import, and few features need it
 
-    count = starts.shape[0]
-    bounds = torch.nn.functional.pad(starts, (0, 1), value=text.shape[0])
-    buffers = [None, pa.py_buffer(bounds.numpy()), pa.py_buffer(text.contiguous().numpy())]
-    words = pa.Array.from_buffers(pa.large_string(), count, buffers)
+    words = _words(text, starts)
     for kind in (pa.int64(), pa.uint64()):
         try:
             return torch.from_numpy(words.cast(kind).to_numpy().view("int64").copy())
         except pa.ArrowInvalid:
             continue
     return None
+
+
+def _words(text: Tensor, starts: Tensor) -> pa.Array:
+    """Adjacent strings as Arrow has them."""
+    import pyarrow as pa
+
+    bounds = torch.nn.functional.pad(starts, (0, 1), value=text.shape[0])
+    buffers = [None, pa.py_buffer(bounds.numpy()), pa.py_buffer(text.contiguous().numpy())]
+    return pa.Array.from_buffers(pa.large_string(), starts.shape[0], buffers)
 
 
 def parse_anywhere(text: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
@@ -124,3 +136,125 @@ def _error(text: Tensor, starts: Tensor, lengths: Tensor, word: int) -> ValueErr
         f"expected decimal integers of 64 bits, but received {found[:100]!r}; "
         'strip() removes spaces around numbers, and .hash("farm") turns any strings into ids.'
     )
+
+
+@dataclass(frozen=True)
+class ParseNumbers(RowOp):
+    """The floats that strings spell, such as "2.5e-3"; for an empty or missing string, the default.
+
+    Numbers are returned unchanged.
+    """
+
+    default: float
+    name: ClassVar[str] = "to_numbers"
+    takes_text: ClassVar[bool] = True
+    takes_missing: ClassVar[bool] = True
+
+    def check(self, *entries: Entry) -> None:
+        """Strings on the CPU, or numbers."""
+        if not is_text(entries[0]):
+            return
+        if kernels.on_gpu(values_of(entries[0])):
+            raise TypeError(
+                f"expected strings on the CPU, but received {describe(entries[0])} on "
+                f"{values_of(entries[0]).device}; use this step in the transform of a loader, before batches "
+                "are copied to the GPU."
+            )
+        expect_text(entries[0])
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """One float32 for each string, rounded from a float64."""
+        (entry,) = entries
+        if not is_text(entry):
+            return entry
+        assert not isinstance(entry, Tensor)
+        strings = entry.lists() if isinstance(entry, NestedRagged) else entry
+        offsets = as_offsets(strings)
+        present = offsets.diff() > 0
+        numbers = torch.full((strings.rows,), self.default, dtype=torch.float32)
+        numbers[present] = _parse_floats(strings.values, offsets[:-1][present])
+        if not isinstance(entry, NestedRagged):
+            return numbers
+        if not isinstance(entry, OptionalText):
+            return Ragged(numbers, entry.outer)
+        filled = torch.full((entry.rows,), self.default, dtype=torch.float32)
+        filled[entry.lengths() > 0] = numbers
+        return filled
+
+
+def _parse_floats(text: Tensor, starts: Tensor) -> Tensor:
+    import pyarrow as pa
+
+    words = _words(text, starts)
+    try:
+        return torch.from_numpy(words.cast(pa.float64()).to_numpy().astype("float32"))
+    except pa.ArrowInvalid as error:
+        found = str(error).removeprefix("Failed to parse string: ").split(" as a scalar")[0]
+        raise ValueError(
+            f"expected decimal numbers, but received {found[:100]}; strip() removes spaces around numbers."
+        ) from None
+
+
+@dataclass(frozen=True)
+class ToText(RowOp):
+    """Integers as their decimal text, with a minus sign where they are negative: -12 becomes "-12".
+
+    One integer in a row becomes a string, lists become lists of strings. Strings are returned unchanged.
+    """
+
+    name: ClassVar[str] = "to_text"
+    takes_text: ClassVar[bool] = True
+
+    def check(self, *entries: Entry) -> None:
+        """Integers in plain rows, without weights, or strings."""
+        (entry,) = entries
+        if is_text(entry):
+            return
+        values = values_of(entry)
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"expected integers, but received {describe(entry)}.")
+        if isinstance(entry, NestedRagged) or values.dim() > (2 if isinstance(entry, Tensor) else 1):
+            raise TypeError(f"expected integers in plain rows, but received {describe(entry)}.")
+        if isinstance(entry, Ragged) and entry.weights is not None:
+            raise ValueError(f"expected integers without weights, which strings lack, not {describe(entry)}.")
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """On a GPU this waits for it: the size of the text depends on the numbers."""
+        (entry,) = entries
+        if is_text(entry):
+            return entry
+        assert not isinstance(entry, NestedRagged)
+        numbers = values_of(entry).reshape(-1).to(torch.int64)
+        text, inner = _write_by_arrow(numbers) if numbers.is_cpu else write_anywhere(numbers)
+        if isinstance(entry, Ragged) and entry.offsets is not None:
+            return NestedRagged(text, inner, entry.offsets)
+        if isinstance(entry, Tensor) and entry.dim() == 2:
+            count, columns = entry.shape
+            return NestedRagged(text, inner, torch.arange(count + 1, device=text.device) * columns)
+        return Ragged(text, inner)
+
+
+def _write_by_arrow(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as `write_anywhere`, much faster."""
+    import numpy as np
+    import pyarrow as pa
+
+    words = pa.array(numbers.numpy()).cast(pa.large_string())
+    _, bounds, data = words.buffers()
+    offsets = torch.from_numpy(np.frombuffer(bounds, np.int64, len(numbers) + 1).copy())
+    text = torch.from_numpy(np.frombuffer(data, np.uint8, int(offsets[-1])).copy())
+    return text, offsets
+
+
+def write_anywhere(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The decimal text of integers, one after the other, and its offsets, in torch's arithmetic."""
+    below = torch.where(numbers > 0, -numbers, numbers)  # the smallest number has no opposite
+    powers = torch.tensor([10**n for n in range(_DIGITS)], device=numbers.device)
+    digits = 1 + (below.unsqueeze(1) <= -powers[1:]).sum(1)
+    offsets = offsets_from(digits + (numbers < 0))
+    total = int(offsets[-1])
+    word = row_numbers(offsets.diff(), total)
+    place = offsets[1:][word] - 1 - torch.arange(total, device=word.device)  # 0 is the last digit
+    shifted = torch.div(below[word], powers[place.clamp(max=_DIGITS - 1)], rounding_mode="trunc")
+    text = ord("0") - torch.fmod(shifted, 10)
+    return torch.where(place < digits[word], text, ord("-")).to(torch.uint8), offsets

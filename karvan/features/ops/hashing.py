@@ -20,6 +20,8 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 class StringOp(Op):
     """A step that computes an id for each string (or each id): a row's strings become its ids."""
 
+    takes_text: ClassVar[bool] = True
+
     def check(self, *entries: Entry) -> None:
         """Strings or ids."""
         if is_text(entries[0]):

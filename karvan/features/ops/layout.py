@@ -39,6 +39,13 @@ def is_text(entry: Entry) -> bool:
     return not isinstance(entry, Tensor) and entry.values.dtype == torch.uint8
 
 
+def as_text(entry: Entry) -> Entry:
+    """Strings of int8, as other systems have them, as those of uint8 that steps of strings take."""
+    if isinstance(entry, Tensor) or entry.values.dtype != torch.int8:
+        return entry
+    return with_values(entry, entry.values.view(torch.uint8))
+
+
 def describe(entry: Entry) -> str:
     """The entry as errors describe it."""
     if isinstance(entry, Tensor):

@@ -26,11 +26,19 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 
 @dataclass(frozen=True)
 class ToRagged(RowOp):
-    """The columns of a tensor as rows of a Ragged, without those that equal `pad`, if there is one."""
+    """The columns of a tensor as rows of a Ragged, without those that equal `pad`, if there is one.
+
+    Trailing: only pads at the end of a row are dropped, and those before another value stay.
+    """
 
     pad: Number | None
+    trailing: bool = False
     name: ClassVar[str] = "to_ragged"
     sized_by_shapes: ClassVar[bool] = True  # unless there is a pad
+
+    def __post_init__(self) -> None:
+        if self.trailing and self.pad is None:
+            raise ValueError("to_ragged expects a pad together with trailing=True, but received none.")
 
     def check(self, *entries: Entry) -> None:
         """Not lists of lists, nor vectors if there is a `pad`."""
@@ -53,8 +61,17 @@ class ToRagged(RowOp):
         if self.pad is None:
             return ragged
         if isinstance(self.pad, float) and math.isnan(self.pad):
-            return keep(ragged, ~ragged.values.isnan())
-        return keep(ragged, ragged.values != self.pad)
+            solid = ~ragged.values.isnan()
+        else:
+            solid = ragged.values != self.pad
+        return keep(ragged, _up_to_the_last(ragged, solid) if self.trailing else solid)
+
+
+def _up_to_the_last(ragged: Ragged, solid: Tensor) -> Tensor:
+    """The values from which on their row has a solid one."""
+    before, offsets = offsets_from(solid.to(torch.int64)), as_offsets(ragged)
+    row = row_numbers(offsets.diff(), solid.shape[0])
+    return before[offsets[row + 1]] > before[:-1]
 
 
 def entry_depth(entry: Ragged | Tensor) -> int:
@@ -66,26 +83,43 @@ def entry_depth(entry: Ragged | Tensor) -> int:
 class ToDense(RowOp):
     """Rows cut, or filled up on the right, to one length: a tensor of rows and columns.
 
-    Side "right" cuts on the right and keeps the first values, "left" the last.
+    Side "right" cuts on the right and keeps the first values, "left" the last. Lists of lists have two
+    lengths, of the lists in a row and of the values in a list.
     """
 
-    length: int
+    length: int | tuple[int, int]
     fill: Number
     side: str = "right"
     name: ClassVar[str] = "to_dense"
 
     def __post_init__(self) -> None:
-        if self.length < 1:
+        lengths = self.length if isinstance(self.length, tuple) else (self.length,)
+        if min(lengths, default=0) < 1:
             raise ValueError(f"to_dense expects a length of at least 1, but received {self.length}.")
+        if isinstance(self.length, tuple) and len(self.length) != 2:
+            raise ValueError(
+                "to_dense expects a length, or two of them for lists of lists, but received "
+                f"{len(self.length)}."
+            )
         if self.side not in ("left", "right"):
             raise ValueError(f"to_dense expects the side 'left' or 'right', but received '{self.side}'.")
 
     def check(self, *entries: Entry) -> None:
-        """A Ragged without weights, which a tensor cannot have."""
+        """Lists without weights, which a tensor cannot have; two lengths for lists of lists."""
         (entry,) = entries
-        if not isinstance(entry, Ragged):
+        if isinstance(entry, NestedRagged) and not isinstance(self.length, tuple):
+            raise TypeError(
+                f"expected a Ragged, but received {describe(entry)}: lists of lists have two lengths, "
+                "as in to_dense([10, 3]), and flatten() before this step makes one list of them."
+            )
+        if isinstance(self.length, tuple) and not isinstance(entry, NestedRagged):
+            raise TypeError(
+                f"expected lists of lists (a NestedRagged) for the lengths {list(self.length)}, but received "
+                f"{describe(entry)}."
+            )
+        if isinstance(entry, Tensor):
             raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
-        if entry.weights is not None:
+        if isinstance(entry, Ragged) and entry.weights is not None:
             raise ValueError("expected a Ragged without weights, which a Tensor cannot carry.")
         if isinstance(self.fill, float) and not entry.values.is_floating_point():
             raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.fill}.")
@@ -94,18 +128,26 @@ class ToDense(RowOp):
     def run_rows(self, *entries: Entry) -> Entry:
         """Scatters the values into a filled tensor."""
         (entry,) = entries
+        if isinstance(entry, NestedRagged):
+            assert isinstance(self.length, tuple)
+            lists = self._dense(entry.lists(), self.length[1])
+            return self._dense(Ragged(lists, entry.outer), self.length[0])
         assert isinstance(entry, Ragged)
+        assert isinstance(self.length, int)
+        return self._dense(entry, self.length)
+
+    def _dense(self, entry: Ragged, length: int) -> Tensor:
         offsets, total = as_offsets(entry), entry.values.shape[0]
         if kernels.may_copy(entry.values):  # which does not wait for the GPU, as the masks below do
             from karvan.kernels.rows import dense_rows
 
-            return dense_rows(entry.values, offsets, self.length, self.fill, self.side == "left")
+            return dense_rows(entry.values, offsets, length, self.fill, self.side == "left")
         row = row_numbers(offsets.diff(), total)
         column = torch.arange(total, device=row.device) - offsets[row]
         if self.side == "left":
-            column = column - (offsets.diff() - self.length).clamp(min=0)[row]
-        fits = (column >= 0) & (column < self.length)
-        result = entry.values.new_full((entry.rows, self.length, *entry.values.shape[1:]), self.fill)
+            column = column - (offsets.diff() - length).clamp(min=0)[row]
+        fits = (column >= 0) & (column < length)
+        result = entry.values.new_full((entry.rows, length, *entry.values.shape[1:]), self.fill)
         return result.index_put((row[fits], column[fits]), entry.values[fits])
 
 

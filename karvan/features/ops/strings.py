@@ -20,6 +20,7 @@ class Lower(ElementOp):
     """A to Z become a to z."""
 
     name: ClassVar[str] = "lower"
+    takes_text: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
         """Strings."""
@@ -35,6 +36,7 @@ class Upper(ElementOp):
     """a to z become A to Z."""
 
     name: ClassVar[str] = "upper"
+    takes_text: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
         """Strings."""
@@ -47,6 +49,8 @@ class Upper(ElementOp):
 
 class TextOp(RowOp):
     """A step on each string separately, in rows of one string or of lists of strings."""
+
+    takes_text: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
         """Strings."""
@@ -113,10 +117,15 @@ class Substring(TextOp):
 
 @dataclass(frozen=True)
 class Split(RowOp):
-    """A string's parts between separators, as a list of strings; an empty string has no parts."""
+    """A string's parts between separators, as a list of strings; an empty string has no parts.
+
+    Empty parts, as between two separators in a row, are strings too, unless they are skipped.
+    """
 
     separator: bytes
+    skip_empty: bool = False
     name: ClassVar[str] = "split"
+    takes_text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if len(self.separator) != 1:
@@ -129,7 +138,7 @@ class Split(RowOp):
             raise TypeError(f"expected one string a row, but received {describe(entries[0])}.")
 
     def run_rows(self, *entries: Entry) -> Entry:
-        """Counts the bytes between separators; empty parts count as parts."""
+        """Counts the bytes between separators."""
         (entry,) = entries
         assert isinstance(entry, Ragged)
         values, offsets = _parts(entry)
@@ -141,4 +150,8 @@ class Split(RowOp):
         row = row_numbers(lengths, values.shape[0])
         part = outer[row] + before[:-1] - before[offsets[row]]
         sizes = torch.bincount(part[~cuts], minlength=int(outer[-1]))
+        if self.skip_empty:
+            solid = sizes > 0
+            outer = offsets_from(solid.to(torch.int64))[outer]
+            sizes = sizes[solid]
         return NestedRagged(values[~cuts], offsets_from(sizes), outer)

@@ -6,6 +6,8 @@ import functools
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -115,6 +117,24 @@ class Vocabulary(StringOp, FittedOp):
         at = torch.searchsorted(farm, hashed).clamp_(max=farm.shape[0] - 1)
         known = (farm[at] == hashed) & (murmur[at] == ids.murmur(items))
         return torch.where(known, index[at], ids.mod(hashed, self.oov) + len(self.words))
+
+
+def words_from_file(file: str | PathLike[str]) -> tuple[bytes, ...]:
+    """The lines of a text file, without what ends them."""
+    path = Path(file)
+    words = tuple(line.removesuffix(b"\r") for line in path.read_bytes().removesuffix(b"\n").split(b"\n"))
+    known: dict[bytes, int] = {}
+    for number, word in enumerate(words, 1):
+        if not word:
+            raise ValueError(
+                f"vocabulary: expected a word on each line, but line {number} of {path} has none."
+            )
+        if (first := known.setdefault(word, number)) != number:
+            raise ValueError(
+                f"vocabulary: expected each word of {path} once, but lines {first} and {number} have "
+                f"{word.decode(errors='replace')!r}."
+            )
+    return words
 
 
 @functools.lru_cache(maxsize=256)

@@ -65,6 +65,10 @@ def many_features(seed):
             Feature(f"h{i}_t").select(f"h{i}").truncate(1 + i).fill_empty(7),
             Feature(f"l{i}_t").select(f"l{i}").truncate(1).mod(10),
             Feature(f"l{i}_u").select(f"l{i}").truncate(1, "right", "inner").flatten(),
+            Feature(f"l{i}_d").select(f"l{i}").to_dense([2, 1 + i], -1, "left"),
+            Feature(f"l{i}_x").cross(f"l{i}", f"l{i}_m").mod(100),
+            Feature(f"l{i}_m").select(f"l{i}").mod(3),
+            Feature(f"i{i}_t").select(f"i{i}").to_text().hash("farm"),
             Feature(f"x{i}").cross(f"h{i}", f"i{i}"),
             Feature(f"y{i}").cross(f"h{i}_t", f"h{i}", f"i{i}").mod(1000),
             Feature(f"z{i}").cross(f"i{i}", "i0").mod(50 + i),
@@ -77,7 +81,11 @@ def many_features(seed):
             .vocabulary(["a", "B"], oov=3)
             .to_dense(3, -1),
             Feature(f"t{i}_c").select(f"t{i}").substring(i).upper(),
-            Feature(f"d{i}").select(f"r{i}" if i < 2 else "r0").to_dense(4, 0.5).to_ragged(pad=0.5),
+            Feature(f"t{i}_d").select(f"t{i}").split(",", skip_empty=i > 0).hash("farm"),
+            Feature(f"d{i}")
+            .select(f"r{i}" if i < 2 else "r0")
+            .to_dense(4, 0.5)
+            .to_ragged(pad=0.5, trailing=i > 0),
         ]
     return features, batch
 
