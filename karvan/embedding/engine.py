@@ -10,7 +10,7 @@ outputs, and receive their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from karvan.embedding import portable
 from karvan.embedding.engine_state import EngineState
 from karvan.embedding.eviction import TTL, steady_time
 from karvan.embedding.exporting import refuse_export
-from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output
+from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output, absent_ids
 from karvan.embedding.feature_program import make_program
 from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
@@ -74,13 +74,25 @@ class EmbeddingEngine(nn.Module):
             raise ValueError(
                 f"EmbeddingEngine takes a store, or tables with a device, got both: {', '.join(placed)}."
             )
-        self.state = EngineState(store, make_program(self.features))
+        self._all = make_program(self.features)
+        # Features that read alone are looked up apart from those that train, in training.
+        self._trains = [i for i, table in enumerate(self.features.values()) if not table.read_only]
+        self._reads = [i for i, table in enumerate(self.features.values()) if table.read_only]
+        parts = [make_program(self._part(chosen)) for chosen in (self._trains, self._reads)]
+        trained, self._read = parts if self._reads else (self._all, parts[1])
+        first = {name: first[name] for name in (*trained.tables, *self._all.tables)}  # in the order of slots
+        self.state = EngineState(store, trained, list(first))
         seed &= 2**64 - 1  # as the native core reads it
         self._handles: dict[str, TableHandle] = {}
         for name, table in first.items():
             spec = table.spec(name, seed, shards)
             self.store.add_table(spec)
             self._handles[name] = TableHandle(self.state, spec, len(self._handles), self._clock)
+
+    def _part(self, chosen: Sequence[int]) -> dict[str, Table]:
+        """Some of the features, by their positions."""
+        features = list(self.features.items())
+        return dict(features[index] for index in chosen)
 
     def table(self, name: str) -> TableHandle:
         """The table of that name; a table without a name has that of its feature."""
@@ -97,19 +109,21 @@ class EmbeddingEngine(nn.Module):
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
         """Embed the engine's features of a batch; other entries of the batch are passed through."""
         refuse_export()
-        training = self.training and torch.is_grad_enabled()
+        training = self.training and torch.is_grad_enabled() and bool(self._trains)
         replayed = self.replay.next() if training else None
         if replayed is not None:
-            inputs, prepared = replayed.inputs, None
+            inputs, prepared = self._inputs(batch) if self._reads else replayed.inputs, None
         else:
             found = self._prepared.take(batch)
             inputs, prepared = (self._inputs(batch), None) if found is None else found
-        if training:
+        if not training:
+            self._run(inputs, prepared, training=False)
+            outs = inputs.take_out()
+        elif not self._reads:
             # Autograd calls `backward` only if an input requires a gradient; that is what the anchor is for.
             outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared, replayed)
         else:
-            self._run(inputs, prepared, training=False)
-            outs = inputs.take_out()
+            inputs, outs = self._train_some(inputs, prepared, replayed)
         result: dict[str, Any] = {
             name: i.present(out) for name, i, out in zip(self.features, inputs.each, outs, strict=True)
         }
@@ -117,6 +131,24 @@ class EmbeddingEngine(nn.Module):
             if name not in result:
                 result[name] = entry
         return result
+
+    def _train_some(
+        self, inputs: Inputs, prepared: Prepared | None, replayed: ReplayableForward | None
+    ) -> tuple[Inputs, tuple[Tensor, ...]]:
+        """A training forward if some features read alone: they see the rows that the others have created."""
+        if inputs.remote:
+            names = ", ".join(f"'{name}'" for name in self._part(self._reads))
+            raise ValueError(
+                f"Features with read_only=True ({names}) expect their ids at the trainer, got a batch whose "
+                "ids are on embedding workers; run the job without embedding workers."
+            )
+        trained = inputs.part(self._trains) if replayed is None else replayed.inputs
+        outs = _lookup(next(iter(self._handles.values())).anchor, self, trained, prepared, replayed)
+        read = inputs.part(self._reads)
+        self._run(read, None, training=False, program=self._read)
+        order = sorted(range(len(self.features)), key=[*self._trains, *self._reads].__getitem__)
+        each, outs = [*trained.each, *read.each], (*outs, *read.take_out())
+        return Inputs([each[at] for at in order]), tuple(outs[at] for at in order)
 
     def prepare(self, batch: Mapping[str, Any], *, training: bool | None = None) -> bool:
         """Check and group the ids of a batch before its forward, on any thread; results are the same.
@@ -129,7 +161,9 @@ class EmbeddingEngine(nn.Module):
         """
         try:
             inputs = self._inputs(batch)
-            lookup_inputs = inputs.for_store(self.store)
+            if self._reads and not training:
+                return False  # of all features, or of those that train? Only the forward knows
+            lookup_inputs = (inputs.part(self._trains) if self._reads else inputs).for_store(self.store)
             step = 0
             if training:
                 step = self._prepared_step = max(self._prepared_step, self.step) + 1
@@ -174,24 +208,29 @@ class EmbeddingEngine(nn.Module):
             return Inputs([Output(table) for table in self.features.values()], reference)
         inputs: list[FeatureInput] = []
         for feature, table in self.features.items():
-            if feature not in batch:
+            entry = batch.get(feature)
+            if entry is None and table.missing == "empty":
+                entry = absent_ids(batch)
+            if entry is None:
                 raise KeyError(
                     f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "
                     f"which has: {listed(feature, batch)}"
                 )
-            made = FeatureInput(feature, self._names[feature], table, batch[feature], self.store.device)
-            if inputs and made.samples != inputs[0].samples:
+            made = FeatureInput(feature, self._names[feature], table, entry, self.store.device)
+            if inputs and made.rows != inputs[0].rows:
                 first = next(iter(self.features))
                 raise ValueError(
-                    f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].samples} "
-                    f"samples like feature '{first}', got {made.samples}."
+                    f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].rows} "
+                    f"samples like feature '{first}', got {made.rows}."
                 )
             inputs.append(made)
         return Inputs(inputs)
 
-    def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> LookupPlan:
+    def _run(
+        self, inputs: Inputs, prepared: Prepared | None, training: bool, program: LookupProgram | None = None
+    ) -> LookupPlan:
         plan = self.store.forward(
-            self.program,
+            program or (self.program if training else self._all),
             inputs.for_store(self.store) if prepared is None else prepared,
             training=training,
             step=self.step + 1,
@@ -247,7 +286,7 @@ class EmbeddingEngine(nn.Module):
 
     @property
     def program(self) -> LookupProgram:
-        """The features in the store's terms."""
+        """The features that train, in the store's terms."""
         return self.state.program
 
     def state_dict(  # type: ignore[override]

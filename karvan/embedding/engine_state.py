@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -48,9 +48,10 @@ class EngineState:
     are released together with the engine.
     """
 
-    def __init__(self, store: Store, program: LookupProgram) -> None:
+    def __init__(self, store: Store, program: LookupProgram, tables: Sequence[str]) -> None:
         self.store = store
-        self.program = program  # the features in the store's terms
+        self.program = program  # the features that train, in the store's terms
+        self.tables = list(tables)  # those of the program first, in its order
         self.step = 0
         self.filled = False  # whether a checkpoint has filled the tables
         self.content = Content()

@@ -6,12 +6,14 @@ Where the ids are remote, only the output. A store that takes tensors makes the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from karvan import ids
+from karvan.batch_slicing import rows_of
 from karvan.embedding.table import POOLED, Table
 from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference, NestedRagged, Padded, Ragged
@@ -30,10 +32,12 @@ def mode_of(table: Table) -> str:
 class Output:
     """A feature's vectors and their layout."""
 
-    __slots__ = ("_out", "cells", "length", "offsets", "samples", "table")
+    __slots__ = ("_out", "cells", "length", "lists", "offsets", "samples", "table")
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self.lists: tuple[int, int] | Tensor | None = None
+        """Where each sample has several lists, which the core takes for samples: shape, or offsets."""
         self.samples = self.cells = 0
         self.length = 1
         self.offsets: Tensor | None = None
@@ -43,6 +47,13 @@ class Output:
         """Take the output that a lookup has returned."""
         self.samples, self.cells, self.length, self.offsets = layout
         self._out = out
+
+    @property
+    def rows(self) -> int:
+        """The number of samples of the batch."""
+        if self.lists is None:
+            return self.samples
+        return self.lists[0] if isinstance(self.lists, tuple) else self.lists.shape[0] - 1
 
     def layout(self) -> OutputLayout:
         """The layout, as `fill` takes it."""
@@ -67,7 +78,11 @@ class Output:
             return Ragged(out, self.offsets)
         if self.table.combiner == "sequence":
             return Padded(out.view(self.samples, self.length, self.table.dim), self.layout().mask())
-        return out
+        if self.lists is None:
+            return out
+        if isinstance(self.lists, tuple):
+            return out.view(*self.lists, self.table.dim)
+        return Ragged(out, self.lists.to(out.device, non_blocking=True))
 
 
 class FeatureInput(Output):
@@ -94,6 +109,8 @@ class FeatureInput(Output):
             self.samples = self.cells = entry.numel()
             self.length = 1 if table.length is None else table.length
             return
+        if isinstance(entry, NestedRagged) or (isinstance(entry, Tensor) and entry.dim() == 3):
+            entry = self._take_lists(name, table_name, entry)
         if isinstance(entry, Tensor):
             values = entry
         elif isinstance(entry, Ragged):
@@ -113,7 +130,7 @@ class FeatureInput(Output):
         if values.dim() != 1:
             if values.dim() != 2 or isinstance(entry, Ragged):
                 shape = tuple(values.shape)
-                raise _refusal(name, table_name, ValueError, "ids of 1 or 2 dimensions", f"shape {shape}")
+                raise _refusal(name, table_name, ValueError, "ids of 1 to 3 dimensions", f"shape {shape}")
             offsets = _regular_offsets(*values.shape, values.device)
             values = values.reshape(-1)
         if not values.is_contiguous():
@@ -136,6 +153,24 @@ class FeatureInput(Output):
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
+
+    def _take_lists(self, name: str, table_name: str, entry: Tensor | NestedRagged) -> Tensor | Ragged:
+        """Lists of lists of ids as lists, each of which becomes a vector."""
+        values = entry if isinstance(entry, Tensor) else entry.values
+        if values.dtype not in (torch.int64, torch.uint64):
+            raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), entry)
+        if self.table.combiner not in POOLED:
+            expected = f"a list of ids for each sample with the combiner '{self.table.combiner}'"
+            raise _refusal(name, table_name, ValueError, expected, "lists of lists")
+        if isinstance(entry, Tensor):
+            self.lists = (entry.shape[0], entry.shape[1])
+            return entry.flatten(0, 1)
+        lists = entry.inner.shape[0] - 1
+        if entry.outer.is_cpu and not _tiles(entry.outer, lists):
+            received = f"offsets {entry.outer.tolist()[:10]}"
+            raise _refusal(name, table_name, ValueError, f"outer offsets from 0 to {lists} lists", received)
+        self.lists = entry.outer
+        return entry.lists()
 
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
@@ -184,6 +219,15 @@ class Inputs:
         if store.takes_tensors:
             return tuple(one.tensors() for one in features)
         return [one.arrays() for one in features]
+
+    def part(self, chosen: Sequence[int]) -> Inputs:
+        """The inputs of some of the features."""
+        return Inputs([self.each[index] for index in chosen])
+
+    @property
+    def remote(self) -> bool:
+        """Whether the ids are remote."""
+        return self._reference is not None
 
     def fill(self, lookup: RemoteLookup) -> None:
         """Take the outputs that a lookup has returned."""
@@ -238,6 +282,19 @@ def _is_text(values: object) -> bool:
         return isinstance(next(iter(values), None), str | bytes)  # type: ignore[call-overload]
     except TypeError:
         return False
+
+
+def absent_ids(batch: Mapping[str, Any]) -> Ragged | None:
+    """No ids for any sample, for a feature that a batch lacks; None if the number of samples is unknown."""
+    for entry in batch.values():
+        if isinstance(entry, Ragged | NestedRagged) or (isinstance(entry, Tensor) and entry.dim()):
+            rows = rows_of(entry)
+            return Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(rows + 1, dtype=torch.int64))
+    return None
+
+
+def _tiles(offsets: Tensor, count: int) -> bool:
+    return bool((offsets[0] == 0) & (offsets[-1] == count) & (offsets.diff() >= 0).all())
 
 
 @functools.lru_cache(maxsize=64)

@@ -128,7 +128,7 @@ def _require_rows(engine: EngineState, expected: Mapping[str, int | None]) -> No
     """Raise if tables that had rows have none."""
     if not expected:
         return
-    sizes = engine.store.sizes(engine.program.tables)
+    sizes = engine.store.sizes(engine.tables)
     lacking = {name: rows for name, rows in expected.items() if not sizes[name]}
     if not lacking or (not _is_whole(engine) and any(sizes.values())):  # a rank may own no row of a table
         return

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from karvan.embedding.feature_inputs import Inputs
-from karvan.ragged import REFERENCE, Ragged
+from karvan.ragged import REFERENCE, NestedRagged, Ragged
 from karvan.store.program import Prepared
 from karvan.torch_internals import TENSOR_VERSION
 
@@ -77,7 +77,12 @@ class PreparedBatches:
         found: list[Any] = [batch.get(REFERENCE)]
         for name in self._features:
             entry = batch.get(name)
-            found += [entry.values, entry.offsets, entry.weights] if isinstance(entry, Ragged) else [entry]
+            if isinstance(entry, Ragged):
+                found += [entry.values, entry.offsets, entry.weights]
+            elif isinstance(entry, NestedRagged):
+                found += [entry.values, entry.inner, entry.outer]
+            else:
+                found.append(entry)
         return found
 
 

@@ -45,6 +45,9 @@ class Table:
     sample of the batch.
     device: "cpu" or "cuda", where the rows are if not where `kv.connect` says; the vectors of an engine with
     tables on a GPU are all there.
+    read_only: lookups of this feature create no rows and count no uses, and it has no gradients; other
+    features of the same table still train it.
+    missing: what happens if a batch lacks the feature: "error", or "empty", as if no sample had an id.
     dtype: of the vectors; arithmetic and optimizer state are float32, and bfloat16 and float16 are rounded
     stochastically.
     """
@@ -60,6 +63,8 @@ class Table:
     hash_stack: HashStack | None = None
     device: str | None = None
     use_weights: bool = True
+    read_only: bool = False
+    missing: str = "error"
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
@@ -78,6 +83,8 @@ class Table:
                 raise ValueError(f"Table expects length of at least 1, got {self.length}.")
         if self.device not in (None, *_DEVICES):
             raise ValueError(f"Table expects device 'cpu', 'cuda' or None, got {self.device!r}.")
+        if self.missing not in ("error", "empty"):
+            raise ValueError(f"Table expects missing 'error' or 'empty', got {self.missing!r}.")
         if self.dtype not in _DTYPES:
             raise ValueError(f"Table expects dtype float32, bfloat16 or float16, got {self.dtype}.")
         for what, kind in (("init", Initialiser), ("admit", Admission), ("evict", Eviction)):

@@ -58,7 +58,8 @@ WORKER_HELLO = Variant(
 _REFERENCE = Text(200)
 _REFERENCES = ListOf(_REFERENCE)
 _ENGINE = Text(64)
-# Name of the table, dim, combiner, length, rounds and size of a hash stack, whether weights count.
+# Name of the table, dim, combiner, length, rounds and size of a hash stack, whether weights count, and what a
+# batch without the feature means.
 _FEATURE = TupleOf(
     TABLE,
     Integer(1, MOST_DIM),
@@ -66,6 +67,7 @@ _FEATURE = TupleOf(
     Nullable(Integer(1, 2**20)),
     Nullable(TupleOf(Integer(1, 2**10), Integer(1, 2**62))),
     Boolean(),
+    OneOf("error", "empty"),
 )
 _SIZE = Integer(0, 2**48)
 _LAYOUTS = ListOf(

@@ -72,7 +72,7 @@ NEW = torch.tensor([100, 200])  # keys that a half-done lookup would have insert
         (tampered(offsets=torch.tensor([[0, 1, 3]])), []),
         (tampered(weights=torch.ones(2)), ["weights", "3", "2"]),
         (torch.zeros(2, dtype=torch.int64, device="meta"), ["cpu", "meta"]),
-        (torch.zeros(2, 2, 2, dtype=torch.int64), ["(2, 2, 2)"]),
+        (torch.zeros(2, 2, 2, 2, dtype=torch.int64), ["(2, 2, 2, 2)"]),
         ([[5], [6, 7]], ["list"]),
     ],
     ids=lambda value: (

@@ -40,6 +40,7 @@ SLOW_ON_A_DEVICE = {  # in the interpreter
     "test_counters_of_the_filter_stop_at_255_and_move",
     "test_a_full_table_reuses_its_memory",
     "test_growth_over_many_steps",
+    "test_a_feature_that_reads_alone_and_lists_of_lists_beside_features_that_train",
     "test_one_key_a_thousand_times_and_a_thousand_keys_once",
     "test_deltas_in_a_folder_are_read_by_memory",
     "test_snapshot_parts_make_up_the_whole_and_load_elsewhere",

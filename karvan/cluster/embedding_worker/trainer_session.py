@@ -16,7 +16,7 @@ from torch import Tensor
 
 from karvan.clock import clock
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.embedding.feature_inputs import FeatureInput
+from karvan.embedding.feature_inputs import FeatureInput, absent_ids
 from karvan.embedding.feature_program import features_from_json, make_program
 from karvan.native import _native
 from karvan.store.exchange.wire_format import from_wire, to_wire
@@ -159,12 +159,21 @@ class Embedded:
         self.inputs: list[FeatureInput] = []
         for feature, table in engine.features.items():
             name = table.name or feature
-            if feature not in ids:
+            entry = ids.get(feature)
+            if entry is None and table.missing == "empty":
+                entry = absent_ids(ids)
+            if entry is None:
                 raise ValueError(
                     f"Feature '{feature}' of table '{name}' is not in the batch, "
                     f"which has: {', '.join(map(str, ids)) or 'nothing'}."
                 )
-            self.inputs.append(FeatureInput(feature, name, table, ids[feature]))
+            made = FeatureInput(feature, name, table, entry)
+            if made.lists is not None:
+                raise ValueError(
+                    f"Feature '{feature}' of table '{name}': expected a list of ids for each sample, as "
+                    "embedding workers take them, got lists of lists; run the job without embedding workers."
+                )
+            self.inputs.append(made)
         plan = _native.prepare(engine.program.native, [one.arrays() for one in self.inputs])
         self.pull = ServerLookup(
             engine.program,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -98,7 +98,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for engine, handles in self._tables.items():
             for _, gradients in engine.gradients(handle.name for handle in handles):
                 flags = finite_flags(gradients)  # for all tables at once: on a GPU it waits
-                if not all(flags[handle.slot] for handle in handles):
+                if not all(flags[handle.slot] for handle in _that_train(engine, handles)):
                     return False
         return True
 
@@ -110,7 +110,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         found: list[Tensor] = []
         for engine, handles in self._tables.items():
-            slots = {handle.slot for handle in handles}
+            slots = {handle.slot for handle in _that_train(engine, handles)}
             for _, gradients in engine.gradients(handle.name for handle in handles):
                 late = gradients.tensors(slots) if isinstance(gradients, LateGradients) else None
                 if late is None:
@@ -157,7 +157,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             steps: dict[str, int] = {}
             touched = _of_passes(any, [g.touched() for _, g in gradients])
             finite = _of_passes(all, [g.finite() for _, g in gradients])
-            for handle in handles:
+            for handle in _that_train(engine, handles):
                 slot, anchor = handle.slot, handle.anchor
                 if not touched[slot]:
                     continue
@@ -202,6 +202,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """The optimizer state of a new row, as many floats as the rule needs."""
+
+
+def _that_train(engine: EngineState, handles: Sequence[TableHandle]) -> Sequence[TableHandle]:
+    """The tables that some feature trains; those whose features all read alone have no slot in lookups."""
+    count = len(engine.program.tables)
+    return handles if count == len(engine.tables) else [each for each in handles if each.slot < count]
 
 
 def _of_passes(join: Callable[[Iterable[bool]], bool], flags: list[list[bool]]) -> list[bool]:

@@ -194,6 +194,20 @@ def test_layouts_are_those_that_the_tables_promise(job):
     assert moved == {7: 1.5, 8: 0.5, 9: 0.5, 10: 0.5}  # the gradient is divided by the root, too
 
 
+def test_a_batch_may_lack_a_feature_but_other_kinds_of_features_are_refused(job):
+    loader = job(1, 1)
+    engine = kv.EmbeddingEngine({"a": kv.Table(2), "b": kv.Table(2, missing="empty")})
+    outputs = engine(loader.send({"a": torch.tensor([1, 2])}))
+    assert outputs["a"].all()
+    assert outputs["b"].tolist() == [[0, 0], [0, 0]]
+    with pytest.raises(ValueError, match="as embedding workers take them, got lists of lists"):
+        engine(loader.send({"a": torch.tensor([[[1]], [[2]]])}))
+    reading = kv.EmbeddingEngine({"a": kv.Table(2), "c": kv.Table(2, name="a", read_only=True)})
+    with pytest.raises(ValueError, match=r"read_only=True \('c'\) expect their ids at the trainer"):
+        reading(loader.send({"a": torch.tensor([1]), "c": torch.tensor([1])}))
+    loader.clients[0].forget(list(loader.kept))  # since nobody has trained on them
+
+
 def test_a_hash_stack_has_the_pinned_buckets(job):
     loader = job(1, 1)
     engine = kv.EmbeddingEngine({"a": kv.Table(2, hash_stack=HashStack(2, 10))})

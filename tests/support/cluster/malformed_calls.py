@@ -27,10 +27,13 @@ class WorkerSubject(Subject):
         os.environ["KARVAN_PARAMETER_SERVER_ADDRESSES"] = self._server.address
         hello = {**TRAINER, "run": "run", "worker": 0, "servers": 1, "divisor": 1}
         super().__init__("embedding worker", EmbeddingWorker(most=10**9), hello)
-        told = {"mean": ["t", 4, "mean", None, None, True], "stack": ["u", 8, "sum", None, [2, 100], False]}
+        told = {
+            "mean": ["t", 4, "mean", None, None, True, "error"],
+            "stack": ["u", 8, "sum", None, [2, 100], False, "error"],
+        }
         told |= {
-            "long": ["u", 8, "sequence", 3, [2, 100], True],
-            "ragged": ["t", 4, "ragged", None, None, True],
+            "long": ["u", 8, "sequence", 3, [2, 100], True, "error"],
+            "ragged": ["t", 4, "ragged", None, None, True, "empty"],
         }
         self._features = told
         self._tables = {name: {"spec": spec_of(name)} for name in DIMS}

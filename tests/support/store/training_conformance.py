@@ -109,6 +109,40 @@ class TrainingConformance:
         for seed in range(kind.few(3, 1)):
             pair.train(random_batch(source, features), seed)
 
+    def test_a_feature_that_reads_alone_and_lists_of_lists_beside_features_that_train(self, kind):
+        """The rows are those of training without it, and it sees them as they are, new ones included."""
+        tables = {"a": kv.Table(3, name="one"), "c": kv.Table(2, combiner="mean")}
+        reads = {
+            "z": kv.Table(4, read_only=True),
+            "b": kv.Table(3, name="one", combiner="sequence", length=2, read_only=True),
+        }
+        engine = kv.EmbeddingEngine({"z": reads["z"], **tables, "b": reads["b"]}, store=kind.make())
+        plain = kv.EmbeddingEngine(tables, store=kind.make())
+        sparse, expected = (kv.optim.SGD(each, lr=0.5) for each in (engine, plain))
+        deep = torch.tensor([[[1, 2], [3, 3]], [[4, 1], [5, 6]]])
+        flat = {"a": deep.reshape(4, 2), "c": torch.tensor([1, 2, 1, 3])}
+        for step in range(kind.few(3, 2)):
+            ids = torch.tensor([[1, 90 + step], [7, 4]])
+            before = plain(flat)
+            batch = {"a": deep, "c": flat["c"].reshape(2, 2, 1), "b": ids, "z": torch.tensor([1, 2])}
+            made = engine(batch)
+            assert torch.equal(made["a"], before["a"].reshape(2, 2, 3))
+            assert torch.equal(made["c"], before["c"].reshape(2, 2, 2))
+            found = plain.table("one").vectors(ids.reshape(-1)).reshape(2, 2, 3)
+            assert torch.equal(made["b"].values.cpu(), found)
+            assert not made["z"].any()
+            weights = torch.arange(12.0, device=made["a"].device).reshape(2, 2, 3)
+            (made["a"] * weights).sum().add(made["c"].sum()).backward()
+            (before["a"] * weights.reshape(4, 3)).sum().add(before["c"].sum()).backward()
+            sparse.step()
+            expected.step()
+        assert engine.sizes() == {**plain.sizes(), "z": 0}
+        for name in plain.sizes():
+            for received, wanted in zip(
+                engine.table(name).snapshot(), plain.table(name).snapshot(), strict=True
+            ):
+                assert (received == wanted).all()
+
     def test_features_without_a_gradient_and_tables_without_an_optimizer(self, kind):
         pair, source = pair_of(kind), random.Random(4)
         pair.train(random_batch(source), seed=0, without=("b",))
