@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -31,7 +31,7 @@ def listed(name: object, known: Iterable[object]) -> str:
     """The known names as the end of a sentence, and the closest: "user, item. Did you mean 'item'?"."""
     import difflib  # only errors need it
 
-    names = [str(each) for each in known]
+    names = [str(each) for each in (known.keys() if isinstance(known, Mapping) else known)]
     nearest = difflib.get_close_matches(str(name), names, n=1)
     meant = f" Did you mean '{nearest[0]}'?" if nearest else ""
     return f"{', '.join(names) or 'nothing'}.{meant}"

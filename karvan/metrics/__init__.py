@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from karvan.former_names import missing_name
-from karvan.metrics.accuracy import Accuracy
+from karvan.metrics.accuracy import Accuracy, ClassAccuracy
 from karvan.metrics.auc import AUC
 from karvan.metrics.base import Metric, State
 from karvan.metrics.calibration import Calibration
@@ -22,6 +22,7 @@ __all__ = [
     "Accuracy",
     "BinaryCrossEntropy",
     "Calibration",
+    "ClassAccuracy",
     "HitRate",
     "Mean",
     "MeanAbsoluteError",

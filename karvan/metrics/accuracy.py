@@ -1,7 +1,8 @@
-"""Accuracy."""
+"""Accuracy of yes or no, and of classes."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from karvan.metrics.ratio_of_sums import WeightedMean
@@ -30,3 +31,53 @@ class Accuracy(WeightedMean):
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         right = ((scores >= self.threshold) == (labels >= 0.5)).double()
         return right + 0 * scores  # a score that is NaN is neither right nor wrong
+
+
+class ClassAccuracy(WeightedMean):
+    """The fraction of samples whose class is among the `top` highest scores, (samples, classes).
+
+    A label is the number of a class, from 0; one that is no class is never right. Of equal scores, those of
+    lower classes are higher.
+    """
+
+    higher_is_better = True
+
+    def __init__(
+        self, top: int = 1, *, label: str = "label", output: str | None = None, weight: str | None = None
+    ) -> None:
+        if top < 1:
+            raise ValueError(f"ClassAccuracy expects top of at least 1, got {top}.")
+        super().__init__(label=label, output=output, weight=weight, logits=False)
+        self.top = top
+
+    @torch.no_grad()
+    def add(
+        self, scores: Tensor, labels: Tensor, weights: Tensor | None = None, groups: Tensor | None = None
+    ) -> None:
+        """Add samples: a score for each class, labels and weights."""
+        self._check_beside("labels", labels, scores)
+        scores = scores.detach().double()
+        classes = scores.shape[1]
+        numbers = labels.detach().reshape(-1, 1).to(scores.device, torch.int64)
+        own = scores.gather(1, numbers.clamp(0, max(classes - 1, 0))) if classes else scores
+        columns = torch.arange(classes, device=scores.device)
+        above = (scores > own) | ((scores == own) & (columns < numbers))
+        right = (above.sum(1) < self.top) & (numbers[:, 0] >= 0) & (numbers[:, 0] < classes)
+        # A sample with a score that is NaN is neither right nor wrong.
+        super().add(right.double() + 0 * scores.sum(1), labels, weights, groups)
+
+    def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return scores
+
+    def _check_beside(self, role: str, tensor: Tensor, scores: Tensor) -> None:
+        if scores.dim() == 1:  # whether each sample is right
+            return super()._check_beside(role, tensor, scores)
+        if scores.dim() != 2:
+            raise ValueError(
+                f"ClassAccuracy expects a score for each sample and class, got shape {tuple(scores.shape)}."
+            )
+        if tensor.numel() != scores.shape[0]:
+            raise ValueError(
+                f"Expected {scores.shape[0]} {role}, one for each sample, got {tuple(tensor.shape)}."
+            )
+        return None

@@ -25,6 +25,7 @@ from karvan.train.checks.label_values import Check, no_check
 from karvan.train.checks.preflight import check_connection, check_trained
 from karvan.train.feed.feed import Feed, feed, prefetch_of
 from karvan.train.feed.rank_rounds import RankRounds
+from karvan.train.pair import model_input
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import make_parallel
 from karvan.train.step.device_placement import Placement, device_of, make_placement, target_device
@@ -56,7 +57,7 @@ class ModelSetup:
     def infer(self, batch: Any) -> Any:
         """The output for a batch on the model's device, without gradients."""
         with torch.no_grad(), self.placement.forward(), self.precision.context(), self.precision.forward():
-            return self.model(batch)
+            return self.model(model_input(batch))
 
     def evaluation_feed(self, data: Iterable[Any]) -> Feed:
         """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""

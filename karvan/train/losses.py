@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from karvan.argument_checks import listed
 from karvan.label_columns import one_each
-from karvan.train.checks.label_values import check_column, check_of
+from karvan.train.checks.label_values import check_column, check_of, check_whole
 from karvan.train.types import AnyBatch, Losses, Output
 
 
@@ -37,8 +37,7 @@ class ColumnLoss(ABC):
             return self.mean(scores, labels)
         losses = self.each(scores, labels)
         weights = _column(batch, self.weight, scores)
-        # The bound makes the loss of a batch without any weight 0 instead of 0 / 0.
-        return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return weighted_mean(losses, weights)
 
     label_range: ClassVar[tuple[float, float] | None] = None  # allowed labels, if limited
 
@@ -71,6 +70,62 @@ class BinaryCrossEntropy(ColumnLoss):
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """See `ColumnLoss.each`."""
         return functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+
+
+@dataclass(frozen=True)
+class CrossEntropy(ColumnLoss):
+    """Of a logit for each class, (samples, classes), and labels that are the numbers of classes, from 0.
+
+    classes: their number, if labels shall be checked before each step; on a GPU a label that is no class
+    stops the program otherwise.
+    """
+
+    classes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and self.classes < 2:
+            raise ValueError(f"CrossEntropy expects at least 2 classes, got {self.classes}.")
+
+    def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
+        """The mean, computed in float32 for any precision of the output."""
+        scores = _head(output, self.output).float()
+        if scores.dim() != 2 or (self.classes is not None and scores.shape[1] != self.classes):
+            expected = "a logit for each class" if self.classes is None else f"{self.classes} logits"
+            raise ValueError(
+                f"CrossEntropy expects {expected} and sample, as an output of shape (samples, classes), got "
+                f"{list(scores.shape)}."
+            )
+        labels = _column(batch, self.label, scores[:, 0], torch.int64)
+        if (
+            labels.is_cpu
+            and labels.numel()
+            and not 0 <= int(labels.min()) <= int(labels.max()) < scores.shape[1]
+        ):
+            raise ValueError(
+                f"Column '{self.label}' has labels from {int(labels.min())} to {int(labels.max())}, but the "
+                f"model gives logits of {scores.shape[1]} classes, 0 to {scores.shape[1] - 1}."
+            )
+        if self.weight is None:
+            return functional.cross_entropy(scores, labels)
+        weights = _column(batch, self.weight, scores[:, 0])
+        return weighted_mean(self.each(scores, labels), weights)
+
+    def each(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """See `ColumnLoss.each`."""
+        return functional.cross_entropy(scores, labels, reduction="none")
+
+    def check_labels(self, batch: AnyBatch) -> None:
+        """See `ColumnLoss.check_labels`."""
+        highest = torch.inf if self.classes is None else self.classes - 1.0
+        check_column(
+            type(self).__name__,
+            batch,
+            self.label,
+            self.weight,
+            (0.0, highest),
+            "number classes from 0 on, as kv.Feature(…).vocabulary([…]) does",
+        )
+        check_whole(type(self).__name__, batch, self.label)
 
 
 @dataclass(frozen=True)
@@ -108,6 +163,11 @@ class Sum:
             name: total(loss(output, batch)) * self.weights.get(name, 1.0)
             for name, loss in self.losses.items()
         }
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean; 0 for a batch without any weight, and not 0 / 0."""
+    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def total(losses: Losses) -> Tensor:
@@ -153,10 +213,10 @@ def _head(output: Output, name: str | None) -> Tensor:
     return output[name]
 
 
-def _column(batch: AnyBatch, name: str, like: Tensor) -> Tensor:
+def _column(batch: AnyBatch, name: str, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if name not in batch:
         raise KeyError(f"There is no column '{name}' in the batch, which has: {listed(name, batch)}")
-    column = one_each(name, batch[name]).to(like.device, torch.float32)
+    column = one_each(name, batch[name]).to(like.device, dtype)
     if column.shape != like.shape:
         if column.numel() != like.numel():
             raise ValueError(

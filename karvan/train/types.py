@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from karvan.ragged import Batch, NestedRagged, Ragged
+from karvan.train.pair import as_batch
 
 Output: TypeAlias = Tensor | Mapping[str, Tensor]
 Losses: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -87,11 +88,13 @@ def same(batch: Any) -> Any:
 
 def samples_of(batch: Any) -> int:
     """How many samples a batch has."""
+    batch = as_batch(batch)
     if isinstance(batch, Batch):
         return batch.samples
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"A batch must be a Batch or another mapping of names to tensors, got {type(batch).__name__}."
+            "A batch must be a Batch, another mapping of names to tensors, or a pair of tensors (features, "
+            f"labels), got {type(batch).__name__}."
         )
     for entry in batch.values():
         if isinstance(entry, Ragged | NestedRagged):

@@ -224,4 +224,4 @@ def test_all_metrics_are_exported_with_a_direction():
         for name in metrics.__all__
         if name not in ("Metric", "State") and getattr(metrics, name).higher_is_better
     }
-    assert higher == {"AUC", "GAUC", "NDCG", "HitRate", "Accuracy"}
+    assert higher == {"AUC", "GAUC", "NDCG", "HitRate", "Accuracy", "ClassAccuracy"}

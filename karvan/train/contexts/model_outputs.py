@@ -41,7 +41,7 @@ def labels_of(batch: Mapping[str, Any], label: Labels, device: torch.device) -> 
 def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
     if name not in batch:
         raise KeyError(
-            f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch))}. "
+            f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch.keys()))}. "
             "Name others with label=, or set it to None for none."
         )
     refuse_missing(name, batch[name])

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from karvan.data import merge
+from karvan.train.pair import as_batch
 from karvan.train.types import Positioned
 
 _log = logging.getLogger("karvan.train")
@@ -99,6 +100,6 @@ def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Genera
             )
         for batch in batches:
             position = position_of(data)
-            yield FedBatch(place(batch), position)
+            yield FedBatch(place(as_batch(batch)), position)
     finally:
         getattr(batches, "close", lambda: None)()

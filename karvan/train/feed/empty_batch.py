@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
+from karvan.train.pair import FEATURES, LABEL, Pair
 
 
 def describe(batch: Any) -> dict[str, Any]:
@@ -21,7 +22,10 @@ def describe(batch: Any) -> dict[str, Any]:
         columns = [[name, _describe(name, entry)] for name, entry in batch.items()]
     except TypeError as error:
         return {"refused": str(error)}
-    return {"batch": isinstance(batch, Batch), "columns": columns}
+    described: dict[str, Any] = {"batch": isinstance(batch, Batch), "columns": columns}
+    if isinstance(batch, Pair):
+        described["pair"] = [_names(batch.features), _names(batch.labels)]
+    return described
 
 
 def empty(description: Mapping[str, Any]) -> Any:
@@ -29,7 +33,21 @@ def empty(description: Mapping[str, Any]) -> Any:
     if "refused" in description:
         raise TypeError(description["refused"])
     entries = {name: _empty(column) for name, column in description["columns"]}
+    if "pair" in description:
+        features, labels = description["pair"]
+        return Pair(_part(FEATURES, features, entries), _part(LABEL, labels, entries))
     return Batch(entries) if description["batch"] else entries
+
+
+def _names(part: Any) -> list[str] | bool:
+    """The names of a pair's features or labels, or whether there are any."""
+    return list(part) if isinstance(part, Mapping) else part is not None
+
+
+def _part(name: str, names: list[str] | bool, entries: Mapping[str, Any]) -> Any:
+    if isinstance(names, bool):
+        return entries[name] if names else None
+    return {each: entries[each] for each in names}
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:

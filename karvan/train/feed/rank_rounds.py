@@ -27,6 +27,7 @@ import torch
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, position_of
 from karvan.train.feed.empty_batch import describe, empty
+from karvan.train.pair import as_batch
 from karvan.train.types import samples_of
 
 
@@ -135,7 +136,7 @@ class RankBatchSource(BatchSource):
             self._batches = iter(self._data)
         if self._ended or not self._rounds.turn(self._number):
             return None
-        batch = next(self._batches, None)
+        batch = as_batch(next(self._batches, None))
         self._position = position_of(self._data)
         if batch is None:
             self._ended = True

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from karvan.dense.communication import DenseCommunication
 from karvan.distributed import Connection
 from karvan.train.losses import nothing_of
+from karvan.train.pair import model_input
 from karvan.train.step.gradient_reduction import Reduction, make_reduction
 
 
@@ -30,7 +31,7 @@ class Parallel:
 
     def forward(self, batch: Any) -> Any:
         """A training forward."""
-        return self._model(batch)
+        return self._model(model_input(batch))
 
     def begin(self, output: Any, loss: Tensor) -> Tensor:
         """The tensor to compute gradients from."""
@@ -61,7 +62,7 @@ class Averaged(Parallel):
 
     def forward(self, batch: Any) -> Any:
         """See `Parallel.forward`."""
-        return self._shared(batch)
+        return self._shared(model_input(batch))
 
     def begin(self, output: Any, loss: Tensor) -> Tensor:
         """See `Parallel.begin`; torch expects that every head takes part, even one without a loss."""

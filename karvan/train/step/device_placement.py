@@ -20,6 +20,7 @@ from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
 from karvan.train.checks.label_values import Check, no_check
+from karvan.train.pair import Pair, as_batch
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.types import same
 
@@ -58,13 +59,14 @@ class Placement:
 
         Labels of a batch for training are checked here, where it costs the step no time.
         """
+        batch = as_batch(batch)
         return self._prepare(batch, training, self._needs_check(batch, training))
 
     def _needs_check(self, batch: Any, training: bool | None) -> bool:
         return bool(training) and self._check not in getattr(batch, "checks", ())
 
     def _prepare(self, batch: Any, training: bool | None, checks: bool) -> Any:
-        prepared = self._call(batch)
+        prepared = as_batch(self._call(batch))
         if checks:
             self._check(prepared)
         for engine in self._engines:
@@ -115,6 +117,7 @@ class CudaPlacement(Placement):
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
         """See `Placement.place`."""
+        batch = as_batch(batch)
         current = torch.cuda.current_stream(self._device)
         if current != self._stream and not _on_cpu(batch):  # outside of a feed: it may not be ready yet
             self._stream.wait_stream(current)
@@ -139,6 +142,8 @@ class CudaPlacement(Placement):
             name: moved[name] if name in moved else self._on_host(name, entry)
             for name, entry in batch.items()
         }
+        if isinstance(batch, Pair):
+            return batch.with_columns(columns)
         return Batch(columns) if isinstance(batch, Batch) else columns
 
     def _on_host(self, name: str, entry: Any) -> Any:
