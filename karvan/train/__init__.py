@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from karvan.train.contexts.eval_context import EvalContext, InferContext
     from karvan.train.contexts.train_context import TrainContext
     from karvan.train.prediction_files import write_predictions
+    from karvan.train.reporting.model_reports import report
     from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
     from karvan.train.reporting.results import FitResult, Report, StepLogs
     from karvan.train.stopping.signals import TerminatedError, reset_termination
@@ -36,6 +37,7 @@ __all__ = [
     "TrainingJob",
     "callbacks",
     "losses",
+    "report",
     "reset_termination",
     "write_predictions",
 ]
@@ -48,6 +50,7 @@ _HOMES = {
     "karvan.train.contexts.eval_context": "EvalContext InferContext",
     "karvan.train.contexts.train_context": "TrainContext",
     "karvan.train.prediction_files": "write_predictions",
+    "karvan.train.reporting.model_reports": "report",
     "karvan.train.reporting.progress": "BarProgress NoProgress PlainProgress",
     "karvan.train.reporting.results": "FitResult Report StepLogs",
     "karvan.train.stopping.signals": "TerminatedError reset_termination",

@@ -24,6 +24,7 @@ from karvan.train.exact_sum import ExactSum
 from karvan.train.exact_sum import total as exact_total
 from karvan.train.feed.feed import Feed
 from karvan.train.losses import named, total
+from karvan.train.reporting.model_reports import Reported, collecting, split_reports
 from karvan.train.state.gathering import merged
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
@@ -77,7 +78,7 @@ class Evaluator:
             same_random_state_afterwards(),
             self._runs.evaluation_feed(batches_of_data) as batches,
         ):
-            for batch, output in self._outputs(batches):
+            for batch, output, reported in self._outputs(batches):
                 count = samples_of(batch)
                 with torch.no_grad():
                     self._check_labels(batch)
@@ -86,6 +87,8 @@ class Evaluator:
                     for name, loss in means.items():
                         sums.losses.setdefault(name, ExactSum()).add(float(loss) * count)
                     fine = all(bool(torch.isfinite(loss).all()) for loss in means.values())
+                    for name, value in reported.entries(sums.metrics).items():
+                        sums.losses.setdefault(name, ExactSum()).add(float(value) * count)
                     sums.nonfinite.see(batch, fine)
                     for metric in sums.metrics.values():
                         metric.update(output, batch)
@@ -100,17 +103,18 @@ class Evaluator:
         samples = sum(each["samples"] for each in said)
         require_samples(samples)
         names = dict.fromkeys(name for each in said for name in each["losses"])
-        losses = {
+        means = {
             name: exact_total(part for each in said for part in each["losses"].get(name, ())) / samples
             for name in names
         }
-        return {**losses, **merged(channel, sums.metrics)}
+        losses, reports = split_reports(means)
+        return {**losses, **reports, **merged(channel, sums.metrics)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""
         predictor = Predictor(self._runs, columns)
         with self._runs.evaluation_feed(data) as batches:
-            for batch, output in self._outputs(batches):
+            for batch, output, _ in self._outputs(batches):
                 yield predictor.prediction(batch, output)
         predictor.end()
 
@@ -118,11 +122,12 @@ class Evaluator:
         """Predicts batch by batch."""
         return Predictor(self._runs, columns)
 
-    def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any]]:
+    def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any, Reported]]:
         for fed in batches:
-            output = _output(self._runs, fed.batch)
+            with collecting() as reported:
+                output = _output(self._runs, fed.batch)
             if fed.samples or self._runs.connection.world_size == 1:  # or it was for other ranks
-                yield fed.batch, output
+                yield fed.batch, output, reported
 
 
 class Predictor:

@@ -21,7 +21,6 @@ from karvan.label_columns import required_labels
 from karvan.train.checks.needed_metrics import NeededMetrics
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
-from karvan.train.losses import named
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, Losses, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
@@ -252,10 +251,10 @@ class Fit:
             self._placement.receive(made.batch)
             routine.forward(made, made.batch, parts.loss)
             routine.backward(made)
-            if made.losses is not None and made.loss is not None:
+            if made.losses is not None:
                 for metric in parts.metrics.values() if first else ():
                     metric.update(made.output, made.batch)
-                losses.add(named(made.losses, made.loss), made.weight)
+                losses.add(routine.losses_of(made, parts.metrics), made.weight)
         return losses
 
     def _evaluate(self) -> None:

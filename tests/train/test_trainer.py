@@ -353,5 +353,5 @@ def test_losses_that_are_no_number_are_refused():
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             trainer(loss=loss).fit(batches(1))
-    with pytest.raises(TypeError, match="A batch must be a Batch or another mapping"):
+    with pytest.raises(TypeError, match="A batch must be a Batch, another mapping"):
         trainer(loss=lambda output, batch: output.sum()).fit([(1, 2)])

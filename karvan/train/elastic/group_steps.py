@@ -24,7 +24,6 @@ from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
 from karvan.train.elastic.shared_metrics import SharedMetrics
 from karvan.train.elastic.step_batches import BatchDealer, LeasedSteps, PlannedSteps
 from karvan.train.feed.batch_source import FedBatch
-from karvan.train.losses import named
 from karvan.train.reporting.results import Losses
 from karvan.train.state.randomness import seed_random
 from karvan.train.step.optimizer_step import engines_of
@@ -148,9 +147,9 @@ class GroupSteps:
             self._placement.receive(made.batch)
             routine.forward(made, made.batch, parts.loss)
             routine.backward(made, 1.0 / samples)
-            if made.losses is not None and made.loss is not None:
+            if made.losses is not None:
                 self._metrics.read(number, made.output, made.batch)
-                losses.add(named(made.losses, made.loss), 1.0)
+                losses.add(routine.losses_of(made, parts.metrics), 1.0)
         self.work.bad.computed = True
         done = {} if self._of_step is not None else taken.done
         return StepBatch(

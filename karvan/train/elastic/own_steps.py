@@ -30,7 +30,6 @@ from karvan.train.elastic.leased_feed import TakenBatch
 from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
 from karvan.train.elastic.step_batches import LeasedSteps
 from karvan.train.feed.batch_source import FedBatch
-from karvan.train.losses import named
 from karvan.train.reporting.results import Losses
 from karvan.train.state.gathering import gather_state
 from karvan.train.step.optimizer_step import engines_of
@@ -161,10 +160,10 @@ class OwnSteps:
             parts.setup.runs.placement.receive(made.batch)
             routine.forward(made, made.batch, parts.loss)
             routine.backward(made)
-            if made.losses is not None and made.loss is not None:
+            if made.losses is not None:
                 for metric in parts.metrics.values():
                     metric.update(made.output, made.batch)
-                losses.add(named(made.losses, made.loss), made.weight)
+                losses.add(routine.losses_of(made, parts.metrics), made.weight)
         self.work.bad.computed = True
         return losses
 

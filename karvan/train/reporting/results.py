@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.distributed import CollectiveChannel
+from karvan.train.reporting.model_reports import split_reports
 from karvan.train.state.gathering import summed
 
 
@@ -18,7 +19,8 @@ class StepLogs:
     """One optimizer step: its losses as tensors (float() reads one), whether it was taken or skipped.
 
     On a GPU that finds out by itself, `taken` is a tensor, too: bool() reads it, and waits for the GPU.
-    Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none.
+    Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none,
+    and so are `reports`, what the model has reported by `kv.train.report`.
     """
 
     step: int
@@ -26,6 +28,12 @@ class StepLogs:
     samples: int
     losses: Mapping[str, Tensor]
     taken: bool | Tensor
+    reports: Mapping[str, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        losses, reports = split_reports(self.losses)
+        object.__setattr__(self, "losses", losses)
+        object.__setattr__(self, "reports", reports)
 
 
 @dataclass(frozen=True)
@@ -154,9 +162,10 @@ class ReportWindow:
         self._count += 1
 
     def means(self, channel: CollectiveChannel) -> dict[str, float]:
-        """The means over all ranks; nothing if nothing was counted."""
+        """The means over all ranks, of reports of the model too; nothing if nothing was counted."""
         sums = summed(channel, {name: float(total) for name, total in self._sums.items()})
-        return {name: total / self._count for name, total in sums.items()}
+        losses, reports = split_reports(sums)
+        return {**{name: total / self._count for name, total in losses.items()}, **reports}
 
     def reset(self) -> None:
         """Start the next window."""

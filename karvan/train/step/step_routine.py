@@ -6,13 +6,14 @@ inside of `forward`, in its precision, and that of a custom loop between `forwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from karvan.train.losses import nothing_of, total
+from karvan.train.losses import named, nothing_of, total
+from karvan.train.reporting.model_reports import Reported, collecting
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import Parallel
 from karvan.train.step.device_placement import Placement
@@ -53,6 +54,7 @@ class StepPass:
     losses: Losses | None = None  # as the loss function gave them; None for a batch without samples
     loss: Tensor | None = None  # their sum
     root: Tensor | None = None  # what the backward starts from
+    reported: Reported = field(default_factory=Reported)  # by the model
 
     @property
     def batch(self) -> Any:
@@ -93,7 +95,8 @@ class StepRoutine:
             self.placement.forward(),
             self.precision.forward(),
         ):
-            step_pass.output = self.parallel.forward(batch)
+            with collecting() as step_pass.reported:
+                step_pass.output = self.parallel.forward(batch)
             if loss is not None:
                 self.add_loss(step_pass, loss(step_pass.output, batch) if step_pass.weight else None)
 
@@ -103,6 +106,12 @@ class StepRoutine:
         step_pass.loss = nothing_of(step_pass.output) if step_pass.losses is None else total(step_pass.losses)
         step_pass.root = self.parallel.begin(step_pass.output, step_pass.loss)
         return step_pass.loss
+
+    def losses_of(self, step_pass: StepPass, metrics: Iterable[str]) -> dict[str, Tensor]:
+        """The losses of a pass by name, and what the model has reported, whose names no metric may have."""
+        assert step_pass.losses is not None
+        assert step_pass.loss is not None
+        return named(step_pass.losses, step_pass.loss) | step_pass.reported.entries(metrics)
 
     def backward(self, step_pass: StepPass, divisor: float | None = None) -> None:
         """Add the gradients of a pass to those of its step, divided as the step needs, or by `divisor`."""

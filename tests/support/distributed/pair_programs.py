@@ -32,9 +32,36 @@ def shares(world):
     ]
 
 
+class Net(torch.nn.Sequential):
+    """Reports the mean of its inputs, and that of large batches once more."""
+
+    def forward(self, features):
+        kv.train.report("mean", features.mean())
+        if len(features) > 5:
+            kv.train.report("large", features[:6].mean())
+        return super().forward(features)
+
+
 def net():
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, CLASSES))
+    return Net(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, CLASSES))
+
+
+class Reports(kv.loggers.Logger):
+    """Holds what was reported."""
+
+    def __init__(self):
+        self.values = []
+
+    def open(self, step):
+        pass
+
+    def write(self, report):
+        names = ("mean", "large")
+        self.values.append((report.kind, {name: report.values.get(name) for name in names}))
+
+    def close(self):
+        pass
 
 
 def fit(world):
@@ -45,6 +72,8 @@ def fit(world):
         dense_optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
         metrics={"accuracy": kv.metrics.ClassAccuracy()},
         progress="none",
+        loggers=[log := Reports()],
+        log_every=2,
     )
     result = trainer.fit(shares(world), epochs=3, eval_data=shares(world))
     scores = [output for output, _ in trainer.predict([features for features, _ in shares(world)])]
@@ -53,6 +82,7 @@ def fit(world):
         "metrics": trainer.evaluate(shares(world)),
         "predicted": sum(map(len, scores)),
         "samples": result.samples,
+        "log": log.values,
     }
 
 
