@@ -15,7 +15,7 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
 from karvan.checkpoint.format.manifest import Base, is_taken
 from karvan.checkpoint.format.table_arrays import Model, tables_of
-from karvan.checkpoint.io.pending_save import Pending, Report
+from karvan.checkpoint.io.pending_save import WRITERS, Pending, Report, check_writers
 from karvan.checkpoint.io.writer import Versions, Writing, capture_on_all, explaining
 from karvan.checkpoint.object_store.files import upload
 from karvan.checkpoint.object_store.lease import lease_object
@@ -44,6 +44,8 @@ class Checkpoints:
     full_every: n means one full checkpoint, then n - 1 deltas with what changed since the previous one, then
     again a full one. What a kept delta builds on is kept. The first save of a `Checkpoints` is a full one.
     part_bytes: how large the files of a table may become.
+    writers: how many threads of each process write files, ranks and parameter servers alike. More of them are
+    faster where the storage takes long for a file, and hold more rows in memory meanwhile, `part_bytes` each.
 
     Several processes may read the folder while one writes to it. The ranks of a job write together: all
     create a `Checkpoints` and call the same methods, each with the rows it owns, on storage that all of them
@@ -58,7 +60,9 @@ class Checkpoints:
         keep_best: tuple[str, str] | None = None,
         full_every: int = 1,
         part_bytes: int = PART_BYTES,
+        writers: int = WRITERS,
     ) -> None:
+        check_writers("Checkpoints", writers)
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"Checkpoints expects keep_last of at least 1, or None, got {keep_last}.")
         if full_every < 1:
@@ -72,6 +76,7 @@ class Checkpoints:
         self.keep_best = keep_best
         self.full_every = full_every
         self.part_bytes = part_bytes
+        self.writers = writers
         self._pending: Pending | None = None
         self._last: _Last | None = None  # the checkpoint that a delta can build on
         self._later_reported = False
@@ -130,6 +135,7 @@ class Checkpoints:
                 base=base,
                 since=since,
                 track=self.full_every > 1,
+                writers=self.writers,
             )
 
         # Until this save is complete there is nothing to build on: a save after a failure is full.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from karvan import distributed
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.format.table_arrays import Model, tables_of
-from karvan.checkpoint.io.pending_save import Pending
+from karvan.checkpoint.io.pending_save import WRITERS, Pending, check_writers
 from karvan.checkpoint.io.writer import Writing, capture_on_all, check_target
 from karvan.checkpoint.manager import PART_BYTES
 from karvan.checkpoint.recovery import resume
@@ -28,15 +28,19 @@ def start(
     step: int = 0,
     metrics: Mapping[str, Any] | None = None,
     part_bytes: int = PART_BYTES,
+    writers: int = WRITERS,
 ) -> Pending:
     """Start to save a full checkpoint, written while training continues. All ranks of a job call it."""
+    check_writers("A save", writers)
     target = Path(os.path.abspath(local_path(path)))
     channel = distributed.current().here
 
     def take() -> Writing:
         if channel.rank == 0:
             check_target(target)
-        return Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
+        return Writing(
+            state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes, writers=writers
+        )
 
     return capture_on_all(channel, target, take).start(target)
 
@@ -49,9 +53,12 @@ def save(
     step: int = 0,
     metrics: Mapping[str, Any] | None = None,
     part_bytes: int = PART_BYTES,
+    writers: int = WRITERS,
 ) -> Checkpoint:
     """Save a full checkpoint and wait until it is complete."""
-    return start(path, state, model, step=step, metrics=metrics, part_bytes=part_bytes).wait()
+    return start(
+        path, state, model, step=step, metrics=metrics, part_bytes=part_bytes, writers=writers
+    ).wait()
 
 
 def resume_at(

@@ -264,6 +264,7 @@ _SAVING = table_of(
                     MOST_TABLES,
                     TABLE,
                 ),
+                "writers": Integer(1, 256),
             }
         ),
         answer=Fields({"shares": MapOf(_SHARE, MOST_TABLES, TABLE)}),

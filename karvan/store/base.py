@@ -243,11 +243,14 @@ class SharedStore(Store):
         folder: str,
         tables: Mapping[str, Mapping[str, Any]],
         waiting: Callable[[], None],
+        *,
+        writers: int,
     ) -> list[dict[str, Any]]:
         """Have all holders write a capture into a folder; returns each holder's report on its tables.
 
         tables: for each its `optimizer`, the number of `parts`, whether it is a `delta`, and the id of the
-        `base` that it adds to. waiting: called now and then until all have written.
+        `base` that it adds to. waiting: called now and then until all have written. writers: how many threads
+        of each holder write.
         """
 
     @abstractmethod

@@ -33,6 +33,37 @@ class _Gate:
         monkeypatch.setattr(writing_module, "write_arrays", wait_and_write)
 
 
+@pytest.mark.parametrize("writers", [1, 5])
+def test_as_many_files_as_there_are_writers_are_written_at_once(tmp_path, monkeypatch, writers):
+    now, most = set(), []
+    several, write = threading.Barrier(writers), writing_module.write_arrays
+
+    def meet_and_write(folder, name, arrays, pace):
+        now.add(name)
+        most.append(len(now))
+        if len(most) <= writers:
+            several.wait(60)  # the first files are begun together
+        made = write(folder, name, arrays, pace)
+        now.discard(name)
+        return made
+
+    model = Model(4, "Adam").train_on(5)
+    plain = kv.checkpoint.save(tmp_path / "plain", model.state(), model, part_bytes=500)
+    monkeypatch.setattr(writing_module, "write_arrays", meet_and_write)
+    made = kv.Checkpoints(tmp_path, part_bytes=500, writers=writers).save(5, model.state(), model).wait()
+    assert max(most) == writers
+    files = {file.name: file.checksum for file in plain.manifest.files}
+    assert {file.name: file.checksum for file in made.manifest.files} == files
+
+
+def test_writers_are_checked(tmp_path):
+    for wrong in (0, 257):
+        with pytest.raises(ValueError, match=f"expects writers from 1 to 256, got {wrong}"):
+            kv.Checkpoints(tmp_path, writers=wrong)
+        with pytest.raises(ValueError, match=f"A save expects writers from 1 to 256, got {wrong}"):
+            kv.checkpoint.save(tmp_path, {}, writers=wrong)
+
+
 def test_training_goes_on_during_a_save_and_the_snapshot_is_of_one_step(tmp_path, monkeypatch):
     gate = _Gate(monkeypatch)
     model = Model(4, "Adam", admit=kv.admission.MinCount(2, slots=64), evict=kv.eviction.LRU(100)).train_on(5)

@@ -64,11 +64,11 @@ def inside_save(monkeypatch, before=None, after=None):
     original = RemoteStore.save_tables
     pending = [True]
 
-    def save_tables(self, capture, folder, tables, waiting):
+    def save_tables(self, capture, folder, tables, waiting, **options):
         first, pending[:] = bool(pending), []
         if first and before is not None:
             before(folder)
-        made = original(self, capture, folder, tables, waiting)
+        made = original(self, capture, folder, tables, waiting, **options)
         if first and after is not None:
             after(folder)
         return made

@@ -12,6 +12,16 @@ from karvan.checkpoint.io.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 
+WRITERS = 3  # threads of a process that write files, unless the user says how many
+MOST_WRITERS = 256
+
+
+def check_writers(what: str, writers: int) -> None:
+    """Raise unless so many threads can write."""
+    if not 1 <= writers <= MOST_WRITERS:
+        raise ValueError(f"{what} expects writers from 1 to {MOST_WRITERS}, got {writers}.")
+
+
 Report = Callable[[int, BaseException], None]  # called with the step of a save that has failed, and its error
 
 
@@ -112,7 +122,7 @@ class Writers:
     All start at once: an interpreter that is about to end does not start threads any more.
     """
 
-    def __init__(self, count: int = 3) -> None:
+    def __init__(self, count: int = WRITERS) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._run, name="karvan-write") for _ in range(count)]

@@ -30,7 +30,7 @@ from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, write_a
 from karvan.checkpoint.format.state_tree import encode
 from karvan.checkpoint.format.table_arrays import parts_for
 from karvan.checkpoint.format.table_extras import own_extra
-from karvan.checkpoint.io.pending_save import Pending, Report, Writers, no_report
+from karvan.checkpoint.io.pending_save import WRITERS, Pending, Report, Writers, no_report
 from karvan.checkpoint.io.table_share import ShareSource, joined, put_table
 from karvan.checkpoint.io.throttle import Throttle
 from karvan.checkpoint.object_store.files import has_file, is_there
@@ -53,6 +53,7 @@ class Writing:
     since: the tables' versions of an earlier one, to write only what changed after it (a delta on `base`); a
     ValueError says that this is not known any more, and nothing is held then.
     track: whether tables record what changes, for a delta on this one.
+    writers: how many threads of each process write files.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Writing:
         base: Base | None = None,
         since: Versions | None = None,
         track: bool = False,
+        writers: int = WRITERS,
     ) -> None:
         self.step = step
+        self._writer_count = writers
         self.base = base
         self._connection = distributed.current()
         rank, world = self._connection.rank, self._connection.world_size
@@ -147,7 +150,7 @@ class Writing:
         try:
             if self._connection.running_save is not None:
                 self._connection.running_save.join()  # messages of two saves would be mixed up
-            writers = Writers()
+            writers = Writers(self._writer_count)
             pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
         except BaseException:  # no thread could be started
             if writers is not None:
@@ -253,7 +256,11 @@ class Writing:
                 for name in names
             }
             shares = store.save_tables(
-                self._captures[names[0]], address_of(folder), tables, rounds.still_working
+                self._captures[names[0]],
+                address_of(folder),
+                tables,
+                rounds.still_working,
+                writers=self._writer_count,
             )
             reports |= {name: [share[name] for share in shares] for name in names}
         return reports

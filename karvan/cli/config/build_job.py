@@ -278,6 +278,7 @@ def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
         keep_last=config.keep_last,
         keep_best=None if best is None else (best.metric, best.mode),
         full_every=config.full_every,
+        writers=config.writers,
     )
 
 

@@ -220,6 +220,7 @@ class Saved(Section):
     keep_last: Count | None = 3
     keep_best: Best | None = None
     full_every: Count = 1
+    writers: Annotated[int, Field(ge=1, le=256)] = 3
 
 
 class LogSection(Section):

@@ -111,7 +111,9 @@ class Saving:
         for number in list(self._open):
             self.close(number)
 
-    def save(self, number: int, folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def save(
+        self, number: int, folder: Path, tables: Mapping[str, Mapping[str, Any]], writer_count: int
+    ) -> dict[str, Any]:
         """Write this server's share of a capture; returns its entry of the manifest for each table."""
         if number not in self._open:
             raise ValueError(f"expected a capture that is held, got {number}.")
@@ -123,7 +125,7 @@ class Saving:
         held = self._open[number]
         if missing := [name for name in tables if name not in held.extras]:
             raise ValueError(f"expected tables that were captured, got '{missing[0]}'.")
-        pace, writers = Throttle(), Writers()
+        pace, writers = Throttle(), Writers(writer_count)
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
             writers.put(lambda: note(_write_unused(folder, name, arrays, pace)))

@@ -184,7 +184,7 @@ class ParameterServer(Service):
         folder = self._folder.target(head["folder"], tables)
         if self._batches is not None and self._batches.restored is not None:
             self._saving.replace_lost(number, tables, int(head["store"]), self._batches.restored)
-        return Message({"shares": self._saving.save(number, folder, tables)})
+        return Message({"shares": self._saving.save(number, folder, tables, head["writers"])})
 
     def _check_folder(self, call: Request) -> Message:
         """Whether a run's checkpoints can be saved there; checked before training starts."""

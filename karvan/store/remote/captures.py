@@ -103,6 +103,8 @@ class RemoteCaptures:
         folder: str,
         tables: Mapping[str, Mapping[str, Any]],
         waiting: Callable[[], None],
+        *,
+        writers: int,
     ) -> list[dict[str, Any]]:
         """See `SharedStore.save_tables`."""
         assert isinstance(capture, _ServerCapture)
@@ -111,6 +113,7 @@ class RemoteCaptures:
             "store": self._store,
             "folder": folder,
             "tables": {n: dict(t) for n, t in tables.items()},
+            "writers": writers,
         }
         replies = [
             self._servers.peer(server, "save").begin("save", head, deadline=_SAVING)

@@ -194,9 +194,11 @@ class RemoteStore(SharedStore):
         folder: str,
         tables: Mapping[str, Mapping[str, Any]],
         waiting: Callable[[], None],
+        *,
+        writers: int,
     ) -> list[dict[str, Any]]:
         """See `RemoteCaptures.save`."""
-        return self._captures.save(capture, folder, tables, waiting)
+        return self._captures.save(capture, folder, tables, waiting, writers=writers)
 
     def fill_tables(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """See `RemoteCaptures.fill`."""

@@ -148,7 +148,7 @@ class ServerSubject(Subject):
         folder = self._folder / "save" / str(self.number())
         folder.mkdir()
         head = {"capture": self._captured(), "folder": str(folder), "store": 1}
-        return {**head, "tables": dict.fromkeys(DIMS, told)}, []
+        return {**head, "tables": dict.fromkeys(DIMS, told), "writers": 2}, []
 
     def _fill(self):
         told = {"u": {"keep": False, "initial": [], "extra": False}}
