@@ -1,12 +1,13 @@
 """What configs can say, beyond what the other tests train with."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 import karvan as kv
 from karvan.cli.config.build_job import make_features, make_job, make_loss, make_metrics, make_model
-from karvan.cli.config.schema import Config, Model, Named, convert, read_config
+from karvan.cli.config.schema import Config, Model, Named, Table, convert, read_config
 from karvan.cli.errors import CommandError
 from karvan.dense.communication import DenseCommunication
 from karvan.settings import SettingsError, parse
@@ -77,6 +78,10 @@ def test_chains_are_those_that_a_program_would_make():
             "liked": [{"select": "history"}, {"mod": 20}],
             "as_read": [{"select": {"columns": ["price"], "raw": True}}, {"round": 1}],
             "word": [{"vocabulary": {"words": ["x", "y"], "oov": 2}}],
+            "tags": [{"select": {"columns": ["tags"], "missing": "empty"}}, {"to_dense": [3, 2]}],
+            "cell": [{"split": {"separator": " ", "skip_empty": True}}, "to_numbers"],
+            "id": ["to_text", {"hash": {"kind": "farm", "bucket": 10}}],
+            "last": [{"truncate": {"length": 2, "side": "top"}}, {"truncate": {"length": 9, "check": True}}],
         }
     )
     assert engine.features == [
@@ -86,6 +91,20 @@ def test_chains_are_those_that_a_program_would_make():
         kv.Feature("liked").select("history").mod(20),
         kv.Feature("as_read").select("price", raw=True).round(1),
         kv.Feature("word").vocabulary(["x", "y"], oov=2),
+        kv.Feature("tags").select("tags", missing="empty").to_dense((3, 2)),
+        kv.Feature("cell").split(" ", skip_empty=True).to_numbers(math.nan),
+        kv.Feature("id").to_text().hash("farm", bucket=10),
+        kv.Feature("last").truncate(2, "top").truncate(9, check=True),
+    ]
+
+
+def test_options_of_tables_are_those_of_kv_table():
+    table = Table(read_only=True, missing="empty")
+    model = make_model(Model(name="DLRM", numbers=["x"], ids=["a", "b"], dim=4, tables={"b": table}))
+    features = next(each for each in model.modules() if isinstance(each, kv.EmbeddingEngine)).features
+    assert [(each.read_only, each.missing) for each in features.values()] == [
+        (False, "error"),
+        (True, "empty"),
     ]
 
 

@@ -64,6 +64,36 @@ def test_synchronous_servers_give_the_bits_of_memory(name, servers):
         assert_same(train(servers=addresses, **SCENARIOS[name]), expected)
 
 
+def test_features_that_read_alone_and_lists_of_lists_give_the_bits_of_memory():
+    def train():
+        engine = kv.EmbeddingEngine(
+            {"item": kv.Table(3), "seen": kv.Table(3, name="item", read_only=True), "new": kv.Table(2)}
+        )
+        optimizer = kv.optim.Adagrad(engine, lr=0.1)
+        outputs = []
+        for step in range(4):
+            ids = torch.arange(12).reshape(2, 3, 2) + 3 * step
+            batch = {"item": ids, "seen": torch.tensor([[3, 400], [9, 8]]), "new": torch.tensor([step, 1])}
+            if step % 2:
+                assert engine.prepare(batch, training=True)
+            made = engine(batch)
+            outputs += [made["item"].detach(), made["seen"]]
+            (made["item"].sin().sum() + made["new"].sum()).backward()
+            optimizer.step()
+        return outputs, engine.table("item").snapshot()
+
+    kv.connect("memory")
+    expected, rows = train()
+    with serving(2) as addresses:
+        kv.connect("remote", servers=addresses)
+        made, found = train()
+        distributed.disconnect()
+    assert all(map(torch.equal, made, expected))
+    order = np.argsort(rows.keys), np.argsort(found.keys)
+    for one, other in zip(rows, found, strict=True):
+        np.testing.assert_array_equal(one[order[0]], other[order[1]])
+
+
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_random_batches_give_the_bits_of_memory(data):

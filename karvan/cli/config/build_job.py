@@ -229,6 +229,8 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         use_weights=config.use_weights,
         dtype=getattr(torch, config.dtype),
         device=config.device,
+        read_only=config.read_only,
+        missing=config.missing,
         **parts,
     )
     return made

@@ -112,6 +112,8 @@ class Table(Section):
     admit: Choice | None = None
     evict: Choice | None = None
     device: Literal["cpu", "cuda"] | None = None
+    read_only: bool = False
+    missing: Literal["error", "empty"] = "error"
 
 
 class Model(Named):
