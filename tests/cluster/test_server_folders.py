@@ -31,6 +31,7 @@ CAPTURED = {"tables": ["t"], "parts": {"t": 1}, "store": 0, "used": []}
 SAVE = {
     "capture": 1,
     "store": 0,
+    "writers": 1,
     "tables": {"t": {"optimizer": None, "parts": 1, "delta": False, "base": None}},
 }
 
