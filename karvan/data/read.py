@@ -22,6 +22,8 @@ from karvan.data.in_memory import open_frame
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.loader import Loader
+from karvan.data.maxcompute.source import MaxComputeSource
+from karvan.data.maxcompute.table_url import is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.devices import data_device
@@ -59,11 +61,11 @@ def read(
         for batch in kv.data.read("clicks/*.parquet", batch_size=4096, shuffle=100_000): ...
 
     `data` is a path, folder, glob or URL, a list of them, a frame of pandas or polars, an Arrow table, a
-    mapping from names to arrays, or a `Source`. `columns` names the columns to read, or declares how to
-    decode them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. In columns that
-    are `labels` a missing value is an error; a Trainer adds those that its loss names. `format` and `options`
-    are those of `open_files`; the other arguments are those of `Loader`. With `device="cuda"` batches arrive
-    on the GPU, ids, strings and features included.
+    mapping from names to arrays, or a `Source`; URLs `odps://…` are tables of MaxCompute. `columns` names the
+    columns to read, or declares how to decode them (`Fixed`, `Varlen`, `Raw`); without it all are read and
+    their kinds inferred. In columns that are `labels` a missing value is an error; a Trainer adds those that
+    its loss names. `format` and `options` are those of `open_files`; the other arguments are those of
+    `Loader`. With `device="cuda"` batches arrive on the GPU, ids, strings and features included.
 
     In a job with `sharding: dynamic` the result is a `SharedData`: `Trainer.fit` leases its records from the
     job's master while it trains, and a loader reads what trainers have leased. `shuffle` then mixes the tasks
@@ -145,8 +147,10 @@ def open_data(
 ) -> tuple[Source, Decoder]:
     """The source of some data and the decoder of its columns; the arguments are those of `read`."""
     names = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
-    if _is_path(data):
-        source: Source = retrying(
+    if is_table_url(data):
+        source: Source = _open_tables(data, names, format, filesystem, options)
+    elif _is_path(data):
+        source = retrying(
             lambda: open_files(data, format, names, filesystem, **(options or {})), Patience(retry_seconds)
         )
     else:
@@ -167,6 +171,21 @@ def open_data(
     decode = Decoder([_inferred(schema, c) if isinstance(c, str) else c for c in requested], labels)
     decode.check(schema)
     return source, decode
+
+
+def _open_tables(
+    data: str | Sequence[str],
+    names: Sequence[str] | None,
+    format: str | None,
+    filesystem: fs.FileSystem | None,
+    options: Mapping[str, Any] | None,
+) -> MaxComputeSource:
+    for name, value in {"format": format, "filesystem": filesystem}.items():
+        if value is not None:
+            raise ValueError(f"{name} is for files, but the data is a table of MaxCompute.")
+    if unknown := [name for name in options or {} if name != "partitions"]:
+        raise ValueError(f"There is no option '{unknown[0]}' for MaxCompute; there is: partitions.")
+    return MaxComputeSource(parse_tables(data), names, **(options or {}))
 
 
 def _is_path(data: object) -> bool:

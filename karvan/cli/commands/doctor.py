@@ -22,6 +22,7 @@ _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"
 _NEEDED = ("torch", "numpy", "pyarrow", "fsspec", "rich", "typer", "pydantic", "PyYAML")
 _EXTRAS = {
     "tensorboard": ("logs for TensorBoard", "pip install 'karvan[monitor]'"),
+    "pyodps": ("reading tables of MaxCompute", "pip install 'karvan[odps]'"),
     "confluent-kafka": ("reading from Kafka", "pip install 'karvan[kafka]'"),
 }
 

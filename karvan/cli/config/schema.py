@@ -84,7 +84,7 @@ class Column(Section):
 
 
 class Data(Section):
-    """Files, and how they are read; the options of `kv.data.read`."""
+    """Files or tables, and how they are read; the options of `kv.data.read`."""
 
     train: Paths
     eval: Paths | None = None

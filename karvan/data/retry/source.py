@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
 
 from karvan.data.errors import DataError
-from karvan.data.retry.file_outages import FileOutages, is_outage
+from karvan.data.retry.file_outages import is_outage
 from karvan.data.retry.patience import Patience
 from karvan.data.source import Part, Source, Split
 
@@ -23,12 +23,19 @@ _DOUBTFUL = 3  # attempts after which an error that may be an outage is treated 
 T = TypeVar("T")
 
 
+class Outages(Protocol):
+    """What a source's attribute `outages` is, if it has one: it knows the outages of its storage."""
+
+    def is_outage(self, error: BaseException, path: str) -> bool | None:
+        """Whether an error of reading a part is an outage; None if it is doubtful."""
+
+
 class RetryingSource:
     """Wraps a source. `close` ends waiting, from any thread."""
 
     def __init__(self, source: Source, seconds: float) -> None:
         self._source = source
-        self._outages: FileOutages | None = getattr(source, "outages", None)
+        self._outages: Outages | None = getattr(source, "outages", None)
         self._patience = Patience(seconds)
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Tables of MaxCompute (also known as ODPS) as data."""
