@@ -228,6 +228,11 @@ class Table:
 
     def set_filter_counts(self, counts: NDArray[numpy.uint8]) -> None: ...
 
+def shrink(tables: Sequence[Table], capacity: int) -> int:
+    """
+    If tables have more rows than this together: removes those used least recently. Returns how many.
+    """
+
 class Capture:
     """
     A table as it was at one moment, read part by part while training continues.

@@ -199,6 +199,15 @@ void bind_table(nb::module_& m) {
                                          t.filter().data()); });
            },
            "counts"_a);
+
+  m.def("shrink",
+        [](const std::vector<std::shared_ptr<Table>>& tables, uint64_t capacity) {
+          std::vector<Table*> raw;
+          for (const auto& table : tables) raw.push_back(table.get());
+          return operation([&] { return Table::shrink(raw, capacity); });
+        },
+        "tables"_a, "capacity"_a,
+        "If tables have more rows than this together: removes those used least recently. Returns how many.");
 }
 
 }  // namespace karvan::bindings

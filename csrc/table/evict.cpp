@@ -1,4 +1,4 @@
-// Which rows are removed, and how. All choices are made over the entire table, so they do not depend on its shards.
+// Which rows are removed, and how. All choices are made over entire tables, so they do not depend on their shards.
 #include <algorithm>
 
 #include "table/row_io.h"
@@ -8,13 +8,16 @@
 namespace karvan {
 namespace {
 
-// What makes a row expendable, least first: (last use, uses) or (uses, last use), then the hash, which no two share.
+// What makes a row expendable, least first: (last use, uses) or (uses, last use), then the hash, which no two of a table
+// share, then the table.
 struct Rank {
   uint32_t first, second;
   uint64_t hash;
+  size_t table;
   bool operator<(const Rank& o) const {
     if (first != o.first) return first < o.first;
-    return second != o.second ? second < o.second : hash < o.hash;
+    if (second != o.second) return second < o.second;
+    return hash != o.hash ? hash < o.hash : table < o.table;
   }
   uint32_t digit(int d) const {  // 16 bits at a time, most significant first
     if (d < 2) return first >> (16 - 16 * d) & 0xffff;
@@ -23,8 +26,14 @@ struct Rank {
   }
 };
 
-Rank rank_of(Entry e, bool by_use_count) {
-  return by_use_count ? Rank{e.count(), e.last(), e.hash()} : Rank{e.last(), e.count(), e.hash()};
+Rank rank_of(Entry e, size_t table, bool by_use_count) {
+  return by_use_count ? Rank{e.count(), e.last(), e.hash(), table} : Rank{e.last(), e.count(), e.hash(), table};
+}
+
+// How many of these rows have to go. Large tables lose a sixteenth at once, so that a search serves many insertions.
+uint64_t surplus(uint64_t rows, uint64_t capacity) {
+  if (rows <= capacity) return 0;
+  return rows - capacity + (capacity >= 65536 ? capacity / 16 : 0);
 }
 
 bool same_digits(const Rank& a, const Rank& b, int digits) {
@@ -64,52 +73,67 @@ uint64_t Table::erase_where(F&& doomed) {
   return note_evicted(std::move(all));
 }
 
-uint64_t Table::evict_least(uint64_t count, bool by_use_count) {
+uint64_t Table::evict_least(const std::vector<Table*>& tables, uint64_t count, bool by_use_count) {
   if (count == 0) return 0;
   // Narrow down to the rank of the last row to go, sixteen bits a pass, until few enough rows are left to sort.
   constexpr uint64_t kFew = 1 << 20;
-  Rank limit{0, 0, 0};
-  uint64_t wanted = count, candidates = rows();
+  Rank limit{0, 0, 0, 0};
+  uint64_t wanted = count, candidates = 0;
+  for (const Table* table : tables) candidates += table->rows();
   int digits = 0;
   auto set_digit = [&](int d, uint32_t value) {
     if (d < 2) limit.first |= value << (16 - 16 * d);
     else if (d < 4) limit.second |= value << (48 - 16 * d);
     else limit.hash |= static_cast<uint64_t>(value) << (112 - 16 * d);
   };
-  for (; digits < 8 && candidates > kFew; ++digits) {
-    std::vector<std::vector<uint64_t>> parts(shards());
-    parallel(shards(), [&](uint32_t s) {
-      parts[s].resize(65536);
-      shards_[s].index.each([&](Entry e) {
-        const Rank r = rank_of(e, by_use_count);
-        if (same_digits(r, limit, digits)) ++parts[s][r.digit(digits)];
-      });
+  auto each_candidate = [&](const Table& table, size_t number, uint32_t s, auto&& f) {
+    table.shards_[s].index.each([&](Entry e) {
+      const Rank r = rank_of(e, number, by_use_count);
+      if (same_digits(r, limit, digits)) f(r);
     });
+  };
+  for (; digits < 8 && candidates > kFew; ++digits) {
+    std::vector<uint64_t> rows(65536);
+    for (size_t t = 0; t < tables.size(); ++t) {
+      std::vector<std::vector<uint64_t>> parts(tables[t]->shards());
+      parallel(tables[t]->shards(), [&](uint32_t s) {
+        parts[s].resize(65536);
+        each_candidate(*tables[t], t, s, [&](const Rank& r) { ++parts[s][r.digit(digits)]; });
+      });
+      for (const auto& part : parts)
+        for (uint32_t value = 0; value < 65536; ++value) rows[value] += part[value];
+    }
     uint64_t below = 0;
     for (uint32_t value = 0; value < 65536; ++value) {
-      uint64_t here = 0;
-      for (const auto& part : parts) here += part[value];
-      if (below + here >= wanted) {
+      if (below + rows[value] >= wanted) {
         wanted -= below;
-        candidates = here;
+        candidates = rows[value];
         set_digit(digits, value);
         break;
       }
-      below += here;
+      below += rows[value];
     }
   }
-  std::vector<std::vector<Rank>> parts(shards());
-  parallel(shards(), [&](uint32_t s) {
-    shards_[s].index.each([&](Entry e) {
-      const Rank r = rank_of(e, by_use_count);
-      if (same_digits(r, limit, digits)) parts[s].push_back(r);
-    });
-  });
   std::vector<Rank> rest;
-  for (auto& part : parts) rest.insert(rest.end(), part.begin(), part.end());
+  for (size_t t = 0; t < tables.size(); ++t) {
+    std::vector<std::vector<Rank>> parts(tables[t]->shards());
+    parallel(tables[t]->shards(), [&](uint32_t s) {
+      each_candidate(*tables[t], t, s, [&](const Rank& r) { parts[s].push_back(r); });
+    });
+    for (auto& part : parts) rest.insert(rest.end(), part.begin(), part.end());
+  }
   std::nth_element(rest.begin(), rest.begin() + static_cast<ptrdiff_t>(wanted - 1), rest.end());
   limit = rest[wanted - 1];
-  return erase_where([&](Entry e) { return !(limit < rank_of(e, by_use_count)); });
+  uint64_t gone = 0;
+  for (size_t t = 0; t < tables.size(); ++t)
+    gone += tables[t]->erase_where([&](Entry e) { return !(limit < rank_of(e, t, by_use_count)); });
+  return gone;
+}
+
+uint64_t Table::shrink(const std::vector<Table*>& tables, uint64_t capacity) {
+  uint64_t present = 0;
+  for (const Table* table : tables) present += table->rows();
+  return evict_least(tables, surplus(present, capacity), false);
 }
 
 double Table::advance_time(double now) {
@@ -133,13 +157,8 @@ uint64_t Table::evict(uint64_t step, double now) {
   switch (rule.kind) {
     case Eviction::Kind::never: return 0;
     case Eviction::Kind::lru:
-    case Eviction::Kind::lfu: {
-      const uint64_t present = rows();
-      if (present <= rule.capacity) return 0;
-      // A large table removes a sixteenth at once, so that a search serves many insertions.
-      const uint64_t spare = rule.capacity >= 65536 ? rule.capacity / 16 : 0;
-      return evict_least(present - rule.capacity + spare, rule.kind == Eviction::Kind::lfu);
-    }
+    case Eviction::Kind::lfu:
+      return evict_least({this}, surplus(rows(), rule.capacity), rule.kind == Eviction::Kind::lfu);
     case Eviction::Kind::age:
       if (step <= rule.steps) return 0;
       return erase_where([&](Entry e) { return e.last() < step - rule.steps; });

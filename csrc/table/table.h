@@ -102,6 +102,8 @@ class Table {
   uint64_t maintain(uint64_t step, double now);  // what the policy asks for at this step
   uint64_t evict(uint64_t step, double now);     // applies the policy now
   uint64_t erase_keys(const uint64_t* keys, size_t count);
+  // If tables have more rows than this together: removes those used least recently, whatever their table.
+  static uint64_t shrink(const std::vector<Table*>& tables, uint64_t capacity);
   void clear();
   const EvictionLog& evictions() const { return evictions_; }
 
@@ -171,7 +173,7 @@ class Table {
   std::vector<uint32_t> rows_of(const Push& push, std::vector<uint64_t>& hashes);  // 0: removed since the lookup
   uint64_t evict_expired(double time);
   double advance_time(double now);         // the table's own time, which never runs backwards
-  uint64_t evict_least(uint64_t count, bool by_use_count);
+  static uint64_t evict_least(const std::vector<Table*>& tables, uint64_t count, bool by_use_count);
   uint64_t note_evicted(std::vector<uint64_t> hashes);  // returns how many
   void keep_before_use(const uint64_t* hashes, size_t count);
 

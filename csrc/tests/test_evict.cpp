@@ -90,6 +90,28 @@ TEST(a_very_large_table_is_narrowed_down_by_digits) {
   check_capacity(900000, (1 << 20) + 5000, 16, {(7u << 16) + 9}, {false});
 }
 
+// Tables with common keys, some of them used alike, so that only the table decides.
+TEST(tables_shrink_together_to_one_capacity) {
+  const WithThreads with(2);
+  for (const uint64_t capacity : {0ull, 1ull, 700ull, 1999ull, 2000ull, 3000ull}) {
+    Table first(table_config(1, 1)), second(table_config(2, 16)), empty(table_config(1, 4));
+    const auto uses = load_uses(first, 1000, 2, {1, 2, 70000});
+    const auto others = load_uses(second, 1000, 2, {1, 2, 70000});
+    std::vector<std::tuple<uint32_t, uint32_t, uint64_t, int>> order;
+    for (const auto& [key, use] : uses) order.emplace_back(use.second, use.first, mix(key), 0);
+    for (const auto& [key, use] : others) order.emplace_back(use.second, use.first, mix(key), 1);
+    std::sort(order.begin(), order.end());
+    const uint64_t gone = order.size() > capacity ? order.size() - capacity : 0;
+    CHECK_EQ(Table::shrink({&first, &second, &empty}, capacity), gone);
+    std::vector<uint64_t> expected[2];
+    for (size_t i = gone; i < order.size(); ++i) expected[std::get<3>(order[i])].push_back(unmix(std::get<2>(order[i])));
+    for (auto& keys : expected) std::sort(keys.begin(), keys.end());
+    CHECK(remaining(first) == expected[0]);
+    CHECK(remaining(second) == expected[1]);
+    CHECK_EQ(Table::shrink({&first, &second, &empty}, capacity), 0u);
+  }
+}
+
 TEST(age_evicts_rows_not_used_for_so_many_steps) {
   const WithThreads with(2);
   TableConfig config = table_config(1);

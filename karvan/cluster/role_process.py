@@ -52,6 +52,7 @@ class RoleSettings:
     threads: int = 0
     generation: int = 0
     checkpoints: str = ""
+    capacity: int | None = None
     security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
@@ -65,6 +66,12 @@ class RoleSettings:
             raise ValueError(
                 f"{self.role} expects threads and a generation of 0 or more, "
                 f"got {self.threads} and {self.generation}."
+            )
+
+        if self.capacity is not None and self.role != Role.PARAMETER_SERVER:
+            raise ValueError(
+                f"{self.role} has no rows: expected a capacity of {Role.PARAMETER_SERVER} only, "
+                f"got {self.capacity}."
             )
 
     @property
@@ -93,6 +100,7 @@ class RoleSettings:
             threads=job.threads or 0,
             generation=job.generation,
             checkpoints=job.checkpoints,
+            capacity=job.capacity,
             security=Security.from_environment(environment),
         )
 

@@ -72,6 +72,7 @@ class JobEnvironment:
     owner: str = ""
     data: Verbatim = ""
     threads: int | None = None
+    capacity: int | None = None
     token_file: Verbatim = ""
     tls_cert: Verbatim = ""
     tls_key: Verbatim = ""

@@ -153,9 +153,10 @@ class Trainers(Replicas):
 
 
 class ParameterServers(Serving):
-    """Parameter servers; none, for models without rows."""
+    """Parameter servers; none, for models without rows. capacity: of each, rows over all tables."""
 
     replicas: CountOrZero = 1
+    capacity: Count | None = None
 
 
 class OptionalServing(Serving):

@@ -59,6 +59,7 @@ def environment_of(
         owner=owner,
         data="" if spec.data is None else json.dumps(spec.data, default=str),
         threads=section.threads,
+        capacity=getattr(section, "capacity", None),
         on_server_loss=spec.on_server_loss,
         **_security(spec),
     ).variables()

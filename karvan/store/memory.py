@@ -16,11 +16,17 @@ from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 
 
 class MemoryStore(Store):
-    """Native tables; a batch is one native call per direction."""
+    """Native tables; a batch is one native call per direction.
 
-    def __init__(self) -> None:
+    capacity: the rows of all tables together. A training lookup that exceeds it removes those that were used
+    least recently, whatever their table: by the step of their last use, then by their number of uses.
+    """
+
+    def __init__(self, *, capacity: int | None = None) -> None:
         self._tables: dict[str, _native.Table] = {}
         self._specs: dict[str, TableSpec] = {}
+        self._capacity = capacity
+        self._by_name: list[_native.Table] = []  # replaced as a whole, since other threads read it
 
     def add_table(self, spec: TableSpec) -> None:
         """See `Store.add_table`."""
@@ -35,6 +41,7 @@ class MemoryStore(Store):
             spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, spec.evict, spec.shards
         )
         self._specs[spec.name] = spec
+        self._by_name = [self._tables[name] for name in sorted(self._tables)]
 
     def dim(self, table: str) -> int:
         """The floats of a vector."""
@@ -48,10 +55,13 @@ class MemoryStore(Store):
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
         """See `Store.lookup`."""
-        return {
+        found = {
             name: Found(*self._tables[name].lookup(unique, counts, training, step, now))
             for name, (unique, counts) in keys.items()
         }
+        if training:
+            self._shrink()
+        return found
 
     def apply(
         self,
@@ -156,10 +166,18 @@ class MemoryStore(Store):
         """
         tables = [self._tables[name] for name in program.tables]
         if isinstance(inputs, _native.Plan):
-            _native.forward_prepared(inputs, tables, training, step, now)
-            return LookupPlan(inputs, {})
-        assert isinstance(inputs, list)
-        return LookupPlan(_native.forward(program.native, tables, inputs, training, step, now, log), {})
+            plan = inputs
+            _native.forward_prepared(plan, tables, training, step, now)
+        else:
+            assert isinstance(inputs, list)
+            plan = _native.forward(program.native, tables, inputs, training, step, now, log)
+        if training:
+            self._shrink()
+        return LookupPlan(plan, {})
+
+    def _shrink(self) -> None:
+        if self._capacity is not None:
+            _native.shrink(self._by_name, self._capacity)
 
     def update(
         self,

@@ -45,7 +45,7 @@ def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "9")
     roles = {
         "trainers": {"replicas": 2, "threads": 3, "env": {"MINE": 5}},
-        "parameter_servers": {"replicas": 2, "port": 5000},
+        "parameter_servers": {"replicas": 2, "port": 5000, "capacity": 1000},
     }
     more = {"data": {"train": "a/*.parquet"}, "checkpoints": "out/run", "wire": "bfloat16"}
     with Running(tmp_path, roles, **more) as job:
@@ -75,7 +75,8 @@ def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
         "KARVAN_DATA": '{"train": "a/*.parquet"}',
     }
     server.pop("OMP_NUM_THREADS", None)  # of whoever runs the tests
-    assert server == {**common, "KARVAN_ROLE": "parameter-server", "KARVAN_PORT": "5001"}
+    of_server = {"KARVAN_ROLE": "parameter-server", "KARVAN_PORT": "5001", "KARVAN_CAPACITY": "1000"}
+    assert server == {**common, **of_server}
     assert trainer == {
         **common,
         **{"KARVAN_ROLE": "trainer", "KARVAN_PORT": "0", "KARVAN_THREADS": "3", "OMP_NUM_THREADS": "3"},

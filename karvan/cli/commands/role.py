@@ -50,6 +50,12 @@ def role(
         help="Where a parameter server may save; where a master has its ledger.",
         show_default=False,
     ),
+    capacity: int | None = typer.Option(
+        None,
+        metavar="ROWS",
+        help="How many rows a parameter server has over all tables; least recently used ones are evicted.",
+        show_default=False,
+    ),
     token_file: Path | None = typer.Option(
         None, help="A file with the token that callers must present.", show_default=False
     ),
@@ -83,6 +89,7 @@ def role(
         "threads": threads,
         "generation": generation,
         "checkpoints": checkpoints,
+        "capacity": capacity,
         "token_file": token_file,
         "tls_cert": tls_cert,
         "tls_key": tls_key,

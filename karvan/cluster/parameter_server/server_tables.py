@@ -20,13 +20,13 @@ from karvan.wire.schema.calls import expect_array
 
 
 class ServerTables:
-    """The tables of server number `index` of `count`."""
+    """The tables of server number `index` of `count`, which have up to `capacity` rows together."""
 
-    def __init__(self, index: int, count: int) -> None:
+    def __init__(self, index: int, count: int, capacity: int | None = None) -> None:
         self._index = index
         self._count = count
         self._adding = threading.Lock()
-        self.store = MemoryStore()
+        self.store = MemoryStore(capacity=capacity)
         self.specs: dict[str, TableSpec] = {}
         self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
         self.methods: dict[str, Callable[[Request], Message]] = {

@@ -40,7 +40,10 @@ _log = logging.getLogger("karvan.cluster")
 
 
 class ParameterServer(Service):
-    """Server number `index` of `count`, which saves only below the folder `checkpoints`."""
+    """Server number `index` of `count`, which saves only below the folder `checkpoints`.
+
+    capacity: how many rows its tables have together at most; see `MemoryStore`.
+    """
 
     hello = SERVER_HELLO
 
@@ -51,7 +54,11 @@ class ParameterServer(Service):
         *,
         checkpoints: str | os.PathLike[str] | None = None,
         generations: Generations | None = None,
+        capacity: int | None = None,
     ) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"A parameter server needs a capacity of at least 1 row, got {capacity}.")
+        self._capacity = capacity
         self.name = f"parameter server {index}"
         self._folder = ServerFolder(self.name, checkpoints)
         self._index = index
@@ -66,7 +73,7 @@ class ParameterServer(Service):
         self.endpoints = endpoints(SERVER_CALLS, {name: partial(self._do, name) for name in SERVER_CALLS})
 
     def _begin(self) -> None:
-        self._tables = ServerTables(self._index, self._count)
+        self._tables = ServerTables(self._index, self._count, self._capacity)
         self._owner = Owner(self._tables.store)
         self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
         self._batches: Batches | ElasticBatches | None = None
@@ -307,5 +314,9 @@ class ParameterServer(Service):
 def make(settings: RoleSettings) -> Service:
     """The server of a process; see `karvan/cluster/role_process.py`."""
     return ParameterServer(
-        settings.index, settings.count, checkpoints=settings.checkpoints, generations=generations_of(settings)
+        settings.index,
+        settings.count,
+        checkpoints=settings.checkpoints,
+        generations=generations_of(settings),
+        capacity=settings.capacity,
     )
