@@ -12,7 +12,7 @@ from forked_programs import ForkedProgram
 
 import karvan as kv
 from karvan import distributed
-from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.cluster.parameter_server.service import ParameterServer, make
 from karvan.cluster.role_process import RoleSettings
 from karvan.job.roles import Role
 from karvan.store import MemoryStore
@@ -66,6 +66,15 @@ def test_each_server_has_the_capacity_and_lookups_that_run_ahead_stay_within_it(
         assert train(make_engine())[1] > 100
 
 
+def test_a_role_takes_its_capacity_from_the_environment():
+    settings = RoleSettings.from_environment(Role.PARAMETER_SERVER, {"KARVAN_CAPACITY": "7"})
+    with Server(make(settings)) as server:
+        distributed.connect("remote", servers=[server.address])
+        assert train(make_engine(), steps=3)[1] == 7
+        distributed.disconnect()
+
+
+@pytest.mark.slow
 def test_a_process_takes_its_capacity_as_an_option():
     command = [
         sys.executable,
