@@ -18,6 +18,7 @@ from karvan.cli.commands import (
     plot,
     predict,
     role,
+    run,
     train,
     version,
 )
@@ -51,18 +52,34 @@ def options(
       karvan plot out/run                         # its loss and metrics as charts
       karvan launch job.yaml                      # a job of several roles
       karvan status                               # jobs that run, or have ended
+      karvan run --as recis program.py            # a program of another system
     """
 
 
-for command in (demo, train, evaluate, predict, inspect, plot, launch, jobs, role, bench, doctor, version):
+for command in (
+    demo,
+    train,
+    evaluate,
+    predict,
+    inspect,
+    plot,
+    launch,
+    run,
+    jobs,
+    role,
+    bench,
+    doctor,
+    version,
+):
     command.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; see `errors.py`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    words = [argument for argument in words if argument != "--debug"]
+    own = words.index("run") if "run" in words else len(words)  # what follows may be the program's
+    debug = "--debug" in words[:own]
+    words = [word for word in words[:own] if word != "--debug"] + words[own:]
     try:
         code = app(words or ["--help"], standalone_mode=False, prog_name="karvan")
         return code if isinstance(code, int) else OK

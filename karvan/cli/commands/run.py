@@ -1,0 +1,70 @@
+"""`karvan run --as SYSTEM PROGRAM`: a program written for another system, with Karvan's adapters."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import typer
+
+from karvan.cli.errors import FAILED, OK, CommandError
+from karvan.cli.output import help_of
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    app.command("run", help=help_of(run), context_settings=settings)(run)
+
+
+def run(
+    program: Path = typer.Argument(metavar="PROGRAM", help="A Python file.", show_default=False),
+    arguments: list[str] = typer.Argument(
+        None, metavar="[ARGUMENTS]...", help="Those of the program.", show_default=False
+    ),
+    system: str = typer.Option(
+        ..., "--as", metavar="SYSTEM", help="What the program is written for: recis.", show_default=False
+    ),
+) -> int:
+    """Run a program that is written for another system as it is.
+
+    Its imports find adapters of that system's names to Karvan's. Without a GPU, a program that asks for one
+    runs on the CPU, with a warning. docs/migrating.md says what is supported.
+
+    \\b
+    Examples:
+      karvan run --as recis deepctr.py
+      torchrun --nproc_per_node 2 -m karvan run --as recis deepctr.py
+    """
+    from karvan.compat.programs import SYSTEMS, run_program
+
+    if system not in SYSTEMS:
+        raise CommandError(f"Expected --as {' | '.join(SYSTEMS)}, got '{system}'.")
+    if not program.is_file():
+        raise CommandError(f"Expected a Python file, but '{program}' does not exist.")
+    try:
+        run_program(system, program, arguments or [])
+    except SystemExit as end:
+        return _code_of(end)
+    except Exception as error:  # of the program: its author needs the place
+        traceback.print_exception(error.with_traceback(_within(error.__traceback__, str(program))))
+        return FAILED
+    return OK
+
+
+def _code_of(end: SystemExit) -> int:
+    """The exit code that Python gives a program that ends so."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or OK
+    print(end.code, file=sys.stderr)
+    return FAILED
+
+
+def _within(place: TracebackType | None, program: str) -> TracebackType | None:
+    """The part of a traceback that begins in the program; all of it if none does."""
+    at = place
+    while at is not None and at.tb_frame.f_code.co_filename != program:
+        at = at.tb_next
+    return at or place

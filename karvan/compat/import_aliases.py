@@ -1,0 +1,78 @@
+"""`import_aliases`: top-level packages that stand for others, as `recis` for `karvan.compat.recis`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+@contextmanager
+def import_aliases(packages: Mapping[str, str]) -> Iterator[None]:
+    """Within it, `import NAME` and imports of what is below give the packages that the names stand for.
+
+    packages: for each name the package, as {"recis": "karvan.compat.recis"}; an installed package of that
+    name is not used. A module is the same object under both names. At the end all is as before.
+    """
+    for name in packages:
+        if name in sys.modules:
+            raise RuntimeError(
+                f"'{name}' has been imported already: aliases must come before its first import."
+            )
+    finder = _AliasFinder(packages)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for loaded in list(sys.modules):
+            if finder.real_name(loaded) is not None:
+                del sys.modules[loaded]
+
+
+class _AliasFinder(MetaPathFinder):
+    def __init__(self, packages: Mapping[str, str]) -> None:
+        self._packages = dict(packages)
+
+    def real_name(self, name: str) -> str | None:
+        """The module that a name stands for; None if it is no alias."""
+        top, dot, rest = name.partition(".")
+        return self._packages[top] + dot + rest if top in self._packages else None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        real = self.real_name(fullname)
+        if real is None:
+            return None
+        spec = importlib.util.find_spec(real)
+        if spec is None:
+            raise ModuleNotFoundError(
+                f"No module named '{fullname}': {self._packages[fullname.partition('.')[0]]} stands for the "
+                "package, and does not have it. See docs/migrating.md for what it has.",
+                name=fullname,
+            )
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _AliasLoader(real), origin=spec.origin, is_package=is_package)
+
+
+class _AliasLoader(Loader):
+    def __init__(self, real: str) -> None:
+        self._real = real
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself, which importlib then gives the alias's spec."""
+        module = importlib.import_module(self._real)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run under its own name."""
+        module.__spec__ = self._spec

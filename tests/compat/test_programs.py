@@ -1,0 +1,124 @@
+"""Programs of other systems: aliases of their packages, the fallback to the CPU, and `karvan run`."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from karvan.cli.main import main
+from karvan.compat.cuda_fallback import cuda_fallback, device_of
+from karvan.compat.import_aliases import import_aliases
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package `real_adapter` with a module and a package below."""
+    below = tmp_path / "real_adapter" / "io"
+    below.mkdir(parents=True)
+    (tmp_path / "real_adapter" / "__init__.py").write_text("NAME = __name__\n")
+    (below / "__init__.py").write_text("from real_adapter.io.files import Reader\n")
+    (below / "files.py").write_text("class Reader:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "real_adapter"]:
+        del sys.modules[name]
+
+
+def test_an_alias_gives_the_same_modules(package):
+    with import_aliases({"upstream": "real_adapter"}):
+        import real_adapter.io.files
+        import upstream
+        import upstream.io.files
+        from upstream.io import Reader
+
+        assert upstream is real_adapter
+        assert upstream.NAME == "real_adapter"
+        assert upstream.io.files is real_adapter.io.files
+        assert Reader is real_adapter.io.files.Reader
+        assert Reader.__module__ == "real_adapter.io.files"
+        assert real_adapter.io.__spec__.name == "real_adapter.io"
+    assert "upstream" not in sys.modules
+    assert "upstream.io.files" not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        import upstream
+
+
+def test_a_module_that_the_adapter_lacks_is_named(package):
+    with (
+        import_aliases({"upstream": "real_adapter"}),
+        pytest.raises(ModuleNotFoundError, match=r"'upstream.serving': real_adapter stands for"),
+    ):
+        import upstream.serving  # noqa: F401
+
+
+def test_a_package_that_was_imported_already_is_refused(package):
+    with (
+        pytest.raises(RuntimeError, match="'json' has been imported already"),
+        import_aliases({"json": "real_adapter"}),
+    ):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_programs_run_on_the_cpu_with_one_warning():
+    before = (torch.cuda.set_device, torch.nn.Module.cuda, torch.Tensor.cuda)
+    with warnings.catch_warnings(record=True) as found, cuda_fallback():
+        warnings.simplefilter("always")
+        torch.cuda.set_device(3)
+        layer = torch.nn.Linear(1, 1)
+        assert layer.cuda() is layer
+        assert layer.weight.cuda().is_cpu
+        assert device_of("cuda:1") == torch.device("cpu") == device_of(None)
+    assert [str(warning.message) for warning in found] == [
+        "The program asks for a GPU, but there is none: it runs on the CPU."
+    ]
+    assert before == (torch.cuda.set_device, torch.nn.Module.cuda, torch.Tensor.cuda)
+    assert device_of("cuda") == torch.device("cuda")
+
+
+def test_a_program_has_its_arguments_its_folder_and_its_imports(tmp_path, capfd):
+    (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, recis, beside\nprint(__name__, recis.__name__, beside.WORD, sys.argv[1:])\nsys.exit(7)\n"
+    )
+    argv, path = sys.argv, list(sys.path)
+    assert main(["run", "--as", "recis", str(program), "--debug", "-x", "1"]) == 7
+    sys.modules.pop("beside")
+    assert capfd.readouterr().out == "__main__ karvan.compat.recis beside ['--debug', '-x', '1']\n"
+    assert (sys.argv, sys.path) == (argv, path)
+    assert "recis" not in sys.modules
+
+
+def test_an_error_of_the_program_is_shown_from_its_first_line_on(tmp_path, capfd):
+    program = tmp_path / "program.py"
+    program.write_text("def work():\n    raise ValueError('mine')\nwork()\n")
+    assert main(["run", "--as", "recis", str(program)]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[1].strip() == f'File "{program}", line 3, in <module>'
+    assert lines[-1] == "ValueError: mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--as", "torchrec", "x.py"], "Expected --as recis"),
+        (["--as", "recis", "missing.py"], "'missing.py' does not exist"),
+        (["x.py"], "--as"),
+    ],
+)
+def test_wrong_usage(words, text, capfd):
+    assert main(["run", *words]) == 2
+    assert text in capfd.readouterr().err
+
+
+def test_it_is_a_command_of_the_module(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import recis\nprint('done')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "karvan", "run", "--as", "recis", str(program)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
