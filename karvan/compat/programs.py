@@ -10,6 +10,7 @@ from pathlib import Path
 
 from karvan.compat.cuda_fallback import cuda_fallback
 from karvan.compat.import_aliases import import_aliases
+from karvan.compat.process_group import process_group
 
 SYSTEMS: dict[str, dict[str, str]] = {
     "recis": {"recis": "karvan.compat.recis"},
@@ -19,7 +20,12 @@ SYSTEMS: dict[str, dict[str, str]] = {
 
 def run_program(system: str, program: Path, arguments: Sequence[str]) -> None:
     """Run a Python file as `python program.py arguments` would; what it raises comes out as it is."""
-    with import_aliases(SYSTEMS[system]), cuda_fallback(), _command_line(program, arguments):
+    with (
+        import_aliases(SYSTEMS[system]),
+        cuda_fallback(),
+        process_group(),
+        _command_line(program, arguments),
+    ):
         runpy.run_path(str(program), run_name="__main__")
 
 

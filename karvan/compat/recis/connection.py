@@ -1,0 +1,43 @@
+"""`connect_ranks`: the rows of a RecIS program are in its process, or sharded over torchrun's ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from karvan import distributed
+from karvan.compat.unsupported import UnsupportedError
+
+_REDUCES = {"worker": "mean", "id": "key"}
+
+
+def connect_ranks(grad_reduce_by: str = "worker") -> None:
+    """Connect the ranks of a program, unless that has been done; called before tables are made.
+
+    grad_reduce_by: "worker" divides a row's gradients by the number of ranks, "id" by the number of those
+    that had the id. All tables of a program have the same.
+    """
+    if grad_reduce_by not in _REDUCES:
+        raise UnsupportedError(
+            f'grad_reduce_by="{grad_reduce_by}"',
+            'expected "worker" or "id", kv.connect(grad_reduce=…) in Karvan.',
+        )
+    reduce = _REDUCES[grad_reduce_by]
+    connection = distributed.current()
+    if not connection.chosen:
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks > 1:
+            distributed.connect("sharded", grad_reduce=reduce)
+    elif connection.world_size > 1 and connection.settings.grad_reduce != reduce:
+        raise UnsupportedError(
+            f'grad_reduce_by="{grad_reduce_by}" beside tables with another one',
+            "expected the same for all tables of a program.",
+        )
+
+
+def shared_seed() -> int:
+    """The seed of `torch.manual_seed`, that of rank 0 on all ranks: new rows are a function of it."""
+    seed = torch.initial_seed()
+    return int(distributed.current().main.gather_json(seed)[0])

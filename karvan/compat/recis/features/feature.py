@@ -1,0 +1,38 @@
+"""`Feature`: a name and operations that become the chain of a `kv.Feature`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from karvan.compat.recis.features.op import FeatureOp
+from karvan.features import Feature as Chain
+
+
+class Feature(nn.Module):
+    """A feature of RecIS: `Feature("user").add_op(SelectField("user")).add_op(Mod(1000))`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.ops: list[FeatureOp] = []
+
+    def add_op(self, op: FeatureOp) -> Feature:
+        """Add an operation; returns the feature itself."""
+        if not isinstance(op, FeatureOp):
+            raise TypeError(
+                f"Feature '{self.name}' expects operations of recis.features.op, got {type(op).__name__}."
+            )
+        self.ops.append(op)
+        return self
+
+    def chain(self) -> Chain:
+        """The same as a feature of Karvan."""
+        made = Chain(self.name)
+        for op in self.ops:
+            made = op.add_to(made)
+        return made
+
+    def renamed(self) -> dict[str, str]:
+        """Karvan's names of its results → RecIS's, where they differ."""
+        suffixes = next((op.suffixes for op in self.ops if op.suffixes), ())
+        return {f"{self.name}_{i}": f"{self.name}_{suffix}" for i, suffix in enumerate(suffixes)}

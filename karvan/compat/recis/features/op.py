@@ -1,0 +1,189 @@
+"""Operations of features, each a step of a `kv.Feature`. One can be called alone, too: `Mod(10)(ids)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
+from karvan.compat.unsupported import UnsupportedError
+from karvan.features import Feature as Chain
+from karvan.features import FeatureEngine
+
+
+class FeatureOp(nn.Module):
+    """An operation: what it adds to a chain."""
+
+    suffixes: Sequence[str] = ()  # of its results, if it has several
+
+    def add_to(self, chain: Chain) -> Chain:
+        """The chain with this operation at its end."""
+        raise UnsupportedError(
+            f"{type(self).__name__}, an operation of the program's own,",
+            "make it a step of Karvan, kv.Feature.then, or compute it in the model.",
+        )
+
+    def forward(self, data: Any) -> Any:
+        """The operation on one entry."""
+        made = FeatureEngine([self.add_to(Chain("x"))])({"x": to_karvan(data)})
+        if not self.suffixes:
+            return to_recis(made["x"])
+        return {suffix: to_recis(made[f"x_{i}"]) for i, suffix in enumerate(self.suffixes)}
+
+
+_OP = FeatureOp  # its name in RecIS
+
+
+class SelectField(FeatureOp):
+    """Starts a chain from an entry of the batch.
+
+    dtype and dim describe the entry; as in RecIS, they change nothing.
+    """
+
+    def __init__(
+        self, name: str, dtype: torch.dtype = torch.long, dim: int | None = None, from_dict: bool = True
+    ) -> None:
+        super().__init__()
+        self.name, self.dtype, self.dim, self.from_dict = name, dtype, dim, from_dict
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        if not self.from_dict:
+            raise UnsupportedError(
+                f"SelectField('{self.name}', from_dict=False) in a FeatureEngine",
+                "expected batches that are mappings of names to entries.",
+            )
+        return chain.select(self.name, raw=True)
+
+    def forward(self, data: Any) -> Any:
+        """The entry of a batch."""
+        return data[self.name] if self.from_dict else data
+
+
+class SelectFields(FeatureOp):
+    """Starts a chain from several entries of the batch."""
+
+    def __init__(self, input_list: Sequence[SelectField]) -> None:
+        super().__init__()
+        self.input_list = list(input_list)
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        return chain.select(*(each.name for each in self.input_list), raw=True)
+
+    def forward(self, data: Any) -> Any:
+        """The entries of a batch."""
+        return [each(data) for each in self.input_list]
+
+
+class Mod(FeatureOp):
+    """The remainder of ids, read as unsigned."""
+
+    def __init__(self, mod_value: int) -> None:
+        super().__init__()
+        self.mod_value = mod_value
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        return chain.mod(self.mod_value)
+
+
+class Bucketize(FeatureOp):
+    """How many boundaries are not above a number."""
+
+    def __init__(self, boundary: Sequence[float] | Tensor) -> None:
+        super().__init__()
+        self.boundary = boundary
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        given = self.boundary
+        return chain.bucketize(given.tolist() if isinstance(given, Tensor) else given)
+
+
+class FeatureCross(FeatureOp):
+    """All pairs of the ids of two entries, hashed."""
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        if chain.width() != 2:
+            raise ValueError(
+                f"FeatureCross expects two entries, as SelectFields([…, …]) gives them, got {chain.width()}."
+            )
+        return chain.cross()
+
+    def forward(self, data: Any) -> Any:
+        """The pairs of two entries."""
+        first, second = data
+        made = FeatureEngine([Chain("x").cross("a", "b")])({"a": to_karvan(first), "b": to_karvan(second)})
+        return to_recis(made["x"])
+
+
+class SequenceTruncate(FeatureOp):
+    """Rows cut to a length: on the "left", so that the last values stay, or on the "right".
+
+    check_length has a meaning without truncate only: then a longer row would be an error. dtype, as in
+    RecIS, changes nothing. n_dims=3 cuts the lists of a row, of lists of lists.
+    """
+
+    def __init__(
+        self,
+        seq_len: int = 64,
+        check_length: bool = True,
+        truncate: bool = True,
+        truncate_side: str = "left",
+        n_dims: int = 2,
+        dtype: torch.dtype = torch.long,
+    ) -> None:
+        super().__init__()
+        if n_dims not in (2, 3):
+            raise ValueError(f"SequenceTruncate expects n_dims 2 or 3, got {n_dims}.")
+        if check_length and not truncate:
+            raise UnsupportedError(
+                "SequenceTruncate(check_length=True, truncate=False)", "cut the rows by truncate=True."
+            )
+        self.seq_len, self.check_length, self.truncate = seq_len, check_length, truncate
+        self.truncate_side, self.n_dims, self.dtype = truncate_side, n_dims, dtype
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        return chain.truncate(self.seq_len, self.truncate_side) if self.truncate else chain
+
+
+class Hash(FeatureOp):
+    """Strings as ids of 64 bits, by "farm" or "murmur"."""
+
+    def __init__(self, hash_type: str) -> None:
+        super().__init__()
+        if hash_type not in ("farm", "murmur"):
+            raise ValueError(f"Hash expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
+        self.hash_type = hash_type
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        return chain.hash(self.hash_type)
+
+
+class IDMultiHash(FeatureOp):
+    """Up to four small ids for each id, as entries `name_multi_hash_0`, `name_multi_hash_1`, …."""
+
+    def __init__(self, num_buckets: Sequence[int], prefix: str = "multi_hash") -> None:
+        super().__init__()
+        self.num_buckets = list(num_buckets)
+        self.suffixes = [f"{prefix}_{i}" for i in range(len(self.num_buckets))]
+
+    def add_to(self, chain: Chain) -> Chain:
+        """See `FeatureOp.add_to`."""
+        return chain.multi_hash(self.num_buckets)
+
+
+class StringMultiHash(FeatureOp):
+    """Not supported: two of its four hashes are not in Karvan."""
+
+    def __init__(self, num_buckets: Sequence[int], prefix: str = "str_multi_hash") -> None:
+        raise UnsupportedError(
+            "StringMultiHash, with sdbm and djb2,", "use IDMultiHash, kv.Feature.multi_hash."
+        )

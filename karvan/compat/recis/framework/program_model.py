@@ -1,0 +1,103 @@
+"""`ProgramModel`: a RecIS model within a `kv.Trainer`.
+
+Karvan's Trainer calls a model with batches of its own kind, and RecIS's models take samples with
+RaggedTensors and return their loss. Hooks of the module translate; calls with anything else pass unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from karvan.compat.recis.framework.hook_calls import HookCalls
+from karvan.compat.recis.io.orc_dataset import OrcDataset
+from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
+from karvan.ragged import Batch
+
+
+class ProgramData:
+    """A dataset of a program: its batches for Karvan, and those batches for the program."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.batches: Iterable[Any] = dataset.loader if isinstance(dataset, OrcDataset) else _Pairs(dataset)
+
+    def present(self, batch: Mapping[str, Any]) -> Any:
+        """A batch as the program knows it."""
+        if isinstance(self._dataset, OrcDataset):
+            return self._dataset.present(batch)
+        return {name: to_recis(entry) for name, entry in batch.items()}
+
+    def first(self, count: int | None) -> Iterable[Any]:
+        """The first batches, or all of them."""
+        if isinstance(self._dataset, OrcDataset):
+            self._dataset.reset()
+        return self.batches if count is None else _First(self.batches, count)
+
+
+class _Pairs:
+    """The batches of a dataset whose items are `(is_end, samples)`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Batch]:
+        for is_end, samples in self._dataset:
+            if is_end:
+                return
+            yield Batch({name: to_karvan(entry) for name, entry in samples.items()})
+
+
+class _First:
+    """The first batches of some."""
+
+    def __init__(self, batches: Iterable[Any], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches, self._count)
+
+
+class ProgramModel:
+    """Translates the calls of a model; `present` is that of the data that is being computed."""
+
+    def __init__(self, model: nn.Module, calls: HookCalls) -> None:
+        self._calls = calls
+        self._batch: Batch | None = None
+        self.present: Callable[[Mapping[str, Any]], Any] = dict
+        model.register_forward_pre_hook(self._before)
+        model.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._batch = args[0] if args and isinstance(args[0], Batch) else None
+        if self._batch is None:
+            return None
+        samples = self.present(self._batch)
+        if self._batch.samples:
+            self._calls.begin_batch(samples, module.training)
+        return (samples,)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return output
+        if not module.training:
+            if batch.samples:
+                self._calls.end_evaluated_batch(output)
+            return output
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(
+                f"A model of RecIS returns its loss in training: expected a tensor of one number, got {got}."
+            )
+        # A rank whose data has ended computes batches without samples for the others: their mean is NaN.
+        return output if batch.samples else torch.nan_to_num(output)
+
+
+def model_loss(output: Tensor, batch: Any) -> Tensor:
+    """The loss that the model has returned."""
+    return output

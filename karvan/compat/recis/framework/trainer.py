@@ -1,0 +1,144 @@
+"""`Trainer`: RecIS's training loop as a `kv.Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan.compat.recis.connection import connect_ranks
+from karvan.compat.recis.framework.hook_calls import HookCalls
+from karvan.compat.recis.framework.metrics import get_log_metrics
+from karvan.compat.recis.framework.model_bank import load_bank
+from karvan.compat.recis.framework.program_model import ProgramData, ProgramModel, model_loss
+from karvan.compat.recis.framework.training_arguments import TrainingArguments
+from karvan.compat.recis.hooks import Hook, LoggerHook
+from karvan.compat.unsupported import UnsupportedError
+from karvan.embedding.optim import SparseOptimizer
+from karvan.train import Trainer as KarvanTrainer
+
+__all__ = ["Trainer", "TrainingArguments"]
+
+_DDP = {
+    "ddp_broadcast_buffers": True,
+    "ddp_gradient_as_bucket_view": False,
+    "ddp_bucket_cap_mb": 25,
+    "ddp_static_graph": False,
+}
+
+
+class Trainer:
+    """Trains a model that returns its loss. `karvan_trainer` is the `kv.Trainer` that does it.
+
+    Batches always go where the model is, so data_to_cuda changes nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        hooks: Iterable[Hook] | None = None,
+        dense_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        sparse_optimizer: SparseOptimizer | None = None,
+        data_to_cuda: bool = False,
+        ddp_find_unused_parameters: bool = True,
+        **options: Any,
+    ) -> None:
+        for name, value in options.items():
+            if name not in _DDP or value != _DDP[name]:
+                raise UnsupportedError(f"Trainer {name}={value!r}", "leave it out.")
+        connect_ranks()
+        self.args = args = args or TrainingArguments()
+        self.model = model
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_to_cuda = data_to_cuda
+        self._calls = HookCalls()
+        self._program = ProgramModel(model, self._calls)
+        self.add_hooks([*(hooks or ()), LoggerHook(args.log_steps)])
+        optimizer, scheduler = dense_optimizers
+        self.karvan_trainer = KarvanTrainer(
+            model,
+            model_loss,
+            dense_optimizer=optimizer,
+            sparse_optimizer=sparse_optimizer,
+            scheduler=scheduler,
+            precision=args.mixed_precision or "fp32",
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            find_unused_parameters=ddp_find_unused_parameters,
+            callbacks=[self._calls],
+            progress="none",
+            checkpoints=args.checkpoints(),
+            checkpoint_every=args.optimizer_steps(args.save_steps),
+            checkpoint_seconds=None,
+        )
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """All hooks, with the Trainer's own LoggerHook."""
+        return self._calls.hooks
+
+    def add_hook(self, hook: Hook) -> None:
+        """Add a hook."""
+        self._calls.add(hook)
+
+    def add_hooks(self, hooks: Iterable[Hook]) -> None:
+        """Add hooks."""
+        for hook in hooks:
+            self.add_hook(hook)
+
+    def train(self, train_steps: int | None = None) -> None:
+        """Train: from the newest checkpoint of output_dir, or from the model_bank if there is none."""
+        self._calls.call("start", is_train=True)
+        self._fit(train_steps, self.args.train_epoch or 1)
+        self._calls.call("end", is_train=True)
+
+    def _fit(self, train_steps: int | None, epochs: int) -> None:
+        self._load_bank()
+        data = _data_of("train_dataset", self.train_dataset)
+        self._program.present = data.present
+        self.karvan_trainer.fit(data.batches, epochs=epochs, max_steps=self.args.max_steps(train_steps))
+
+    def evaluate(self, eval_steps: int | None = None) -> dict[str, Any]:
+        """Compute the batches of eval_dataset, or the first of them; returns what the model has reported."""
+        self._calls.call("start", is_train=False)
+        self._evaluate(eval_steps)
+        self._calls.call("end", is_train=False)
+        return dict(get_log_metrics())
+
+    def _evaluate(self, eval_steps: int | None) -> None:
+        trainer = self.karvan_trainer
+        if trainer.step == 0 and trainer.saver.latest() is not None:
+            trainer.load()
+        else:
+            self._load_bank()
+        data = _data_of("eval_dataset", self.eval_dataset)
+        self._program.present = data.present
+        self._calls.call("before_epoch", is_train=False)
+        for _ in trainer.predict(data.first(self.args.eval_steps if eval_steps is None else eval_steps)):
+            pass  # hooks and metrics of the model have seen it
+        self._calls.call("out_off_data")
+        self._calls.call("after_eval")
+        self._calls.call("after_epoch", is_train=False)
+
+    def train_and_evaluate(self, train_steps: int | None = None, eval_steps: int | None = None) -> None:
+        """Train, and evaluate after each epoch."""
+        self._calls.call("start", is_train=True)
+        for epoch in range(self.args.train_epoch or 1):
+            self._fit(train_steps, epoch + 1)
+            self._evaluate(eval_steps)
+        self._calls.call("end", is_train=True)
+
+    def _load_bank(self) -> None:
+        trainer = self.karvan_trainer
+        if self.args.model_bank and trainer.step == 0 and trainer.saver.latest() is None:
+            load_bank(self.model, self.args.model_bank)
+
+
+def _data_of(name: str, dataset: Any) -> ProgramData:
+    if dataset is None:
+        raise ValueError(f"The Trainer expects a {name}, got None.")
+    return ProgramData(dataset)

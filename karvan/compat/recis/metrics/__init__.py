@@ -1,0 +1,1 @@
+"""Metrics inside of models, over `kv.metrics`."""

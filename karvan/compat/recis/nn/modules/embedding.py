@@ -1,0 +1,110 @@
+"""`EmbeddingOption`, the declaration of a feature's embedding, and `DynamicEmbedding`, one feature's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from karvan.compat.recis.connection import connect_ranks
+from karvan.compat.recis.nn.hashtable_hook import AdmitHook, FilterHook, admission, eviction
+from karvan.compat.recis.nn.initializers import ConstantInitializer, Initializer
+from karvan.compat.recis.nn.modules.hashtable import make_engine, require_unmerged, table_device
+from karvan.compat.recis.ragged.tensor import to_karvan
+from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.embedding import Table
+from karvan.ragged import Entry, Ragged
+
+_COMBINERS = ("sum", "mean", "tile")
+_LATER = {
+    "hdmp_group_size": None,
+    "hdmp_group_reduce_by": None,
+    "fp16_enabled": False,
+    "no_reduce": False,
+    "pg": None,
+    "max_partition_num": 65536,
+}
+
+
+@dataclass
+class EmbeddingOption:
+    """How a feature is embedded; `table()` is the same as a `kv.Table`.
+
+    Features with one shared_name share rows. trainable=False: its vectors get no gradient. block_size is a
+    fan of Xavier and Kaiming initializers; memory is allocated without it. "tile" has the first `tile_len`
+    vectors side by side, without weights.
+    """
+
+    embedding_dim: int = 16
+    block_size: int = 10240
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    trainable: bool = True
+    pg: Any = None
+    max_partition_num: int = 65536
+    shared_name: str = "embedding"
+    children: list[str] = field(default_factory=list)
+    coalesced: bool | None = False
+    initializer: Initializer | None = None
+    use_weight: bool | None = True
+    combiner: str | None = "sum"
+    combiner_kwargs: Mapping[str, Any] | None = None
+    grad_reduce_by: str | None = "worker"
+    hdmp_group_size: int | None = None
+    hdmp_group_reduce_by: str | None = None
+    filter_hook: FilterHook | None = None
+    admit_hook: AdmitHook | None = None
+    fp16_enabled: bool = False
+    no_reduce: bool = False
+
+    def __post_init__(self) -> None:
+        for name, default in _LATER.items():
+            require_default(f"EmbeddingOption {name}", getattr(self, name), default, "leave it out.")
+        require_unmerged(self.shared_name, self.coalesced, self.children)
+        if self.combiner not in _COMBINERS:
+            raise UnsupportedError(f"combiner {self.combiner!r}", f"expected one of {', '.join(_COMBINERS)}.")
+        if self.combiner == "tile" and "tile_len" not in (self.combiner_kwargs or {}):
+            raise ValueError('combiner "tile" expects combiner_kwargs={"tile_len": n}.')
+        known = {"tile_len"} if self.combiner == "tile" else set()
+        if unknown := set(self.combiner_kwargs or {}) - known:
+            raise UnsupportedError(f"combiner_kwargs {sorted(unknown)}", "leave them out.")
+
+    def table(self) -> Table:
+        """Karvan's declaration."""
+        made = self.initializer or ConstantInitializer()
+        return Table(
+            self.embedding_dim,
+            self.shared_name,
+            str(self.combiner),
+            int((self.combiner_kwargs or {})["tile_len"]) if self.combiner == "tile" else None,
+            dtype=self.dtype,
+            init=made.native(self.embedding_dim, self.block_size),
+            admit=admission(self.admit_hook),
+            evict=eviction(self.filter_hook),
+            device=table_device(self.device),
+        )
+
+    def ids(self, entry: Any) -> Entry:
+        """A feature's ids in Karvan's form, without weights where they do not count."""
+        made = to_karvan(entry)
+        ignores = not self.use_weight or self.combiner == "tile"
+        return Ragged(made.values, made.offsets) if isinstance(made, Ragged) and ignores else made
+
+
+class DynamicEmbedding(nn.Module):
+    """The embedding of one feature: `DynamicEmbedding(option)(ids)`."""
+
+    def __init__(self, emb_opt: EmbeddingOption, pg: Any = None) -> None:
+        super().__init__()
+        require_default("pg", pg, None, "Karvan's ranks are those of torch's default group.")
+        connect_ranks(emb_opt.grad_reduce_by or "worker")
+        self._option = emb_opt
+        self.engine = make_engine({"ids": emb_opt.table()})
+
+    def forward(self, ids: Any) -> Tensor:
+        """The vectors of ids, a tensor or a RaggedTensor."""
+        out: Tensor = self.engine({"ids": self._option.ids(ids)})["ids"]
+        return out if self._option.trainable else out.detach()

@@ -1,0 +1,32 @@
+"""`EmbeddingEngine`: the embeddings of a model's features by a `kv.EmbeddingEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from karvan.compat.recis.connection import connect_ranks
+from karvan.compat.recis.nn.modules.embedding import EmbeddingOption
+from karvan.compat.recis.nn.modules.hashtable import make_engine
+
+
+class EmbeddingEngine(nn.Module):
+    """Embeds features; entries of other names are passed through."""
+
+    def __init__(self, emb_options: Mapping[str, EmbeddingOption]) -> None:
+        super().__init__()
+        for reduce in dict.fromkeys(option.grad_reduce_by for option in emb_options.values()):
+            connect_ranks(reduce or "worker")
+        self._options = dict(emb_options)
+        self.engine = make_engine({name: option.table() for name, option in emb_options.items()})
+
+    def forward(self, samples: Mapping[str, Any]) -> dict[str, Any]:
+        """The samples with vectors in place of ids."""
+        ids = {name: option.ids(samples[name]) for name, option in self._options.items() if name in samples}
+        made = self.engine(ids)
+        for name, option in self._options.items():
+            if not option.trainable:
+                made[name] = made[name].detach()
+        return {**samples, **made}

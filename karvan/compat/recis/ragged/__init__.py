@@ -1,0 +1,1 @@
+"""Variable-length data in RecIS's form."""

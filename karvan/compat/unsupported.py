@@ -1,0 +1,30 @@
+"""`UnsupportedError`: a name or an option of another system that Karvan has no counterpart for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class UnsupportedError(NotImplementedError):
+    """Says what is not supported, and what to use instead."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"{what} is not supported: {instead} See docs/migrating.md.")
+
+
+def require_default(what: str, value: Any, default: Any, instead: str) -> None:
+    """Raise unless an option that has no counterpart has its default."""
+    if value is not default and value != default:
+        raise UnsupportedError(f"{what}={value!r}", instead)
+
+
+def missing_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that says for each of these names what to use instead."""
+
+    def get(name: str) -> Any:
+        if name in names:
+            raise UnsupportedError(f"{module}.{name}", names[name])
+        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+
+    return get

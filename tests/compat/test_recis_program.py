@@ -1,0 +1,103 @@
+"""The CTR example of RecIS's documentation under `karvan run --as recis`, in one process and in two."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import karvan as kv
+from karvan.cli.main import main
+
+PROGRAM = Path(__file__).parent / "programs" / "recis_deepctr.py"
+SMALL = {
+    "bs = 2047": "bs = 70",
+    "file_num = 10": "file_num = 3",
+    "batch_size=1024": "batch_size=32",
+    "np.random.randint(1, 2000": "np.random.randint(1, 40",
+    "seq_len=1000": "seq_len=20",
+    '"tile_len": 1000': '"tile_len": 20',
+    "16000": "320",
+    "log_steps=10": "log_steps=2",
+}
+LINE = re.compile(r"<gstep=(\d+)> <lstep=(\d+)> <qps=[\d.]+> <epoch=(\d+)> <loss=([\d.]+)> <auc=([\d.]+)>")
+
+
+def _program(folder):
+    """The program with small sizes, in a folder."""
+    text = PROGRAM.read_text()
+    for old, new in SMALL.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "deepctr.py").write_text(text)
+
+
+def _run(folder, *command):
+    done = subprocess.run([*command], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """The program sets numbers of threads, which a process can do only before it has used them."""
+    monkeypatch.setattr(torch, "set_num_interop_threads", lambda count: None)
+    for name in ("OMP", "OPENBLAS", "MKL", "VECLIB", "NUMEXPR"):
+        monkeypatch.setenv(f"{name}_{'MAXIMUM' if name == 'VECLIB' else 'NUM'}_THREADS", "1")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_documented_program_trains_on_the_cpu(tmp_path, monkeypatch, capsys):
+    _program(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="The program asks for a GPU, but there is none") as warned:
+        assert main(["run", "--as", "recis", "deepctr.py"]) == 0
+    assert len([each for each in warned if "GPU" in str(each.message)]) == 1
+    lines = LINE.findall(capsys.readouterr().out)
+    assert [(gstep, lstep, epoch) for gstep, lstep, epoch, _, _ in lines] == [
+        ("2", "2", "0"),
+        ("4", "4", "0"),
+        ("6", "6", "0"),  # 210 records in batches of 32, the remainder dropped
+    ]
+    assert not torch.distributed.is_initialized()
+    saved = kv.Checkpoints(tmp_path / "ckpt").latest()
+    assert saved.step == 6
+    tables = saved.manifest.tables
+    assert set(tables) == {"sparse1", "sparse2", "sparse3", "sparse4", "sparse5", "sparse1_x_sparse2"}
+    files = sorted(saved.path.rglob("*.safetensors"))
+    assert files
+    for file in files:
+        with safe_open(file, framework="np") as opened:
+            assert list(opened.keys())
+
+
+@pytest.mark.slow
+def test_the_documented_program_trains_in_a_process_of_its_own(tmp_path):
+    _program(tmp_path)
+    done = _run(tmp_path, sys.executable, "-m", "karvan", "run", "--as", "recis", "deepctr.py")
+    assert len(LINE.findall(done.stdout)) == 3
+    assert done.stderr.count("The program asks for a GPU, but there is none") == 1
+
+
+@pytest.mark.slow
+def test_the_documented_program_trains_on_two_ranks(tmp_path):
+    _program(tmp_path)
+    ranks = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+    )
+    done = _run(tmp_path, sys.executable, *ranks, "-m", "karvan", "run", "--as", "recis", "deepctr.py")
+    lines = LINE.findall(done.stdout)
+    assert [line[0] for line in lines] == ["2", "2"]  # both ranks log, at step 2 of 3
+    assert lines[0][4] == lines[1][4]  # the AUC is that of the samples of both
+    saved = kv.Checkpoints(tmp_path / "ckpt").latest()
+    assert saved.step == 3
