@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from karvan.checkpoint import CheckpointError, find, warm_start
+from karvan.checkpoint import Checkpoint, CheckpointError, find, warm_start
 from karvan.compat.unsupported import UnsupportedError, require_default
 
 _log = logging.getLogger("karvan.compat")
@@ -100,7 +100,7 @@ def _load(model: nn.Module, entry: ModelBankEntry, loaded: set[str]) -> set[str]
     return {*report.tables, *report.dense}
 
 
-def _dense_names(saved: Any) -> set[str]:
+def _dense_names(saved: Checkpoint) -> set[str]:
     """The names of the tensors of a checkpoint's model."""
-    model = saved.manifest.state.get("model", {})
-    return set(model) if isinstance(model, Mapping) else set()
+    model = saved.state().get("model", {})
+    return {name for name, value in model.items() if isinstance(value, Tensor)}

@@ -20,7 +20,7 @@ class SparseAdam(Accumulating, Adam):
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
         require_default("amsgrad", amsgrad, False, "RecIS refuses it, too.")

@@ -122,7 +122,9 @@ class RaggedTensor:
         lengths = self._offsets[0].diff()
         row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
         column = torch.arange(row.numel(), device=row.device) - self._offsets[0][row]
-        return torch.sparse_coo_tensor(torch.stack([row, column]), self._values, self.real_shape())
+        return torch.sparse_coo_tensor(
+            torch.stack([row, column]), self._values, self.real_shape(), check_invariants=True
+        )
 
     @staticmethod
     def from_dense(dense: Tensor, check_invalid: bool = False, invalid_value: int = 0) -> RaggedTensor:

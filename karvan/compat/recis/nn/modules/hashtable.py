@@ -26,7 +26,8 @@ filtered: WeakSet[TableHandle] = WeakSet()
 class SparseParameter:
     """The rows of one table, as `filter_out_sparse_param` gives them to optimizers."""
 
-    def __init__(self, handle: TableHandle) -> None:
+    def __init__(self, engine: EmbeddingEngine, handle: TableHandle) -> None:
+        self.engine = engine
         self.handle = handle
 
     def insert(self, ids: Tensor, embeddings: Tensor) -> None:
@@ -103,8 +104,8 @@ class HashTable(nn.Module, SparseParameter):
             evict=eviction(filter_hook),
             device=table_device(device),
         )
-        self.engine = make_engine({"ids": table})
-        SparseParameter.__init__(self, self.engine.table(name))
+        engine = make_engine({"ids": table})
+        SparseParameter.__init__(self, engine, engine.table(name))
 
     def forward(self, ids: Tensor, admit_hook: AdmitHook | None = None) -> Tensor:
         """The vectors of ids; a training forward inserts those without a row, unless a hook says no."""
@@ -144,7 +145,7 @@ def require_unmerged(name: str, coalesced: bool | None, children: Sequence[str] 
 def filter_out_sparse_param(model: nn.Module) -> dict[str, SparseParameter]:
     """The tables of a model by name, for a sparse optimizer."""
     engines = [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
-    return {handle.name: SparseParameter(handle) for engine in engines for handle in engine.tables()}
+    return {handle.name: SparseParameter(engine, handle) for engine in engines for handle in engine.tables()}
 
 
 def gen_slice(shard_index: int = 0, shard_num: int = 1, slice_size: int = 65536) -> None:
@@ -160,3 +161,15 @@ def handles_of(param_dict: Mapping[str, SparseParameter]) -> list[TableHandle]:
             f"{type(param_dict).__name__}."
         )
     return [each.handle for each in param_dict.values()]
+
+
+def engines_of(tables: Mapping[str, SparseParameter]) -> list[EmbeddingEngine]:
+    """The engines of some tables, each once; an error unless all tables of them are given."""
+    engines = list({id(each.engine): each.engine for each in tables.values()}.values())
+    given = {each.handle.name for each in tables.values()}
+    for handle in (handle for engine in engines for handle in engine.tables()):
+        if handle.name not in given:
+            raise UnsupportedError(
+                f"a checkpoint without table '{handle.name}'", "give all tables of a model."
+            )
+    return engines

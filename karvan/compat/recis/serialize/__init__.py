@@ -1,0 +1,6 @@
+"""Checkpoints of tables and tensors, over `karvan.checkpoint`."""
+
+from karvan.compat.recis.serialize.loader import Loader
+from karvan.compat.recis.serialize.saver import Saver
+
+__all__ = ["Loader", "Saver"]

@@ -1,0 +1,422 @@
+"""Datasets, the Trainer, its hooks and checkpoints under RecIS's names, and the same in Karvan's."""
+
+import re
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import orc
+from torch import nn
+
+import karvan as kv
+from karvan.compat.recis.framework.metrics import add_metric
+from karvan.compat.recis.framework.trainer import Trainer, TrainingArguments
+from karvan.compat.recis.hooks import Hook, LoggerHook, ProfilerHook
+from karvan.compat.recis.io.orc_dataset import OrcDataset
+from karvan.compat.recis.nn import EmbeddingEngine, EmbeddingOption
+from karvan.compat.recis.nn.initializers import NormalInitializer
+from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
+from karvan.compat.recis.optim import SparseAdamW
+from karvan.compat.recis.utils.logger import Logger
+from karvan.compat.unsupported import UnsupportedError
+from karvan.data.loading.position import merge
+
+RECORDS = 40
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files with two columns of numbers, two of ids, a string and a weighted column."""
+    folder = tmp_path / "data" / "day"
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for part in range(2):
+        first = part * RECORDS // 2
+        rows = range(first, first + RECORDS // 2)
+        table = pa.table(
+            {
+                "label": [[float(i % 3 == 0)] for i in rows],
+                "dense": [[i / 10, i / 20] if i != 3 else None for i in rows],
+                "user": [[i] for i in rows],
+                "items": [torch.randint(50, (int(i % 4),), generator=generator).tolist() for i in rows],
+                "word": [f"word {i}" for i in rows],
+                "liked": pa.array(
+                    [[{"k": i, "v": 0.5}] for i in rows],
+                    pa.list_(pa.struct([("k", pa.int64()), ("v", pa.float32())])),
+                ),
+            }
+        )
+        orc.write_table(table, folder / f"part-{part}.orc")
+    return tmp_path / "data"
+
+
+def dataset(folder, batch_size=8, **options):
+    made = OrcDataset(batch_size, transform_fn=[lambda tables: tables[0]], **options)
+    made.add_path(str(folder))
+    made.fixedlen_feature("label", [0.0])
+    made.fixedlen_feature("dense", [1.0, 2.0])
+    made.varlen_feature("user")
+    made.varlen_feature("items")
+    return made
+
+
+def batches(data):
+    return [batch for is_end, batch in data if not is_end]
+
+
+def test_a_dataset_gives_its_batches_and_then_the_end(files):
+    data = dataset(files, read_threads_num=1)
+    given = list(data)
+    assert [is_end for is_end, _ in given] == [False] * 5 + [True]
+    assert given[-1][1] is None
+    first = given[0][1]
+    assert first["label"].shape == (8, 1)
+    assert first["dense"].tolist()[3] == [1.0, 2.0]  # the default
+    assert first["items"].offsets()[0].tolist()[:5] == [0, 0, 1, 3, 6]
+    users = [user for _, batch in given[:-1] for user in batch["user"].values().tolist()]
+    assert users == list(range(RECORDS))
+
+
+def test_hashes_bytes_and_weights(files):
+    data = OrcDataset(RECORDS)
+    data.add_paths([files / "day" / "part-0.orc"])  # a file
+    data.varlen_feature("word", trans_int8=True)
+    data.varlen_feature("liked")
+    ((end, (table,)), _) = list(data)
+    assert not end
+    assert bytes(table["word"].values()[:7].tolist()) == b"word 0w"
+    assert table["word"].dtype is torch.int8
+    assert table["liked"].weight().tolist() == [0.5] * 20
+    for bucket, wants in ((0, lambda h: h & (2**63 - 1)), (1000, lambda h: (h % 2**64) % 1000)):
+        hashed = OrcDataset(RECORDS)
+        hashed.add_path(files / "day" / "part-0.orc")
+        hashed.varlen_feature("word", hash_type="farm", hash_bucket=bucket)
+        ((_, (table,)), _) = list(hashed)
+        expected = [wants(int(kv.ids.farm([f"word {i}"])[0])) for i in range(20)]
+        assert table["word"].values().tolist() == expected
+
+
+def test_a_position_survives_and_workers_have_shares(files):
+    data = dataset(files)
+    iterator = iter(data)
+    for _ in range(2):
+        next(iterator)
+    state = data.dump_io_state()
+    rest = dataset(files)
+    rest.load_io_state(state)
+    assert batches(rest)[0]["user"].values().tolist() == list(range(16, 24))
+    assert dataset(files, save_interval=None).dump_io_state() is None
+    shares = [dataset(files, worker_idx=i, worker_num=3) for i in range(3)]
+    for share in shares:
+        next(iter(share))
+    joined = merge([share.dump_io_state() for share in shares])  # to another number of workers
+    users = [user for i in range(2) for user in _rest_of(files, i, 2, joined)]
+    seen = {user for i in range(3) for user in _first_of(files, i, 3)}
+    assert sorted([*users, *seen]) == list(range(RECORDS))
+
+
+def _rest_of(files, index, count, state):
+    share = dataset(files, worker_idx=index, worker_num=count)
+    share.load_io_state(state)
+    return [user for batch in batches(share) for user in batch["user"].values().tolist()]
+
+
+def _first_of(files, index, count):
+    return batches(dataset(files, worker_idx=index, worker_num=count))[0]["user"].values().tolist()
+
+
+class Model(nn.Module):
+    """A model as RecIS's are: it returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        init = NormalInitializer(std=0.1)
+        self.engine = EmbeddingEngine(
+            {
+                "user": EmbeddingOption(4, shared_name="user", initializer=init),
+                "items": EmbeddingOption(4, shared_name="items", initializer=init, combiner="mean"),
+            }
+        )
+        self.net = nn.Linear(10, 1)
+
+    def forward(self, samples):
+        made = self.engine(samples)
+        joined = torch.cat([made["user"], made["items"], made["dense"]], 1)
+        score = self.net(joined)
+        loss = nn.functional.binary_cross_entropy_with_logits(score, made["label"])
+        add_metric("mean", score.mean())
+        return loss
+
+
+def make(files, folder, *, eval_dataset=None, hooks=(), data=None, **arguments):
+    model = Model()
+    sparse = SparseAdamW(filter_out_sparse_param(model), lr=0.05)
+    dense = torch.optim.Adam(model.parameters(), lr=0.05)
+    settings = {"output_dir": str(folder), "log_steps": 2, **arguments}
+    return Trainer(
+        model,
+        TrainingArguments(**settings),
+        data or dataset(files),
+        eval_dataset,
+        hooks,
+        dense_optimizers=(dense, torch.optim.lr_scheduler.StepLR(dense, 2)),
+        sparse_optimizer=sparse,
+    )
+
+
+def state(model):
+    rows = {
+        name: sorted(zip(*(each.tolist() for each in table.ids_embeddings()), strict=True))
+        for name, table in filter_out_sparse_param(model).items()
+    }
+    return rows, {name: value.tolist() for name, value in model.net.state_dict().items()}
+
+
+def test_training_is_that_of_a_karvan_trainer(files, tmp_path, capsys):
+    trainer = make(files, tmp_path / "run", train_epoch=2)
+    trainer.train()
+    lines = re.findall(
+        r"<gstep=(\d+)> <lstep=(\d+)> .* <epoch=(\d)> <loss=[\d.]+> <mean=", capsys.readouterr().out
+    )
+    assert lines == [("2", "2", "0"), ("4", "4", "0"), ("6", "6", "1"), ("8", "8", "1"), ("10", "10", "1")]
+
+    class Native(nn.Module):
+        def __init__(self):
+            super().__init__()
+            init = kv.init.Normal(std=0.1)
+            torch.manual_seed(3)
+            self.engine = kv.EmbeddingEngine(
+                {
+                    "user": kv.Table(4, init=init),
+                    "items": kv.Table(4, init=init, combiner="mean"),
+                },
+                seed=3,
+            )
+            self.net = nn.Linear(10, 1)
+
+        def forward(self, batch):
+            made = self.engine(batch)
+            return self.net(torch.cat([made["user"], made["items"], made["dense"]], 1))
+
+    native = Native()
+    data = kv.data.read(
+        str(files),
+        8,
+        columns=[
+            kv.data.Fixed("label", [0.0]),
+            kv.data.Fixed("dense", [1.0, 2.0], 2),
+            kv.data.Varlen("user"),
+            kv.data.Varlen("items"),
+        ],
+    )
+    dense = torch.optim.Adam(native.parameters(), lr=0.05)
+    kv.Trainer(
+        native,
+        lambda output, batch: nn.functional.binary_cross_entropy_with_logits(output[:, 0], batch["label"]),
+        dense_optimizer=dense,
+        sparse_optimizer=kv.optim.AdamW(native.engine, lr=0.05),
+        scheduler=torch.optim.lr_scheduler.StepLR(dense, 2),
+        progress="none",
+    ).fit(data, epochs=2)
+    assert state(trainer.model) == state(native)
+
+
+def test_a_run_that_stopped_continues_and_keeps_some_checkpoints(files, tmp_path):
+    whole = make(files, tmp_path / "whole")
+    whole.train()
+    make(files, tmp_path / "run", train_steps=3, save_steps=1, max_to_keep=2).train()
+    assert [one.step for one in kv.Checkpoints(tmp_path / "run").list()] == [2, 3]
+    rest = make(files, tmp_path / "run", save_steps=None)
+    rest.train()
+    assert rest.karvan_trainer.step == 5
+    assert state(rest.model) == state(whole.model)
+
+
+def test_steps_are_batches_also_if_gradients_accumulate(files, tmp_path):
+    trainer = make(files, tmp_path / "run", gradient_accumulation_steps=2, train_steps=4, log_steps=1)
+    trainer.train()
+    assert trainer.karvan_trainer.step == 2
+
+
+def test_train_steps_of_several_epochs_is_the_whole(files, tmp_path):
+    trainer = make(files, tmp_path / "run", train_steps=7, train_epoch=3)
+    with pytest.warns(UserWarning, match="train_steps=7 limits all 3 epochs together"):
+        trainer.train()
+    assert trainer.karvan_trainer.step == 7
+
+
+class Noting(Hook):
+    """Notes the moments at which it is called."""
+
+    def __init__(self):
+        self.calls = []
+        self.data = []
+
+    def start(self, is_train=True, *args, **options):
+        self.calls.append(("start", is_train))
+
+    def end(self, is_train=True, *args, **options):
+        self.calls.append(("end", is_train))
+
+    def before_epoch(self, is_train=True, *args, **options):
+        self.calls.append(("before_epoch", is_train))
+
+    def after_epoch(self, is_train=True, *args, **options):
+        self.calls.append(("after_epoch", is_train))
+
+    def after_data(self, is_train=True, *args, data, **options):
+        self.data.append(data)
+
+    def after_step(self, is_train=True, *args, metrics, global_step, **options):
+        self.calls.append(("step", is_train, global_step, "mean" in metrics))
+
+    def after_train(self, *args, **options):
+        self.calls.append(("after_train",))
+
+    def after_eval(self, *args, **options):
+        self.calls.append(("after_eval",))
+
+
+def test_hooks_are_called_in_training_and_evaluation(files, tmp_path):
+    hook = Noting()
+    trainer = make(files, tmp_path / "run", hooks=[hook], eval_dataset=dataset(files), train_steps=2)
+    trainer.train()
+    before = state(trainer.model)
+    found = trainer.evaluate(eval_steps=1)
+    assert "mean" in found
+    assert hook.calls == [
+        ("start", True),
+        ("before_epoch", True),
+        ("step", True, 1, True),
+        ("step", True, 2, True),
+        ("after_train",),
+        ("after_epoch", True),
+        ("end", True),
+        ("start", False),
+        ("before_epoch", False),
+        ("step", False, 2, True),
+        ("after_eval",),
+        ("after_epoch", False),
+        ("end", False),
+    ]
+    assert hook.data[0]["user"].values().tolist() == list(range(8))
+    assert state(trainer.model) == before
+
+
+def test_training_and_evaluation_take_turns(files, tmp_path):
+    hook = Noting()
+    trainer = make(
+        files, tmp_path / "run", hooks=[hook], eval_dataset=dataset(files), eval_steps=1, train_epoch=2
+    )
+    trainer.train_and_evaluate()
+    steps = [(call[1], call[2]) for call in hook.calls if call[0] == "step"]
+    assert steps == [
+        *((True, i) for i in range(1, 6)),
+        (False, 5),
+        *((True, i) for i in range(6, 11)),
+        (False, 10),
+    ]
+    assert [call for call in hook.calls if call[0] in ("start", "end")] == [("start", True), ("end", True)]
+
+
+def test_a_fresh_trainer_evaluates_the_newest_checkpoint(files, tmp_path):
+    trained = make(files, tmp_path / "run")
+    trained.train()
+    fresh = make(files, tmp_path / "run", eval_dataset=dataset(files))
+    fresh.evaluate()
+    assert state(fresh.model) == state(trained.model)
+
+
+def test_a_model_bank_starts_a_model_by_names(files, tmp_path):
+    first = make(files, tmp_path / "first", train_steps=1)
+    first.train()
+    second = make(files, tmp_path / "second")
+    second.train()
+    bank = [
+        {"path": str(tmp_path / "first"), "load": ["*"]},
+        {"path": str(tmp_path / "second"), "load": ["user", "net.bias"]},
+        {"path": str(tmp_path / "none"), "ignore_error": True},
+        {"path": str(tmp_path / "none"), "skip": True},
+    ]
+    started = make(files, tmp_path / "third", model_bank=bank, eval_dataset=dataset(files))
+    started.evaluate(eval_steps=1)
+    rows, dense = state(started.model)
+    assert rows["user"] == state(second.model)[0]["user"]
+    assert rows["items"] == state(first.model)[0]["items"]
+    assert dense["weight"] == state(first.model)[1]["weight"]
+    assert dense["bias"] == state(second.model)[1]["bias"]
+    renamed = [{"path": str(tmp_path / "second"), "load": ["user"], "oname": [{"user": "items"}]}]
+    other = make(files, tmp_path / "fourth", model_bank=renamed, eval_dataset=dataset(files))
+    other.evaluate(eval_steps=1)
+    assert state(other.model)[0]["items"] == state(second.model)[0]["user"]
+    assert state(other.model)[0]["user"] == []
+
+
+def test_batches_without_transforms_are_lists_of_tables(files, tmp_path):
+    class OfLists(Model):
+        def forward(self, tables):
+            assert isinstance(tables, list)
+            return super().forward(tables[0])
+
+    data = OrcDataset(8)
+    data.add_path(files)
+    data.fixedlen_feature("label", [0.0])
+    data.fixedlen_feature("dense", [1.0, 2.0])
+    data.varlen_feature("user")
+    data.varlen_feature("items")
+    model = OfLists()
+    Trainer(
+        model,
+        TrainingArguments(output_dir=str(tmp_path / "run"), train_steps=2),
+        data,
+        dense_optimizers=(torch.optim.Adam(model.parameters()), None),
+        sparse_optimizer=SparseAdamW(filter_out_sparse_param(model)),
+    ).train()
+
+
+def test_other_datasets_give_pairs(files, tmp_path):
+    pairs = [(False, batch) for batch in batches(dataset(files))] + [(True, None)]
+    trainer = make(files, tmp_path / "run", data=pairs)
+    trainer.train()
+    assert trainer.karvan_trainer.step == 5
+
+
+def test_the_profiler_writes_traces(files, tmp_path):
+    hook = ProfilerHook(wait=1, warmup=1, active=1, repeat=1, output_dir=str(tmp_path / "traces"))
+    make(files, tmp_path / "run", hooks=[hook]).train()
+    assert list((tmp_path / "traces").glob("*.json"))
+
+
+def test_logs_of_a_rank(monkeypatch, capsys):
+    logger = Logger("test_logs_of_a_rank")
+    logger.info("told %d", 1)
+    logger.warning("careful")
+    monkeypatch.setenv("RANK", "1")
+    logger.info_rank0("not here")
+    told = capsys.readouterr()
+    assert told.out.endswith("[INFO] [test_logs_of_a_rank] told 1\n")
+    assert told.err.endswith("[WARNING] [test_logs_of_a_rank] careful\n")
+    line = LoggerHook().format_metrics({"auc": 0.5, "loss": torch.tensor(0.25), "epoch": 1})
+    assert line == " <epoch=1> <loss=0.25> <auc=0.5>"
+
+
+@pytest.mark.parametrize(
+    ("make_it", "text"),
+    [
+        (lambda: OrcDataset(8, is_compressed=True), "is_compressed=True is not supported"),
+        (lambda: OrcDataset(8, ragged_format=False), "to_sparse"),
+        (lambda: TrainingArguments(save_end=False), "save_end=False is not supported"),
+        (lambda: TrainingArguments(window_iter=2), "windows"),
+        (lambda: Trainer(nn.Linear(1, 1), saver=object()), "Trainer saver"),
+        (lambda: Trainer(nn.Linear(1, 1), hooks=[Clipping()]), "after_backward of Clipping"),
+    ],
+)
+def test_options_without_a_counterpart_are_refused(make_it, text):
+    with pytest.raises(UnsupportedError, match=text):
+        make_it()
+
+
+class Clipping(Hook):
+    def after_backward(self, *args, **options):
+        pass
