@@ -110,6 +110,15 @@ def test_truncate_on_the_left_keeps_the_tails():
     assert cut.values().tolist() == [0, 1, 2, 3]
 
 
+def test_lengths_are_checked_instead_of_cut():
+    check = SequenceTruncate(seq_len=2, truncate=False)
+    assert check(ragged([[1, 2], [3]])).values().tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="expected at most 2 values, but received a row of 3"):
+        check(ragged([[1, 2, 3]]))
+    unchanged = SequenceTruncate(seq_len=2, truncate=False, check_length=False)(ragged([[1, 2, 3]]))
+    assert unchanged.values().tolist() == [1, 2, 3]
+
+
 def test_an_engine_keeps_what_no_feature_names():
     engine = FeatureEngine(
         [
@@ -131,6 +140,11 @@ def test_ragged_tensors():
     assert rows.to_dense(-1).tolist() == [[1, 2], [-1, -1], [3, -1]]
     assert rows.to_sparse().to_dense().tolist() == [[1, 2], [0, 0], [3, 0]]
     assert RaggedTensor.from_dense(torch.tensor([[1, 2], [3, 4]])).values().tolist() == [1, 2, 3, 4]
+    padded = torch.tensor([[0, 2, 0], [3, 0, 0], [0, 0, 0]])
+    trimmed = RaggedTensor.from_dense(padded, check_invalid=True)
+    assert (trimmed.values().tolist(), trimmed.offsets()[0].tolist()) == ([0, 2, 3], [0, 2, 3, 3])
+    lists = RaggedTensor(torch.arange(1, 6), [torch.tensor([0, 1, 3]), torch.tensor([0, 2, 4, 5])])
+    assert lists.to_dense().tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 0]]]
     assert rows.to(torch.float32).dtype is torch.float32
     assert rows.to(torch.float32).offsets()[0].dtype is torch.int64
 
@@ -161,6 +175,8 @@ def test_weights():
     rows = ragged([[1, 2]], [1.0, 2.5])
     means = filled(EmbeddingOption(2, combiner="mean"), {1: [1.5, 0.0], 2: [1.0, 0.0]})(rows)
     assert means[0, 0].item() == pytest.approx(4 / 3.5)
+    long = ragged([[1] * 12], [0.5] * 12)  # RecIS divides by the number of ids where a batch has many
+    assert filled(EmbeddingOption(2, combiner="mean"), VECTORS)(long).tolist() == [[0.5, 0.0]]
     ignored = filled(EmbeddingOption(2, combiner="sum", use_weight=False), VECTORS)(rows)
     assert ignored.tolist() == [[1, 1]]
     tile = EmbeddingOption(2, combiner="tile", combiner_kwargs={"tile_len": 2})
@@ -350,8 +366,7 @@ def test_tables_and_tensors_are_saved_and_loaded(tmp_path):
         (lambda: EmbeddingOption(fp16_enabled=True), "fp16_enabled=True is not supported"),
         (lambda: AdmitHook("Frequency"), "kv.admission"),
         (lambda: FilterHook("Frequency"), "kv.eviction"),
-        (lambda: SequenceTruncate(truncate=False), "truncate=True"),
-        (lambda: DynamicEmbedding(EmbeddingOption(grad_reduce_by="worker_sum")), "worker_sum"),
+        (lambda: DynamicEmbedding(EmbeddingOption(grad_reduce_by="hdmp_group_sum")), "hdmp_group_sum"),
         (lambda: HashTable([2, 3]), "expected one dimension"),
         (lambda: SparseAdagrad({}, lr_decay=0.1), "scheduler of torch"),
         (

@@ -26,10 +26,10 @@ SMALL = {
 LINE = re.compile(r"<gstep=(\d+)> <lstep=(\d+)> <qps=[\d.]+> <epoch=(\d+)> <loss=([\d.]+)> <auc=([\d.]+)>")
 
 
-def _program(folder):
+def _program(folder, **changes):
     """The program with small sizes, in a folder."""
     text = PROGRAM.read_text()
-    for old, new in SMALL.items():
+    for old, new in {**SMALL, **changes}.items():
         assert old in text
         text = text.replace(old, new)
     (folder / "deepctr.py").write_text(text)
@@ -80,24 +80,37 @@ def test_the_documented_program_trains_on_the_cpu(tmp_path, monkeypatch, capsys)
 @pytest.mark.slow
 def test_the_documented_program_trains_in_a_process_of_its_own(tmp_path):
     _program(tmp_path)
-    done = _run(tmp_path, sys.executable, "-m", "karvan", "run", "--as", "recis", "deepctr.py")
+    done = _run(tmp_path, *RUN)
     assert len(LINE.findall(done.stdout)) == 3
     assert done.stderr.count("The program asks for a GPU, but there is none") == 1
+
+
+RUN = (sys.executable, "-m", "karvan", "run", "--as", "recis", "deepctr.py")
+TORCHRUN = (
+    sys.executable,
+    *("-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"),
+    *("--rdzv-endpoint=127.0.0.1:0", *RUN[1:]),
+)
 
 
 @pytest.mark.slow
 def test_the_documented_program_trains_on_two_ranks(tmp_path):
     _program(tmp_path)
-    ranks = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-    )
-    done = _run(tmp_path, sys.executable, *ranks, "-m", "karvan", "run", "--as", "recis", "deepctr.py")
+    done = _run(tmp_path, *TORCHRUN)
     lines = LINE.findall(done.stdout)
     assert [line[0] for line in lines] == ["2", "2"]  # both ranks log, at step 2 of 3
     assert lines[0][4] == lines[1][4]  # the AUC is that of the samples of both
-    saved = kv.Checkpoints(tmp_path / "ckpt").latest()
-    assert saved.step == 3
+    assert kv.Checkpoints(tmp_path / "ckpt").latest().step == 3
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_continues_in_one_process(tmp_path):
+    _program(tmp_path, **{"train_steps=100": "train_steps=1"})
+    _run(tmp_path, *TORCHRUN)
+    first = kv.Checkpoints(tmp_path / "ckpt").latest()
+    assert first.step == 1
+    _program(tmp_path, **{"for i in range(file_num)": "for i in range(0)"})  # the data stays
+    _run(tmp_path, *RUN)
+    last = kv.Checkpoints(tmp_path / "ckpt").latest()
+    assert last.step == 1 + (210 - 2 * 32) // 32  # the records that are left, without the remainder
+    assert last.state()["trainer"]["samples"] == 2 * 32 + 4 * 32

@@ -179,6 +179,7 @@ def test_training_is_that_of_a_karvan_trainer(files, tmp_path, capsys):
     lines = re.findall(
         r"<gstep=(\d+)> <lstep=(\d+)> .* <epoch=(\d)> <loss=[\d.]+> <mean=", capsys.readouterr().out
     )
+    assert "mean" in trainer.karvan_trainer.history  # what the model has reported
     assert lines == [("2", "2", "0"), ("4", "4", "0"), ("6", "6", "1"), ("8", "8", "1"), ("10", "10", "1")]
 
     class Native(nn.Module):

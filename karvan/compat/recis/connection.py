@@ -10,19 +10,18 @@ import torch.distributed as dist
 from karvan import distributed
 from karvan.compat.unsupported import UnsupportedError
 
-_REDUCES = {"worker": "mean", "id": "key"}
+_REDUCES = {"worker": "mean", "worker_sum": "sum", "id": "key"}
 
 
 def connect_ranks(grad_reduce_by: str = "worker") -> None:
     """Connect the ranks of a program, unless that has been done; called before tables are made.
 
     grad_reduce_by: "worker" divides a row's gradients by the number of ranks, "id" by the number of those
-    that had the id. All tables of a program have the same.
+    that had the id, "worker_sum" not at all. All tables of a program have the same.
     """
     if grad_reduce_by not in _REDUCES:
         raise UnsupportedError(
-            f'grad_reduce_by="{grad_reduce_by}"',
-            'expected "worker" or "id", kv.connect(grad_reduce=…) in Karvan.',
+            f'grad_reduce_by="{grad_reduce_by}"', f"expected one of {', '.join(_REDUCES)}."
         )
     reduce = _REDUCES[grad_reduce_by]
     connection = distributed.current()

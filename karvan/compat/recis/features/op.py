@@ -125,8 +125,8 @@ class FeatureCross(FeatureOp):
 class SequenceTruncate(FeatureOp):
     """Rows cut to a length: on the "left", so that the last values stay, or on the "right".
 
-    check_length has a meaning without truncate only: then a longer row would be an error. dtype, as in
-    RecIS, changes nothing. n_dims=3 cuts the lists of a row, of lists of lists.
+    check_length has a meaning without truncate only: then a longer row is an error. dtype, as in RecIS,
+    changes nothing. n_dims=3 cuts the lists of a row, of lists of lists.
     """
 
     def __init__(
@@ -141,16 +141,14 @@ class SequenceTruncate(FeatureOp):
         super().__init__()
         if n_dims not in (2, 3):
             raise ValueError(f"SequenceTruncate expects n_dims 2 or 3, got {n_dims}.")
-        if check_length and not truncate:
-            raise UnsupportedError(
-                "SequenceTruncate(check_length=True, truncate=False)", "cut the rows by truncate=True."
-            )
         self.seq_len, self.check_length, self.truncate = seq_len, check_length, truncate
         self.truncate_side, self.n_dims, self.dtype = truncate_side, n_dims, dtype
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
-        return chain.truncate(self.seq_len, self.truncate_side) if self.truncate else chain
+        if not self.truncate and not self.check_length:
+            return chain
+        return chain.truncate(self.seq_len, self.truncate_side, check=not self.truncate)
 
 
 class Hash(FeatureOp):

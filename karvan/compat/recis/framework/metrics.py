@@ -6,12 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
+from karvan.train import report
+
 _metrics: dict[str, Any] = {}
 
 
 def add_metric(name: str, metric: Any) -> None:
-    """Report a number: hooks get the newest of each name, and `LoggerHook` shows them."""
+    """Report a number: hooks get the newest of each name, and `LoggerHook` shows them.
+
+    Numbers that a model reports in its forward are in Karvan's reports, too: see `kv.train.report`.
+    """
     _metrics[name] = metric.detach() if isinstance(metric, Tensor) else metric
+    is_number = metric.numel() == 1 if isinstance(metric, Tensor) else isinstance(metric, int | float)
+    if is_number and name != "loss":  # which the Trainer reports itself
+        report(name, metric)
 
 
 def get_log_metrics() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,10 +69,6 @@ class TrainingArguments:
             require_default(f"TrainingArguments {name}", getattr(self, name), default, instead)
         if self.mixed_precision not in (None, "bf16", "fp16"):
             raise ValueError(f"mixed_precision expects 'bf16' or 'fp16', got {self.mixed_precision!r}.")
-        if self.save_concurrency_per_rank < 1:
-            raise ValueError(
-                f"save_concurrency_per_rank must be at least 1, got {self.save_concurrency_per_rank}."
-            )
 
     def optimizer_steps(self, batches: int | None) -> int | None:
         """How many steps of optimizers so many batches make, rounded up."""
@@ -91,7 +86,6 @@ class TrainingArguments:
 
     def checkpoints(self) -> Checkpoints:
         """Where checkpoints are saved."""
-        options: dict[str, Any] = {"keep_last": self.max_to_keep}
-        if "writers" in inspect.signature(Checkpoints).parameters:
-            options["writers"] = self.save_concurrency_per_rank
-        return Checkpoints(self.output_dir, **options)
+        return Checkpoints(
+            self.output_dir, keep_last=self.max_to_keep, writers=self.save_concurrency_per_rank
+        )

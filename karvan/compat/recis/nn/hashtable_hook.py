@@ -7,7 +7,8 @@ from typing import Any
 
 from karvan.compat.unsupported import UnsupportedError
 from karvan.embedding.admission import Admission, Always, ReadOnly
-from karvan.embedding.eviction import Age, Eviction, Never
+from karvan.embedding.eviction import Eviction, Never
+from karvan.presets import recis
 
 _ONLY_WHEN_ASKED = 1 << 30  # steps between two checks: HashTableFilterHook makes them
 
@@ -64,5 +65,7 @@ def admission(hook: AdmitHook | None) -> Admission:
 
 
 def eviction(hook: FilterHook | None) -> Eviction:
-    """Karvan's rule for a hook; RecIS counts the step after the last one, so a row stays a step less."""
-    return Never() if hook is None else Age(int(hook.params["filter_step"]) - 1, every=_ONLY_WHEN_ASKED)
+    """Karvan's rule for a hook."""
+    if hook is None:
+        return Never()
+    return recis.global_step_filter(int(hook.params["filter_step"]), every=_ONLY_WHEN_ASKED)

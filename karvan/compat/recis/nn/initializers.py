@@ -7,7 +7,6 @@ rows: that of `EmbeddingOption(block_size=…)` is the other fan of Xavier and K
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.init import calculate_gain
 
 from karvan.compat.unsupported import require_default
 from karvan.embedding import init
+from karvan.presets import recis
 
 
 @dataclass(frozen=True)
@@ -83,36 +83,33 @@ class TruncNormalInitializer(Initializer):
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """See `Initializer.native`."""
         _no_generator(self.generator)
-        return init.TruncatedNormal(self.mean, self.std, self.a, self.b)
+        return recis.truncated_normal(self.mean, self.std, self.a, self.b)
 
 
 @dataclass(frozen=True)
-class _Xavier(Initializer):
+class XavierUniformInitializer(Initializer):
+    """Uniform, by the fans of a block."""
+
     gain: float = 1.0
     generator: Any = None
 
-    def _gain(self, dim: int, block_size: int) -> float:
-        """The gain by which Karvan's fans, dim and dim, have the spread of dim and block_size."""
-        _no_generator(self.generator)
-        return self.gain * math.sqrt(2 * dim / (dim + block_size))
-
-
-@dataclass(frozen=True)
-class XavierUniformInitializer(_Xavier):
-    """Uniform, by the fans of a block."""
-
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """See `Initializer.native`."""
-        return init.XavierUniform(self._gain(dim, block_size))
+        _no_generator(self.generator)
+        return recis.xavier_uniform(self.gain, block_size)
 
 
 @dataclass(frozen=True)
-class XavierNormalInitializer(_Xavier):
+class XavierNormalInitializer(Initializer):
     """Normal, by the fans of a block."""
 
+    gain: float = 1.0
+    generator: Any = None
+
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """See `Initializer.native`."""
-        return init.XavierNormal(self._gain(dim, block_size))
+        _no_generator(self.generator)
+        return recis.xavier_normal(self.gain, block_size)
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,14 @@ class _Kaiming(Initializer):
     nonlinearity: str = "leaky_relu"
     generator: Any = None
 
-    def _gain(self, dim: int, block_size: int) -> float:
+    def _gain(self) -> float:
         _no_generator(self.generator)
+        return calculate_gain(self.nonlinearity, self.a)  # type: ignore[arg-type]
+
+    def _fan(self, dim: int, block_size: int) -> int:
         if self.mode not in ("fan_in", "fan_out"):
             raise ValueError(f"{type(self).__name__} expects mode 'fan_in' or 'fan_out', got {self.mode!r}.")
-        gain = calculate_gain(self.nonlinearity, self.a)  # type: ignore[arg-type]
-        return gain if self.mode == "fan_in" else gain * math.sqrt(dim / block_size)
+        return dim if self.mode == "fan_in" else block_size
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class KaimingUniformInitializer(_Kaiming):
 
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """See `Initializer.native`."""
-        return init.KaimingUniform(self._gain(dim, block_size))
+        return init.KaimingUniform(self._gain(), self._fan(dim, block_size))
 
 
 @dataclass(frozen=True)
@@ -145,4 +144,4 @@ class KaimingNormalInitializer(_Kaiming):
 
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """See `Initializer.native`."""
-        return init.KaimingNormal(self._gain(dim, block_size))
+        return init.KaimingNormal(self._gain(), self._fan(dim, block_size))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from karvan.compat.recis.nn.modules.hashtable import SparseParameter, handles_of
 from karvan.compat.recis.optim.sparse_optim import Accumulating
-from karvan.compat.unsupported import require_default
 from karvan.embedding.optim import AdamW
 
 
@@ -23,5 +22,4 @@ class SparseAdamW(Accumulating, AdamW):
         weight_decay: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        require_default("amsgrad", amsgrad, False, "RecIS refuses it, too.")
-        super().__init__(handles_of(param_dict), lr, (beta1, beta2), eps, weight_decay)
+        super().__init__(handles_of(param_dict), lr, (beta1, beta2), eps, weight_decay, amsgrad=amsgrad)

@@ -104,14 +104,12 @@ class RaggedTensor:
 
     def to_dense(self, default_value: float = 0.0) -> Tensor:
         """A tensor of the rows, filled up with a value, as `kv.Feature.to_dense` makes it."""
-        if len(self._offsets) != 1:
-            raise UnsupportedError(
-                "to_dense of lists of lists", "flatten them by kv.Feature.flatten() first."
-            )
         fill = default_value if self._values.is_floating_point() else int(default_value)
-        longest = max(1, self.get_shape(-1))
-        dense = _run(Feature("x").to_dense(longest, fill), Ragged(self._values, self._offsets[0]))
-        return cast(Tensor, dense)[:, : self.get_shape(-1)]
+        shape = self.real_shape(1)
+        lengths = [max(1, length) for length in shape]
+        feature = Feature("x").to_dense(lengths if len(lengths) > 1 else lengths[0], fill)
+        dense = _run(feature, to_karvan(RaggedTensor(self._values, self._offsets)))
+        return cast(Tensor, dense)[(slice(None), *(slice(length) for length in shape))]
 
     def to_sparse(self) -> Tensor:
         """A sparse tensor of the rows."""
@@ -128,11 +126,9 @@ class RaggedTensor:
 
     @staticmethod
     def from_dense(dense: Tensor, check_invalid: bool = False, invalid_value: int = 0) -> RaggedTensor:
-        """The rows of a tensor; with check_invalid, without the values that equal `invalid_value`.
-
-        RecIS drops them at the end of a row alone.
-        """
-        made = _run(Feature("x").to_ragged(invalid_value if check_invalid else None), dense)
+        """The rows of a tensor; with check_invalid, without an `invalid_value` at the end of a row."""
+        pad = invalid_value if check_invalid else None
+        made = _run(Feature("x").to_ragged(pad, trailing=check_invalid), dense)
         return cast(RaggedTensor, to_recis(made))
 
     @staticmethod

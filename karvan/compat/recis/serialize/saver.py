@@ -16,7 +16,8 @@ from karvan.compat.unsupported import UnsupportedError, require_default
 class Saver:
     """Saves `hashtables`, all tables of their engines, and `tensors`, into a new folder.
 
-    All ranks save together: shard_index and shard_num are the rank and the number of ranks.
+    All ranks save together: shard_index and shard_num are the rank and the number of ranks. `parallel` is how
+    many threads write.
     """
 
     def __init__(
@@ -35,11 +36,10 @@ class Saver:
                 f"shard {shard_index} of {shard_num} on rank {connection.rank} of {connection.world_size}",
                 "each rank saves its own rows.",
             )
-        require_default("parallel", parallel, 8, "leave it out.")
         require_default("filter_func", filter_func, None, "save fewer tables or tensors.")
-        self._path, self._tensors = path, dict(tensors or {})
+        self._path, self._writers, self._tensors = path, parallel, dict(tensors or {})
         self._engines = engines_of(hashtables or {})
 
     def save(self) -> None:
         """Save, and wait until the checkpoint is complete."""
-        save(self._path, {"tensors": self._tensors}, self._engines)
+        save(self._path, {"tensors": self._tensors}, self._engines, writers=self._writers)

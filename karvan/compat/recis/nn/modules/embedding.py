@@ -16,7 +16,7 @@ from karvan.compat.recis.nn.modules.hashtable import make_engine, require_unmerg
 from karvan.compat.recis.ragged.tensor import to_karvan
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding import Table
-from karvan.ragged import Entry, Ragged
+from karvan.presets import recis
 
 _COMBINERS = ("sum", "mean", "tile")
 _LATER = {
@@ -75,23 +75,19 @@ class EmbeddingOption:
     def table(self) -> Table:
         """Karvan's declaration."""
         made = self.initializer or ConstantInitializer()
-        return Table(
+        tiled = self.combiner == "tile"
+        return recis.table(
             self.embedding_dim,
             self.shared_name,
-            str(self.combiner),
-            int((self.combiner_kwargs or {})["tile_len"]) if self.combiner == "tile" else None,
+            combiner=str(self.combiner),
+            length=int((self.combiner_kwargs or {})["tile_len"]) if tiled else None,
+            use_weights=bool(self.use_weight) and not tiled,
             dtype=self.dtype,
             init=made.native(self.embedding_dim, self.block_size),
             admit=admission(self.admit_hook),
             evict=eviction(self.filter_hook),
             device=table_device(self.device),
         )
-
-    def ids(self, entry: Any) -> Entry:
-        """A feature's ids in Karvan's form, without weights where they do not count."""
-        made = to_karvan(entry)
-        ignores = not self.use_weight or self.combiner == "tile"
-        return Ragged(made.values, made.offsets) if isinstance(made, Ragged) and ignores else made
 
 
 class DynamicEmbedding(nn.Module):
@@ -106,5 +102,5 @@ class DynamicEmbedding(nn.Module):
 
     def forward(self, ids: Any) -> Tensor:
         """The vectors of ids, a tensor or a RaggedTensor."""
-        out: Tensor = self.engine({"ids": self._option.ids(ids)})["ids"]
+        out: Tensor = self.engine({"ids": to_karvan(ids)})["ids"]
         return out if self._option.trainable else out.detach()

@@ -10,6 +10,7 @@ from torch import nn
 from karvan.compat.recis.connection import connect_ranks
 from karvan.compat.recis.nn.modules.embedding import EmbeddingOption
 from karvan.compat.recis.nn.modules.hashtable import make_engine
+from karvan.compat.recis.ragged.tensor import to_karvan
 
 
 class EmbeddingEngine(nn.Module):
@@ -24,7 +25,7 @@ class EmbeddingEngine(nn.Module):
 
     def forward(self, samples: Mapping[str, Any]) -> dict[str, Any]:
         """The samples with vectors in place of ids."""
-        ids = {name: option.ids(samples[name]) for name, option in self._options.items() if name in samples}
+        ids = {name: to_karvan(samples[name]) for name in self._options if name in samples}
         made = self.engine(ids)
         for name, option in self._options.items():
             if not option.trainable:
