@@ -10,7 +10,7 @@ from typing import Any
 from karvan.checkpoint import Checkpoints
 from karvan.compat.unsupported import require_default
 
-_WINDOWS = "train on windows by kv.data.windows and one fit for each."
+_WINDOWS = "train on windows by kv.data.Windows and one fit for each."
 _SAVES = "Karvan saves every save_steps steps and at the end."
 _REFUSED: dict[str, tuple[Any, str]] = {
     "save_every_n_windows": (1, _WINDOWS),
