@@ -384,7 +384,15 @@ def test_what_has_no_counterpart_says_what_to_use(make, text):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("hooks", "ClipGradNormHook"), ("optim", "NamedAdam"), ("nn", "NoReduceEmbedding")],
+    [
+        ("hooks", "ClipGradNormHook"),
+        ("optim", "NamedAdam"),
+        ("nn", "NoReduceEmbedding"),
+        ("nn.modules.hashtable", "gen_slice"),
+        ("io.odps_dataset", "OdpsDataset"),
+        ("io.lake_dataset", "LakeDataset"),
+        ("framework.checkpoint_manager", "Saver"),
+    ],
 )
 def test_names_without_a_counterpart_say_what_to_use(module, name):
     from importlib import import_module
@@ -393,3 +401,5 @@ def test_names_without_a_counterpart_say_what_to_use(module, name):
         UnsupportedError, match=f"recis.{module}.{name} is not supported: .* See docs/migrating"
     ):
         getattr(import_module(f"karvan.compat.recis.{module}"), name)
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = import_module(f"karvan.compat.recis.{module}").other

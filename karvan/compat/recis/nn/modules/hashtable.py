@@ -14,7 +14,7 @@ from karvan.compat.cuda_fallback import device_of
 from karvan.compat.recis.connection import connect_ranks, shared_seed
 from karvan.compat.recis.nn.hashtable_hook import AdmitHook, FilterHook, eviction
 from karvan.compat.recis.nn.initializers import ConstantInitializer, Initializer
-from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.compat.unsupported import UnsupportedError, missing_names, require_default
 from karvan.embedding import EmbeddingEngine, Table, TableHandle
 from karvan.embedding.eviction import Never
 from karvan.store import Rows
@@ -148,11 +148,6 @@ def filter_out_sparse_param(model: nn.Module) -> dict[str, SparseParameter]:
     return {handle.name: SparseParameter(engine, handle) for engine in engines for handle in engine.tables()}
 
 
-def gen_slice(shard_index: int = 0, shard_num: int = 1, slice_size: int = 65536) -> None:
-    """Not supported."""
-    raise UnsupportedError("gen_slice", "ranks divide the ids by themselves.")
-
-
 def handles_of(param_dict: Mapping[str, SparseParameter]) -> list[TableHandle]:
     """The tables that an optimizer is given."""
     if not isinstance(param_dict, Mapping):
@@ -173,3 +168,13 @@ def engines_of(tables: Mapping[str, SparseParameter]) -> list[EmbeddingEngine]:
                 f"a checkpoint without table '{handle.name}'", "give all tables of a model."
             )
     return engines
+
+
+__getattr__ = missing_names(
+    "recis.nn.modules.hashtable",
+    {
+        **dict.fromkeys(("Slice", "gen_slice"), "ranks divide the ids by themselves."),
+        "split_sparse_dense_state_dict": "rows are not in a state_dict: use filter_out_sparse_param(model).",
+        "HashtableRegister": "use filter_out_sparse_param(model).",
+    },
+)
