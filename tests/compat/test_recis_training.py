@@ -285,7 +285,7 @@ def test_hooks_are_called_in_training_and_evaluation(files, tmp_path):
     trainer.train()
     before = state(trainer.model)
     found = trainer.evaluate(eval_steps=1)
-    assert "mean" in found
+    assert set(found) == {"mean"}  # of the evaluation alone
     assert hook.calls == [
         ("start", True),
         ("before_epoch", True),
@@ -303,6 +303,22 @@ def test_hooks_are_called_in_training_and_evaluation(files, tmp_path):
     ]
     assert hook.data[0]["user"].values().tolist() == list(range(8))
     assert state(trainer.model) == before
+
+
+def test_two_trainers_of_one_model_have_their_own_hooks(files, tmp_path):
+    first, second = Noting(), Noting()
+    trainer = make(files, tmp_path / "run", hooks=[first], train_steps=1)
+    other = Trainer(
+        trainer.model,
+        TrainingArguments(output_dir=str(tmp_path / "run")),
+        eval_dataset=dataset(files),
+        hooks=[second],
+    )
+    trainer.train()
+    other.evaluate(eval_steps=1)
+    assert [call for call in first.calls if call[0] == "step"] == [("step", True, 1, True)]
+    assert [call[:2] for call in second.calls if call[0] == "step"] == [("step", False)]
+    assert trainer.model(batches(dataset(files))[0]).requires_grad  # called by itself, it takes samples
 
 
 def test_training_and_evaluation_take_turns(files, tmp_path):

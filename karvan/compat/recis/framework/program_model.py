@@ -6,7 +6,8 @@ RaggedTensors and return their loss. Hooks of the module translate; calls with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -63,20 +64,34 @@ class _First:
 
 
 class ProgramModel:
-    """Translates the calls of a model; `present` is that of the data that is being computed."""
+    """Translates the calls of a model while it is computed with the data of a program."""
 
     def __init__(self, model: nn.Module, calls: HookCalls) -> None:
+        self._model = model
         self._calls = calls
         self._batch: Batch | None = None
-        self.present: Callable[[Mapping[str, Any]], Any] = dict
-        model.register_forward_pre_hook(self._before)
-        model.register_forward_hook(self._after)
+        self._data: ProgramData | None = None
+
+    @contextmanager
+    def computing(self, data: ProgramData) -> Iterator[None]:
+        """Within it, batches of this data reach the model as samples."""
+        self._data = data
+        hooks = [
+            self._model.register_forward_pre_hook(self._before),
+            self._model.register_forward_hook(self._after),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._data = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._batch = args[0] if args and isinstance(args[0], Batch) else None
-        if self._batch is None:
+        if self._batch is None or self._data is None:
             return None
-        samples = self.present(self._batch)
+        samples = self._data.present(self._batch)
         if self._batch.samples:
             self._calls.begin_batch(samples, module.training)
         return (samples,)

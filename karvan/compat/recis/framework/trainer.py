@@ -56,6 +56,7 @@ class Trainer:
         self.model = model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_to_cuda = data_to_cuda
+        get_log_metrics().clear()  # of a Trainer before
         self._calls = HookCalls()
         self._program = ProgramModel(model, self._calls)
         self.add_hooks([*(hooks or ()), LoggerHook(args.log_steps)])
@@ -99,8 +100,9 @@ class Trainer:
     def _fit(self, train_steps: int | None, epochs: int) -> None:
         self._load_bank()
         data = _data_of("train_dataset", self.train_dataset)
-        self._program.present = data.present
-        self.karvan_trainer.fit(data.batches, epochs=epochs, max_steps=self.args.max_steps(train_steps))
+        most = self.args.max_steps(train_steps)
+        with self._program.computing(data):
+            self.karvan_trainer.fit(data.batches, epochs=epochs, max_steps=most)
 
     def evaluate(self, eval_steps: int | None = None) -> dict[str, Any]:
         """Compute the batches of eval_dataset, or the first of them; returns what the model has reported."""
@@ -116,10 +118,12 @@ class Trainer:
         else:
             self._load_bank()
         data = _data_of("eval_dataset", self.eval_dataset)
-        self._program.present = data.present
+        most = self.args.eval_steps if eval_steps is None else eval_steps
+        get_log_metrics().clear()  # of training
         self._calls.call("before_epoch", is_train=False)
-        for _ in trainer.predict(data.first(self.args.eval_steps if eval_steps is None else eval_steps)):
-            pass  # hooks and metrics of the model have seen it
+        with self._program.computing(data):
+            for _ in trainer.predict(data.first(most)):
+                pass  # hooks and metrics of the model have seen it
         self._calls.call("out_off_data")
         self._calls.call("after_eval")
         self._calls.call("after_epoch", is_train=False)

@@ -31,7 +31,7 @@ class SparseParameter:
         self.handle = handle
 
     def insert(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Insert or overwrite rows; their optimizer state is new."""
+        """Insert or overwrite rows; their optimizer state is new. Each rank keeps what it owns."""
         handle = self.handle
         state = np.tile(np.asarray(handle.initial_state, dtype=np.float32), (len(ids), 1))
         keys, vectors = ids.cpu().numpy(), embeddings.detach().to("cpu", torch.float32).numpy()
