@@ -114,3 +114,36 @@ def test_a_run_of_two_ranks_continues_in_one_process(tmp_path):
     last = kv.Checkpoints(tmp_path / "ckpt").latest()
     assert last.step == 1 + (210 - 2 * 32) // 32  # the records that are left, without the remainder
     assert last.state()["trainer"]["samples"] == 2 * 32 + 4 * 32
+
+
+@pytest.mark.slow
+def test_ranks_with_unequal_data_evaluate_and_reduce_by_id(tmp_path):
+    reduced = 'grad_reduce_by="id", filter_hook=FilterHook("GlobalStepFilter", {"filter_step": 1}),'
+    evaluated = (
+        "train_dataset=train_dataset,\n        hooks=[HashTableFilterHook(1)],"
+        '\n        eval_dataset=get_dataset(IOArgs("./fake_data/", 16, 1, 1, False)),'
+    )
+    _program(
+        tmp_path,
+        **{
+            "bs = 70": "bs = 33",  # 17 records and 16, in batches of 16
+            "file_num = 3": "file_num = 1",
+            "batch_size=32": "batch_size=16",
+            "drop_remainder=True": "drop_remainder=False",
+            "log_steps=2": "log_steps=1",
+            "import recis\n": "import recis\nfrom recis.hooks import HashTableFilterHook\n"
+            "from recis.nn.hashtable_hook import FilterHook\n",
+            'combiner="sum",': f'combiner="sum", {reduced}',
+            'combiner="tile",': f'combiner="tile", {reduced}',
+            'combiner="mean",': f'combiner="mean", {reduced}',
+            "train_dataset=train_dataset,": evaluated,
+            "trainer.train()": 'trainer.train()\n    logger.info(f"found {trainer.evaluate()}")',
+        },
+    )
+    done = _run(tmp_path, *TORCHRUN)
+    assert "nan" not in done.stdout
+    found = re.findall(r"found {'auc': tensor\(([\d.]+)\), 'loss': tensor\(([\d.]+)", done.stdout)
+    assert len(found) == 2
+    last = kv.Checkpoints(tmp_path / "ckpt").latest()
+    assert last.step == 2
+    assert last.manifest.tables["sparse2"].rows == 1  # those of the last step alone: the record that was left

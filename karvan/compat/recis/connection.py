@@ -13,23 +13,23 @@ from karvan.compat.unsupported import UnsupportedError
 _REDUCES = {"worker": "mean", "worker_sum": "sum", "id": "key"}
 
 
-def connect_ranks(grad_reduce_by: str = "worker") -> None:
+def connect_ranks(grad_reduce_by: str | None = None) -> None:
     """Connect the ranks of a program, unless that has been done; called before tables are made.
 
     grad_reduce_by: "worker" divides a row's gradients by the number of ranks, "id" by the number of those
-    that had the id, "worker_sum" not at all. All tables of a program have the same.
+    that had the id, "worker_sum" not at all. All tables of a program have the same. None: as they have it.
     """
-    if grad_reduce_by not in _REDUCES:
+    if grad_reduce_by is not None and grad_reduce_by not in _REDUCES:
         raise UnsupportedError(
             f'grad_reduce_by="{grad_reduce_by}"', f"expected one of {', '.join(_REDUCES)}."
         )
-    reduce = _REDUCES[grad_reduce_by]
+    reduce = _REDUCES[grad_reduce_by or "worker"]
     connection = distributed.current()
     if not connection.chosen:
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1:
             distributed.connect("sharded", grad_reduce=reduce)
-    elif connection.world_size > 1 and connection.settings.grad_reduce != reduce:
+    elif grad_reduce_by and connection.world_size > 1 and connection.settings.grad_reduce != reduce:
         raise UnsupportedError(
             f'grad_reduce_by="{grad_reduce_by}" beside tables with another one',
             "expected the same for all tables of a program.",

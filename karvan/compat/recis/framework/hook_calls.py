@@ -18,6 +18,7 @@ class HookCalls(Callback):
         self.hooks: list[Hook] = []
         self._within_epoch = False
         self._step = 0
+        self._computed = False  # whether this rank has had a batch since the last step
 
     def add(self, hook: Hook) -> None:
         """Add a hook."""
@@ -34,6 +35,7 @@ class HookCalls(Callback):
 
     def begin_batch(self, samples: Any, training: bool) -> None:
         """A batch is about to be computed."""
+        self._computed = True
         if training and not self._within_epoch:
             self._within_epoch = True
             self.call("before_epoch", is_train=True)
@@ -54,7 +56,9 @@ class HookCalls(Callback):
         """See `Callback.on_step_end`."""
         self._step = trainer.step
         add_metric("epoch", logs.epoch)
-        add_metric("loss", logs.losses["loss"])
+        if self._computed:  # otherwise the data of this rank has ended
+            add_metric("loss", logs.losses["loss"])
+        self._computed = False
         self.call("after_step", is_train=True, metrics=get_log_metrics(), global_step=trainer.step)
 
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:

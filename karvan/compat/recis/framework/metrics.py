@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +22,20 @@ def add_metric(name: str, metric: Any) -> None:
     is_number = metric.numel() == 1 if isinstance(metric, Tensor) else isinstance(metric, int | float)
     if is_number and name != "loss":  # which the Trainer reports itself
         report(name, metric)
+
+
+def restore_metrics(before: Mapping[str, Any]) -> None:
+    """Numbers that have become NaN are as before, or gone: those of a batch without samples."""
+    for name, value in list(_metrics.items()):
+        if _is_nan(value):
+            del _metrics[name]
+            _metrics.update({name: before[name]} if name in before else {})
+
+
+def _is_nan(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(value.isnan().any())
+    return isinstance(value, float) and math.isnan(value)
 
 
 def get_log_metrics() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.compat.recis.framework.hook_calls import HookCalls
+from karvan.compat.recis.framework.metrics import get_log_metrics, restore_metrics
 from karvan.compat.recis.io.orc_dataset import OrcDataset
 from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
 from karvan.ragged import Batch
@@ -71,6 +72,7 @@ class ProgramModel:
         self._calls = calls
         self._batch: Batch | None = None
         self._data: ProgramData | None = None
+        self._metrics: dict[str, Any] = {}  # before a batch without samples
 
     @contextmanager
     def computing(self, data: ProgramData) -> Iterator[None]:
@@ -94,12 +96,16 @@ class ProgramModel:
         samples = self._data.present(self._batch)
         if self._batch.samples:
             self._calls.begin_batch(samples, module.training)
+        else:
+            self._metrics = dict(get_log_metrics())
         return (samples,)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         batch, self._batch = self._batch, None
         if batch is None:
             return output
+        if not batch.samples:
+            restore_metrics(self._metrics)
         if not module.training:
             if batch.samples:
                 self._calls.end_evaluated_batch(output)
