@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from karvan.compat.recis.connection import connect_ranks
+from karvan.compat.recis.connection import connect_ranks, table_device
 from karvan.compat.recis.nn.hashtable_hook import AdmitHook, FilterHook, admission, eviction
 from karvan.compat.recis.nn.initializers import ConstantInitializer, Initializer
-from karvan.compat.recis.nn.modules.hashtable import make_engine, require_unmerged, table_device
+from karvan.compat.recis.nn.modules.hashtable import make_engine, require_unmerged
 from karvan.compat.recis.ragged.tensor import to_karvan
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding import Table
@@ -96,7 +96,7 @@ class DynamicEmbedding(nn.Module):
     def __init__(self, emb_opt: EmbeddingOption, pg: Any = None) -> None:
         super().__init__()
         require_default("pg", pg, None, "Karvan's ranks are those of torch's default group.")
-        connect_ranks(emb_opt.grad_reduce_by or "worker")
+        connect_ranks(emb_opt.grad_reduce_by or "worker", emb_opt.device)
         self._option = emb_opt
         self.engine = make_engine({"ids": emb_opt.table()})
 

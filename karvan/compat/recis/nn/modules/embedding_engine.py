@@ -18,8 +18,8 @@ class EmbeddingEngine(nn.Module):
 
     def __init__(self, emb_options: Mapping[str, EmbeddingOption]) -> None:
         super().__init__()
-        for reduce in dict.fromkeys(option.grad_reduce_by for option in emb_options.values()):
-            connect_ranks(reduce or "worker")
+        for option in emb_options.values():
+            connect_ranks(option.grad_reduce_by or "worker", option.device)
         self._options = dict(emb_options)
         self.engine = make_engine({name: option.table() for name, option in emb_options.items()})
 

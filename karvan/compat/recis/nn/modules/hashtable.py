@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from karvan.compat.cuda_fallback import device_of
-from karvan.compat.recis.connection import connect_ranks, shared_seed
+from karvan.compat.recis.connection import connect_ranks, shared_seed, table_device
 from karvan.compat.recis.nn.hashtable_hook import AdmitHook, FilterHook, eviction
 from karvan.compat.recis.nn.initializers import ConstantInitializer, Initializer
 from karvan.compat.unsupported import UnsupportedError, missing_names, require_default
@@ -95,7 +94,7 @@ class HashTable(nn.Module, SparseParameter):
         require_default("slice", slice, None, "ranks divide the ids by themselves.")
         require_unmerged(name, coalesced, children)
         (dim,) = embedding_shape
-        connect_ranks(grad_reduce_by)
+        connect_ranks(grad_reduce_by, device)
         table = Table(
             dim,
             name,
@@ -128,11 +127,6 @@ def make_engine(features: dict[str, Table]) -> EmbeddingEngine:
         if not isinstance(table.evict, Never):
             filtered.add(engine.table(table.name or feature))
     return engine
-
-
-def table_device(device: torch.device | str) -> str | None:
-    """Where the rows of a table are, in the words of `kv.Table`."""
-    return "cuda" if device_of(device).type == "cuda" else None
 
 
 def require_unmerged(name: str, coalesced: bool | None, children: Sequence[str] | None) -> None:
