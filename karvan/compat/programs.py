@@ -1,7 +1,8 @@
-"""`run_program`: a Python program whose imports of another system find the adapters."""
+"""`run_program`, `run_command`: programs and commands of another system, whose imports find the adapters."""
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,37 @@ from karvan.compat.cuda_fallback import cuda_fallback
 from karvan.compat.import_aliases import import_aliases
 from karvan.compat.process_group import process_group
 
+
+class UsageError(ValueError):
+    """A command of another system was called, or is to run something, in a way that cannot be."""
+
+
 SYSTEMS: dict[str, dict[str, str]] = {
     "recis": {"recis": "karvan.compat.recis"},
+    "elasticdl": {
+        "elasticdl": "karvan.compat.elasticdl",
+        "elasticai_api": "karvan.compat.elasticai_api",
+    },
 }
 """For each system the packages that its programs import, and what stands for them."""
+
+COMMANDS = {"elasticdl": "karvan.compat.elasticdl.commands"}
+"""Modules of the commands of systems that have some: `COMMANDS`, and `run(command, arguments)`."""
+
+
+def commands_of(system: str) -> Sequence[str]:
+    """The names of a system's commands."""
+    if system not in COMMANDS:
+        return ()
+    names: Sequence[str] = importlib.import_module(COMMANDS[system]).COMMANDS
+    return names
+
+
+def run_command(system: str, command: str, arguments: Sequence[str]) -> int:
+    """Run a command of a system; returns its exit code."""
+    with import_aliases(SYSTEMS[system]), cuda_fallback():
+        code: int = importlib.import_module(COMMANDS[system]).run(command, arguments)
+        return code
 
 
 def run_program(system: str, program: Path, arguments: Sequence[str]) -> None:

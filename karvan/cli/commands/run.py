@@ -20,15 +20,17 @@ def add_to(app: typer.Typer) -> None:
 
 
 def run(
-    program: Path = typer.Argument(metavar="PROGRAM", help="A Python file.", show_default=False),
+    program: Path = typer.Argument(
+        metavar="PROGRAM", help="A Python file, or a command of the system.", show_default=False
+    ),
     arguments: list[str] = typer.Argument(
         None, metavar="[ARGUMENTS]...", help="Those of the program.", show_default=False
     ),
     system: str = typer.Option(
-        ..., "--as", metavar="SYSTEM", help="What the program is written for: recis.", show_default=False
+        ..., "--as", metavar="SYSTEM", help="What it is written for: recis, elasticdl.", show_default=False
     ),
 ) -> int:
-    """Run a program that is written for another system as it is.
+    """Run a program that is written for another system as it is, or a command of that system.
 
     Its imports find adapters of that system's names to Karvan's. Without a GPU, a program that asks for one
     runs on the CPU, with a warning. docs/migrating.md says what is supported.
@@ -37,17 +39,22 @@ def run(
     Examples:
       karvan run --as recis deepctr.py
       torchrun --nproc_per_node 2 -m karvan run --as recis deepctr.py
+      karvan run --as elasticdl train --model_zoo models --model_def mnist.CustomModel --training_data digits
     """
-    from karvan.compat.programs import SYSTEMS, run_program
+    from karvan.compat.programs import SYSTEMS, UsageError, commands_of, run_command, run_program
 
     if system not in SYSTEMS:
         raise CommandError(f"Expected --as {' | '.join(SYSTEMS)}, got '{system}'.")
-    if not program.is_file():
-        raise CommandError(f"Expected a Python file, but '{program}' does not exist.")
     try:
+        if str(program) in commands_of(system):
+            return run_command(system, str(program), arguments or [])
+        if not program.is_file():
+            raise UsageError(f"Expected a Python file, but '{program}' does not exist.")
         run_program(system, program, arguments or [])
     except SystemExit as end:
         return _code_of(end)
+    except UsageError as error:
+        raise CommandError(str(error)) from error
     except Exception as error:  # of the program: its author needs the place
         traceback.print_exception(error.with_traceback(_within(error.__traceback__, str(program))))
         return FAILED

@@ -1,0 +1,56 @@
+"""The commands of ElasticDL: train, evaluate, predict, zoo."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from karvan.compat.elasticdl import model_zoo, training
+from karvan.compat.elasticdl.constants import DistributionStrategy
+from karvan.compat.elasticdl.flags import environment_of, parse
+from karvan.compat.elasticdl.job import launch
+from karvan.exit_codes import OK
+
+COMMANDS = ("train", "evaluate", "predict", "zoo")
+
+
+def run(command: str, words: Sequence[str]) -> int:
+    """Run a command of this name; returns its exit code."""
+    if command == "zoo":
+        return model_zoo.run(words)
+    flags = parse(command, words)
+    code = OK
+    if flags.distribution_strategy == DistributionStrategy.LOCAL:
+        with _environment(environment_of(flags.envs)):
+            training.run(command, flags)
+    else:
+        code = launch(command, flags, words)
+    if command == "train" and code == OK:
+        training.export(flags)
+    return code
+
+
+def work(arguments: Sequence[str]) -> None:
+    """Run a command as a worker of a job, which `job.launch` has started."""
+    import karvan
+
+    command, *words = arguments
+    flags: argparse.Namespace = parse(command, words)
+    servers = command == "evaluate" or flags.distribution_strategy == DistributionStrategy.PARAMETER_SERVER
+    karvan.connect("remote" if servers else "sharded")
+    training.run(command, flags)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,25 @@
+"""Constants of ElasticDL: the modes of `feed`, the strategies, the types of tasks."""
+
+
+class Mode:
+    """What `feed` prepares records for."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    PREDICTION = "prediction"
+
+
+class DistributionStrategy:
+    """How workers train together."""
+
+    LOCAL = "Local"
+    PARAMETER_SERVER = "ParameterServerStrategy"
+    ALLREDUCE = "AllreduceStrategy"
+
+
+class TaskType:
+    """What a task is for."""
+
+    TRAINING = "TRAINING"
+    EVALUATION = "EVALUATION"
+    PREDICTION = "PREDICTION"

@@ -1,0 +1,179 @@
+"""`ModelContract`: what a model's module defines, found by its name, `--model_def a.b.CustomModel`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan.argument_checks import listed
+from karvan.compat.programs import UsageError
+
+_OF_THE_MODEL = ("model", "net", "module")
+_OF_PARAMETERS = ("parameters", "params")
+
+
+class ContractError(UsageError):
+    """A model's module, a flag or a folder is not what the contract of ElasticDL expects."""
+
+
+@dataclass(frozen=True)
+class FunctionNames:
+    """What the parts of the contract are called in the module, as flags may say."""
+
+    feed: str = "feed"
+    loss: str = "loss"
+    optimizer: str = "optimizer"
+    eval_metrics_fn: str = "eval_metrics_fn"
+    callbacks: str = "callbacks"
+    custom_data_reader: str = "custom_data_reader"
+    prediction_outputs_processor: str = "PredictionOutputsProcessor"
+
+
+class ModelContract:
+    """The parts that a module defines; a part that is missing is an error when it is asked for.
+
+    model_zoo: the folder of modules. model_def: the module and its model, "mnist.mnist_cnn.CustomModel".
+    model_params: arguments of the model.
+    """
+
+    def __init__(
+        self,
+        model_zoo: str,
+        model_def: str,
+        model_params: Mapping[str, Any] | None = None,
+        names: FunctionNames | None = None,
+    ) -> None:
+        self.names = names or FunctionNames()
+        module, _, self._model = model_def.rpartition(".")
+        if not module:
+            raise ContractError(
+                f"--model_def expects a module and its model, as mnist.CustomModel, got '{model_def}'."
+            )
+        self._params = dict(model_params or {})
+        self._module = _import(Path(model_zoo), module)
+        self._parts = vars(self._module)
+
+    def make_model(self) -> nn.Module:
+        """The model: an object of a class, or what a function gives."""
+        made = self._required(self._model, "the model that --model_def names")(**self._params)
+        if not isinstance(made, nn.Module):
+            raise ContractError(
+                f"{self._model} of {self._module.__name__} must be a class or a function that gives a "
+                f"torch.nn.Module, got {type(made).__name__}. Models of TensorFlow cannot be trained here."
+            )
+        return made
+
+    @property
+    def feed(self) -> tuple[Callable[..., Any], bool]:
+        """The function that prepares records, and whether it is the `dataset_fn` of the PyTorch design."""
+        if self.names.feed in self._parts:
+            return self._parts[self.names.feed], self.names.feed == "dataset_fn"
+        if "dataset_fn" in self._parts and self.names.feed == "feed":
+            return self._parts["dataset_fn"], True
+        return self._required(self.names.feed, "a function feed(records, mode, metadata)"), False
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Any]:
+        """The loss of (labels, predictions); one that names its arguments the other way round is turned."""
+        given: Callable[[Any, Any], Any] = self._required(
+            self.names.loss, "a function loss(labels, predictions)"
+        )
+        arguments = [each.lower() for each in inspect.signature(given).parameters]
+        if len(arguments) >= 2 and "label" in arguments[1] and "label" not in arguments[0]:
+            return lambda labels, predictions: given(predictions, labels)
+        return given
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of a model, of any form: optimizer(lr), (model, lr), (parameters, lr), or a maker."""
+        given = self._required(self.names.optimizer, "a function optimizer(model, lr=…)")
+        required = [
+            each
+            for each in inspect.signature(given).parameters.values()
+            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
+        first = required[0].name if required else ""
+        if first in _OF_THE_MODEL:
+            made = given(model)
+        elif first in _OF_PARAMETERS:
+            made = given(model.parameters())
+        elif any(each.default is each.empty for each in required):
+            raise ContractError(
+                f"{self.names.optimizer} expects optimizer(model, lr=…), optimizer(parameters, lr=…) or "
+                f"optimizer(lr=…), got {self.names.optimizer}{inspect.signature(given)}."
+            )
+        else:
+            made = given()
+        if not isinstance(made, torch.optim.Optimizer) and callable(made):
+            made = made(model.parameters())  # such as functools.partial(torch.optim.SGD, lr=lr)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ContractError(
+                f"{self.names.optimizer} must give a torch optimizer, or a function that makes one of "
+                f"parameters, got {type(made).__name__}."
+            )
+        own = {id(each) for each in model.parameters()}
+        if any(id(each) not in own for group in made.param_groups for each in group["params"]):
+            raise ContractError(
+                f"{self.names.optimizer} gave an optimizer of another model's parameters: take the model as "
+                f"its first argument, {self.names.optimizer}(model, lr=…)."
+            )
+        return made
+
+    def eval_metrics(self) -> dict[str, Any]:
+        """Metrics by name; those of a model with several outputs are named "output/metric"."""
+        make = self._parts.get(self.names.eval_metrics_fn)
+        found: dict[str, Any] = {}
+        for name, metric in (make() if make else {}).items():
+            if isinstance(metric, Mapping):
+                found |= {f"{name}/{inner}": (name, each) for inner, each in metric.items()}
+            else:
+                found[name] = (None, metric)
+        return found
+
+    def callbacks(self) -> list[Any]:
+        """What `callbacks()` gives."""
+        make = self._parts.get(self.names.callbacks)
+        return list(make()) if make else []
+
+    def prediction_outputs_processor(self) -> Any:
+        """An object of the class of that name, or None."""
+        make = self._parts.get(self.names.prediction_outputs_processor)
+        return make() if make else None
+
+    @property
+    def custom_data_reader(self) -> Callable[..., Any] | None:
+        """The function that makes the reader of data, if there is one."""
+        made: Callable[..., Any] | None = self._parts.get(self.names.custom_data_reader)
+        return made
+
+    def _required(self, name: str, what: str) -> Any:
+        if name not in self._parts:
+            public = [each for each in self._parts if not each.startswith("_")]
+            raise ContractError(
+                f"The module {self._module.__name__} must define {what}, but has no '{name}'. It has: "
+                f"{listed(name, public)}"
+            )
+        return self._parts[name]
+
+
+def _import(zoo: Path, module: str) -> Any:
+    if not zoo.is_dir():
+        raise ContractError(f"--model_zoo expects a folder of models, but '{zoo}' is none.")
+    file = zoo.joinpath(*module.split(".")).with_suffix(".py")
+    if not file.is_file():
+        raise ContractError(f"--model_def names the module '{module}', but there is no file {file}.")
+    folder = str(zoo.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if (known := sys.modules.get(module)) is not None and Path(known.__file__ or "") != file.resolve():
+        for name in [each for each in sys.modules if each.split(".")[0] == module.split(".")[0]]:
+            del sys.modules[name]  # of another model zoo
+    importlib.invalidate_caches()
+    return importlib.import_module(module)

@@ -1,0 +1,193 @@
+"""The flags of `train`, `evaluate` and `predict`, under ElasticDL's names and with its defaults.
+
+A flag that describes pods, images or volumes has no meaning here and is a warning; one that would change what
+happens, and cannot, is an error, and so is one that ElasticDL does not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from karvan.compat.elasticdl.constants import DistributionStrategy
+from karvan.compat.elasticdl.contract import ContractError, FunctionNames
+
+# Of pods, images and volumes: processes of a job are those of this machine.
+_WITHOUT_MEANING = (
+    *("image_name", "docker_image_repository", "image_base", "image_pull_policy", "extra_pypi_index"),
+    *("docker_base_url", "docker_tlscert", "docker_tlskey", "namespace", "restart_policy", "volume"),
+    *("cluster_spec", "cluster_spec_json", "force_use_kube_config_file", "aux_params", "log_file_path"),
+    *("master_resource_request", "master_resource_limit", "master_pod_priority", "worker_pod_priority"),
+    *("worker_resource_request", "worker_resource_limit", "ps_resource_request", "ps_resource_limit"),
+    "ps_pod_priority",
+)
+_REFUSED = {
+    "yaml": "there is no job of Kubernetes to describe: leave it out, and the job runs on this machine",
+    "job_command": "run the program itself: karvan run --as elasticdl program.py",
+    "custom_training_loop": "run the program itself: karvan run --as elasticdl program.py",
+}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_STRATEGIES = (
+    DistributionStrategy.LOCAL,
+    DistributionStrategy.PARAMETER_SERVER,
+    DistributionStrategy.ALLREDUCE,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises an error instead of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ContractError(f"{self.prog}: {message}.")
+
+
+def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command, checked; flags without a meaning are warned about."""
+    parser = _Parser(f"elasticdl {command}", allow_abbrev=False, argument_default=None)
+    _add_common(parser)
+    {"train": _add_train, "evaluate": _add_evaluate, "predict": _add_predict}[command](parser)
+    for name in (*_WITHOUT_MEANING, *_REFUSED):
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    flags = parser.parse_args(list(words))
+    given = vars(flags)
+    for name, reason in _REFUSED.items():
+        if name in given:
+            raise ContractError(f"--{name} is not supported: {reason}.")
+    for name in _WITHOUT_MEANING:
+        if name in given:
+            warnings.warn(
+                f"--{name} has no meaning here: the job runs in processes of this machine, without pods and "
+                "images.",
+                stacklevel=2,
+            )
+    _check(flags)
+    return flags
+
+
+def function_names(flags: argparse.Namespace) -> FunctionNames:
+    """What the parts of the contract are called."""
+    processor = getattr(flags, "prediction_outputs_processor", FunctionNames.prediction_outputs_processor)
+    return FunctionNames(
+        feed=flags.feed,
+        loss=flags.loss,
+        optimizer=flags.optimizer,
+        eval_metrics_fn=flags.eval_metrics_fn,
+        callbacks=flags.callbacks,
+        custom_data_reader=flags.custom_data_reader,
+        prediction_outputs_processor=processor,
+    )
+
+
+def environment_of(text: str) -> dict[str, str]:
+    """The variables of --envs, "a=1,b=2"; a value may have commas."""
+    found: dict[str, str] = {}
+    name = ""
+    for part in filter(None, text.split(",")):
+        if "=" in part:
+            name, _, value = part.partition("=")
+            found[name.strip()] = value
+        elif name:
+            found[name.strip()] += f",{part}"
+        else:
+            raise ContractError(f"--envs expects name=value,name=value, got '{text}'.")
+    return found
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model_zoo", required=True, help="the folder of modules with models")
+    add("--model_def", required=True, help="a module in it and its model: mnist.mnist_cnn.CustomModel")
+    add("--model_params", default="", help='arguments of the model: "classes=10; name=cnn"')
+    add("--minibatch_size", type=_count, default=64, help="records of a batch")
+    add("--num_minibatches_per_task", type=_count, default=8, help="batches that a worker leases at once")
+    add("--distribution_strategy", choices=("", *_STRATEGIES), default=DistributionStrategy.PARAMETER_SERVER)
+    add("--num_workers", type=_count, default=2, help="processes that train")
+    add("--num_ps_pods", type=_count, default=1, help="parameter servers")
+    add("--job_name", default="elasticdl", help="the name of the job in karvan status")
+    add("--data_reader_params", default="", help="\"sep=,; columns=['a', 'b']\", or those of the reader")
+    add("--envs", default="", help="variables of the environment: a=1,b=2")
+    add("--output", default="", help="the folder of the trained model; of predictions, for predict")
+    add("--log_level", choices=_LEVELS, type=str.upper, default="INFO")
+    for name, value in vars(FunctionNames()).items():
+        if name != "prediction_outputs_processor":
+            add(f"--{name}", default=value, help="its name in the module")
+    add("--dataset_fn", dest="feed", default=argparse.SUPPRESS, help="the former name of --feed")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--training_data", required=True, help="a folder or file of RecordIO or CSV, or what the reader takes"
+    )
+    add("--validation_data", default="")
+    add("--num_epochs", type=int, default=1, help="0 for no end")
+    add("--evaluation_steps", type=_count_or_zero, default=0, help="0: after every epoch")
+    add("--log_loss_steps", type=_count, default=100)
+    add("--checkpoint_dir", default="")
+    add("--checkpoint_steps", type=_count_or_zero, default=0, help="0: at the end only")
+    add("--keep_checkpoint_max", type=_count_or_zero, default=0, help="0: all")
+    add("--checkpoint_dir_for_init", default="", help="a checkpoint or output to begin with")
+    add("--tensorboard_log_dir", default="")
+    add("--use_async", type=_flag, nargs="?", const=True, default=False)
+    add("--lr_staleness_modulation", type=_flag, nargs="?", const=True, default=False)
+    add("--grads_to_wait", type=_count, default=None, help="workers whose gradients make a step")
+    add("--sync_version_tolerance", type=_count_or_zero, default=None)
+    add("--get_model_steps", type=_count, default=1, help="with --use_async: steps between two pulls")
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--validation_data", required=True)
+    parser.add_argument("--checkpoint_dir_for_init", required=True)
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prediction_data", required=True)
+    parser.add_argument("--checkpoint_dir_for_init", required=True)
+    parser.add_argument("--prediction_outputs_processor", default="PredictionOutputsProcessor")
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raise for flags that do not go together."""
+    given: Mapping[str, Any] = vars(flags)
+    flags.distribution_strategy = flags.distribution_strategy or DistributionStrategy.LOCAL
+    servers = flags.distribution_strategy == DistributionStrategy.PARAMETER_SERVER
+    for name in ("use_async", "grads_to_wait", "sync_version_tolerance"):
+        if given.get(name) and not servers:
+            raise ContractError(
+                f"--{name} is for --distribution_strategy ParameterServerStrategy, got "
+                f"{flags.distribution_strategy}."
+            )
+    if given.get("lr_staleness_modulation") and not flags.use_async:
+        raise ContractError("--lr_staleness_modulation is for asynchronous SGD: expected --use_async=true.")
+    if given.get("get_model_steps", 1) > 1 and not flags.use_async:
+        raise ContractError("--get_model_steps is for asynchronous SGD: expected --use_async=true.")
+    for name in ("grads_to_wait", "sync_version_tolerance"):
+        if given.get("use_async") and given.get(name) is not None and name in given:
+            raise ContractError(f"--{name} is for synchronous SGD: expected no --use_async.")
+    if given.get("evaluation_steps") and not flags.validation_data:
+        raise ContractError("--evaluation_steps needs --validation_data.")
+    for name in ("checkpoint_steps", "keep_checkpoint_max"):
+        if given.get(name) and not (flags.checkpoint_dir or flags.output):
+            raise ContractError(f"--{name} needs --checkpoint_dir, where checkpoints are saved.")
+
+
+def _count(text: str) -> int:
+    return _number(text, 1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got '{text}'")
+    return int(text)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "yes", "t", "y", "false", "no", "f", "n"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got '{text}'")
+    return text.lower() in ("true", "yes", "t", "y")

@@ -1,0 +1,1 @@
+"""Readers of data, under the paths of ElasticDL."""

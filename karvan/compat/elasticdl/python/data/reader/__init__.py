@@ -1,0 +1,1 @@
+"""The contract of readers, under the paths of ElasticDL."""

@@ -1,0 +1,1 @@
+"""Callbacks, under the paths of ElasticDL."""

@@ -1,0 +1,1 @@
+"""What workers use, under the paths of ElasticDL."""

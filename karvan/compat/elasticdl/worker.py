@@ -1,0 +1,11 @@
+"""The program of a worker: a command with its flags, in a process of a job."""
+
+import sys
+
+if __name__ == "__main__":
+    from karvan.compat.elasticdl.commands import work
+    from karvan.compat.import_aliases import import_aliases
+    from karvan.compat.programs import SYSTEMS
+
+    with import_aliases(SYSTEMS["elasticdl"]):
+        work(sys.argv[1:])
