@@ -51,9 +51,9 @@ class DenseServerProxy:
         """See `DenseParameters.state`."""
         return state_of(self._call("dense_state", Message({})))
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], *, first: bool = False) -> None:
         """See `DenseParameters.load_state`."""
-        self._call("load_dense_state", state_message(state))
+        self._call("load_dense_state", state_message(state, **({"first": True} if first else {})))
 
     def _call(self, method: str, call: Message) -> Message:
         head = {**call.head, "model": self._model}

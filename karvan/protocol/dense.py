@@ -98,5 +98,5 @@ DENSE_CALLS = table_of(
     Call("next_sequence", Fields({**_MODEL, "trainer": _TRAINER}), answer=Fields({"sequence": NUMBER})),
     Call("flush_dense", Fields(_MODEL), answer=Fields(_VERSION)),
     Call("dense_state", Fields(_MODEL), answers=[_BYTES]),
-    Call("load_dense_state", Fields(_MODEL), [_BYTES], answer=Fields(_VERSION)),
+    Call("load_dense_state", Fields(_MODEL, {"first": Boolean()}), [_BYTES], answer=Fields(_VERSION)),
 )

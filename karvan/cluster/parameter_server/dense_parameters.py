@@ -205,8 +205,8 @@ class DenseParameters:
                 },
             }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`; the policy may be another one."""
+    def load_state(self, state: Mapping[str, Any], *, first: bool = False) -> None:
+        """Restore a `state`; the policy may be another one. first: only if there is no model yet."""
         check_state(state)
         saved = state["parameters"]
         parameters = {name: dense_tensor(name, saved[name], copy=True) for name in sorted(saved)}
@@ -220,6 +220,8 @@ class DenseParameters:
             for trainer, its in state["answers"].items()
         }
         with self._lock:
+            if first and self._model is not None:
+                return
             self._model = _Held(parameters, optimizer, state["version"], waiting)
             self._repeats.load(answers)
             self._apply_full()

@@ -8,7 +8,7 @@
 | next_sequence | trainer | sequence |
 | flush_dense | | version |
 | dense_state | | the state |
-| load_dense_state | the state | version |
+| load_dense_state | the state; first: only if there is none yet | version |
 
 Each call has the number of a model, as trainers may have several. The trainers' hello says what makes a step,
 the same for all of them; a run of trainers with other settings continues with the parameters of the run
@@ -121,7 +121,7 @@ class DenseService:
     def _load_state(self, call: Request) -> Message:
         model, state = self.model(call.head["model"]), state_of(call)
         try:
-            model.load_state(state)
+            model.load_state(state, first=call.head.get("first", False))
         except WRONG as error:
             raise RefusedError(
                 f"expected a state of dense parameters, got one that cannot be used: {error}"

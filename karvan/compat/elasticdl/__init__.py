@@ -6,6 +6,7 @@
 
 from karvan.compat.elasticdl.callbacks import LearningRateScheduler, MaxStepsStopping, SavedModelExporter
 from karvan.compat.elasticdl.constants import DistributionStrategy, Mode, TaskType
+from karvan.compat.elasticdl.ps_client import PSClient
 from karvan.compat.elasticdl.readers import AbstractDataReader, Metadata, Task
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MaxStepsStopping",
     "Metadata",
     "Mode",
+    "PSClient",
     "SavedModelExporter",
     "Task",
     "TaskType",
