@@ -1,0 +1,1 @@
+"""Data shards, under the paths of elasticai_api."""

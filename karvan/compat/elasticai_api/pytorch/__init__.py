@@ -1,0 +1,1 @@
+"""What loops of PyTorch use, under the paths of elasticai_api."""

@@ -1,0 +1,211 @@
+"""elasticai_api's elastic data shards, over the leased tasks of a master."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from forked_programs import ForkedProgram
+from torch.utils.data import DataLoader, Dataset
+
+from karvan.compat.elasticai_api.common.data_shard_service import RecordIndexService, build_data_shard_service
+from karvan.compat.elasticai_api.pytorch.controller import create_elastic_controller
+from karvan.compat.elasticai_api.pytorch.dataset import ElasticDataset
+from karvan.compat.elasticai_api.pytorch.optimizer import DistributedOptimizer
+from karvan.compat.programs import UsageError
+from karvan.wire import Server
+from karvan.work.ledger import JobFailedError
+from karvan.work.service import WorkService
+
+
+@pytest.fixture
+def master(tmp_path, monkeypatch):
+    work = WorkService(tmp_path / "work.db")
+    server = Server(work)
+    monkeypatch.setenv("MASTER_ADDR", server.address)
+    yield work
+    server.close(0.1)
+    work.close()
+
+
+@pytest.mark.usefixtures("master")
+def test_shards_tile_the_data_set():
+    service = build_data_shard_service(1, 1, 10, num_minibatches_per_shard=3)
+    shards = []
+    while (shard := service.fetch_shard()) is not None:
+        shards.append((shard.start, shard.end - shard.start))
+        assert shard.indices is None
+        for number in range(shard.start, shard.end):
+            assert service.report_batch_done() == (number == shard.end - 1)
+    assert shards == [(0, 3), (3, 3), (6, 3), (9, 1)]
+
+
+@pytest.mark.usefixtures("master")
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle_shards": True}])
+def test_shuffled_records_come_once_in_every_epoch(options):
+    service = build_data_shard_service(4, 2, 30, num_minibatches_per_shard=2, **options)
+    seen, starts = [], []
+    while (shard := service.fetch_shard()) is not None:
+        assert (shard.indices is None) == ("shuffle_shards" in options)
+        seen += shard.numbers()
+        starts.append(shard.start)
+        service.report_batch_done(shard.end - shard.start)
+    assert starts != sorted(starts)
+    assert Counter(seen[:30]) == Counter(range(30))
+    assert Counter(seen) == Counter([*range(30)] * 2)
+
+
+class Squares(Dataset):
+    def __init__(self, service=None):
+        self.service = service
+
+    def __len__(self):
+        return sys.maxsize
+
+    def __getitem__(self, index):
+        index = self.service.fetch_record_index() if self.service else index
+        return torch.tensor([float(index)]), index * index
+
+
+@pytest.mark.usefixtures("master")
+def test_a_data_set_of_record_indices_fills_the_last_batch_of_an_epoch():
+    service = RecordIndexService(4, 2, 10, num_minibatches_per_shard=1)
+    batches = []
+    for _, squares in DataLoader(Squares(service), batch_size=4):
+        batches.append(squares.tolist())
+        service.report_batch_done(len(squares))
+    epoch = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 64, 81]]
+    assert batches == epoch * 2
+
+
+@pytest.mark.usefixtures("master")
+def test_batches_of_a_data_set_are_short_where_a_shard_ends():
+    service = build_data_shard_service(4, 2, 10, num_minibatches_per_shard=1)
+    loader = DataLoader(ElasticDataset(Squares(), service), batch_size=None)
+    batches = []
+    for _, squares in loader:
+        batches.append(squares.tolist())
+        service.report_batch_done(len(squares))
+    assert batches == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]] * 2
+
+
+WORKER = """
+import sys
+from elasticai_api.common.data_shard_service import build_data_shard_service
+service = build_data_shard_service(4, 2, 100, shuffle=True, num_minibatches_per_shard=2)
+stops = sys.argv[1] == "stop"
+while (shard := service.fetch_shard()) is not None:
+    numbers = shard.numbers()
+    for first in range(0, len(numbers), 4):
+        batch = numbers[first : first + 4]
+        if stops and first:
+            print("holds", flush=True)
+            sys.stdin.read()
+        service.report_batch_done(len(batch))
+        print(*batch, flush=True)
+"""
+
+
+def test_what_a_worker_has_not_reported_when_it_is_gone_is_trained_by_others(master):
+    gone, other = (build_data_shard_service(4, 2, 30, shuffle=True) for _ in range(2))
+    seen = Counter(gone.fetch_shard().numbers()[:4])
+    gone.report_batch_done()
+    (lease,) = master.ledger.leases
+    assert lease.task.done == 4
+    master.release(lease.holder)  # as the master does after five minutes of silence
+    while (shard := other.fetch_shard()) is not None:
+        seen.update(shard.numbers())
+        other.report_batch_done(len(shard.numbers()))
+    assert seen == Counter([*range(30)] * 2)
+
+
+@pytest.mark.slow
+def test_what_a_killed_worker_has_not_reported_is_trained_by_others(tmp_path, master):
+    program = tmp_path / "worker.py"
+    program.write_text(WORKER)
+    command = [sys.executable, "-m", "karvan", "run", "--as", "elasticdl", str(program)]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": dict(os.environ)}
+    killed = ForkedProgram([*command, "stop"], **options)
+    lines = list(iter(killed.stdout.readline, "holds\n"))
+    killed.kill()
+    killed.wait()
+    (lease,) = master.ledger.leases
+    assert lease.task.done == 4
+    master.release(lease.holder)  # as the master does after five minutes of silence
+    other = ForkedProgram([*command, "go"], **options)
+    seen = Counter()
+    for line in (*lines, *other.stdout):
+        seen.update(map(int, line.split()))
+    assert other.wait() == 0
+    assert seen == Counter([*range(100)] * 2)
+
+
+@pytest.mark.usefixtures("master")
+def test_a_shard_that_raises_errors_is_tried_again_and_then_fails_the_job():
+    service = build_data_shard_service(4, 1, 8, num_minibatches_per_shard=1)
+    for _ in range(3):
+        assert (service.fetch_shard()).start == 0
+        assert service.report_batch_done(err_msg="ValueError: mine")
+    with pytest.raises(JobFailedError, match="ValueError: mine"):
+        service.fetch_shard()
+
+
+@pytest.mark.usefixtures("master")
+def test_a_controller_trains_the_loop_of_one_worker(monkeypatch):
+    torch.manual_seed(0)
+    controller = create_elastic_controller(batch_size=8, num_epochs=6, dataset_size=64, shuffle=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), fixed_global_batch_size=True
+    )
+    controller.set_broadcast_model(model)
+    controller.set_broadcast_optimizer(optimizer)
+
+    def train_one_batch(model, optimizer, data, target):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(data), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    class Lines(Dataset):
+        def __len__(self):
+            return sys.maxsize
+
+        def __getitem__(self, _):
+            index = controller.data_shard_service.fetch_record_index()
+            return torch.tensor([index / 64]), torch.tensor([3 * index / 64])
+
+    with controller.scope():
+        losses = [
+            controller.elastic_run(train_one_batch)(model, optimizer, data, target).item()
+            for data, target in DataLoader(Lines(), batch_size=8)
+        ]
+    assert controller.global_completed_batch_num == len(losses) == 48
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_wrong_calls_say_what_is_expected(master, monkeypatch):
+    with pytest.raises(UsageError, match="need dataset_size"):
+        build_data_shard_service(4)
+    with pytest.raises(ValueError, match="batch_size"):
+        build_data_shard_service(0, 1, 10)
+    service = build_data_shard_service(4, 2, 4)
+    service.fetch_shard()
+    with pytest.raises(UsageError, match="but 4 that this worker has fetched are not"):
+        service.fetch_shard()
+    service.report_batch_done()
+    assert service.fetch_shard().start == 0
+    service._process = -1
+    with pytest.raises(UsageError, match="num_workers=0"):
+        service.fetch_shard()
+    with pytest.raises(UsageError, match="steps of one batch"):
+        DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0), backward_passes_per_step=2)
+    monkeypatch.setenv("WORKER_NUM", "2")
+    with pytest.raises(UsageError, match="has one worker here, got WORKER_NUM=2"):
+        create_elastic_controller(4, 1, 10)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(UsageError, match="leased from a master, but there is none"):
+        build_data_shard_service(4, 1, 10)
