@@ -16,11 +16,13 @@ from karvan.compat.elasticdl.contract import ContractError, ModelContract
 from karvan.compat.elasticdl.contract_model import ContractLoss, ContractModel, make_metrics
 from karvan.compat.elasticdl.feed_step import FeedStep
 from karvan.compat.elasticdl.flags import function_names
+from karvan.compat.elasticdl.python.elasticdl.layers.row_optimizer import row_optimizer
 from karvan.compat.elasticdl.readers import open_data, parse_params
 from karvan.distributed import current
 from karvan.job.environment import JobEnvironment
 from karvan.train.prediction_files import write_predictions
 from karvan.train.reporting.loggers import TensorBoardLogger
+from karvan.train.step.optimizer_step import engines_of
 from karvan.train.trainer import Trainer
 
 _NO_END = sys.maxsize  # epochs
@@ -38,11 +40,13 @@ def train(flags: argparse.Namespace, contract: ModelContract) -> None:
     """Train, with evaluations if there is validation data."""
     options = fit_options(contract.callbacks())
     model = contract.make_model()
+    optimizer = contract.make_optimizer(model)
     folder = checkpoint_folder(flags)
     trainer = Trainer(
         ContractModel(model),
         ContractLoss(contract.loss),
-        dense_optimizer=contract.make_optimizer(model),
+        dense_optimizer=optimizer,
+        sparse_optimizer=row_optimizer(optimizer) if engines_of(model) else None,
         metrics=make_metrics(contract.eval_metrics()),
         scheduler=options.schedulers or None,
         callbacks=options.callbacks,

@@ -1,0 +1,1 @@
+"""Layers, under the paths of ElasticDL."""
