@@ -2,9 +2,9 @@
 
     service = build_data_shard_service(batch_size=32, num_epochs=2, dataset_size=len(images))
     while (shard := service.fetch_shard()) is not None:
-        for number in shard.indices or range(shard.start, shard.end):
+        for number in shard.numbers():
             ...
-        service.report_batch_done(shard.end - shard.start)
+        service.report_batch_done(len(shard.numbers()))
 
 The tasks are those of `kv.data.elastic`: `karvan role master --port 12345 --checkpoints FOLDER` leases them,
 and MASTER_ADDR=127.0.0.1:12345 says where it is. **A worker dies**: the records that it has not reported are
