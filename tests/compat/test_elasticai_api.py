@@ -3,11 +3,16 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from forked_programs import ForkedProgram
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from karvan.compat.elasticai_api.common.data_shard_service import RecordIndexService, build_data_shard_service
@@ -78,6 +83,32 @@ def test_a_data_set_of_record_indices_fills_the_last_batch_of_an_epoch():
         service.report_batch_done(len(squares))
     epoch = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 64, 81]]
     assert batches == epoch * 2
+
+
+@given(records=st.integers(1, 25), batch=st.integers(1, 6), batches=st.integers(1, 3), shuffle=st.booleans())
+def test_batches_of_record_indices_have_the_records_of_an_epoch(records, batch, batches, shuffle):
+    with tempfile.TemporaryDirectory() as folder:
+        work = WorkService(Path(folder) / "work.db")
+        server = Server(work)
+        service = RecordIndexService(
+            batch, 2, records, shuffle, num_minibatches_per_shard=batches, master=server.address
+        )
+        seen = []
+        with suppress(StopIteration):
+            while True:
+                seen.append([service.fetch_record_index() for _ in range(batch)])
+                service.report_batch_done()
+        assert work.ledger.complete
+        service.close()
+        server.close(0.1)
+        work.close()
+    per_epoch = -(-records // batch)
+    assert len(seen) == 2 * per_epoch
+    for epoch in (seen[:per_epoch], seen[per_epoch:]):
+        last = records - batch * (per_epoch - 1)
+        numbers = [number for each in epoch[:-1] for number in each] + epoch[-1][:last]
+        assert sorted(numbers) == list(range(records))
+        assert set(epoch[-1]) == set(epoch[-1][:last])
 
 
 @pytest.mark.usefixtures("master")

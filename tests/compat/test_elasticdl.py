@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from digits_recordio import write_digits
+from hypothesis import given
+from hypothesis import strategies as st
 from support_paths import support_path
 
 import karvan as kv
@@ -17,7 +19,7 @@ from karvan.compat.elasticdl.callbacks import LearningRateScheduler
 from karvan.compat.elasticdl.contract import ContractError, ModelContract
 from karvan.compat.elasticdl.feed_step import FeedStep, numbers_of
 from karvan.compat.elasticdl.flags import environment_of
-from karvan.compat.elasticdl.readers import parse_params
+from karvan.compat.elasticdl.readers import open_data, parse_params
 from karvan.compat.import_aliases import import_aliases
 from karvan.compat.programs import SYSTEMS
 
@@ -303,7 +305,7 @@ def test_wrong_flags_say_what_is_expected(tmp_path, capfd, words, text):
     assert text in capfd.readouterr().err
 
 
-def test_flags_of_pods_are_warnings(tmp_path, capfd):
+def test_flags_without_a_meaning_are_warnings(tmp_path, capfd):
     words = (
         "--training_data",
         csv_of(tmp_path),
@@ -313,8 +315,12 @@ def test_flags_of_pods_are_warnings(tmp_path, capfd):
         "elasticdl:ci",
     )
     zoo = zoo_of(tmp_path, "\nimport os\nassert os.environ['WORD'] == 'a,b'\n")
-    with pytest.warns(UserWarning, match="--image_name has no meaning here"):
-        assert elasticdl("train", *zoo, *LOCAL, *words) == 0
+    with pytest.warns(UserWarning, match="has no meaning here") as found:
+        assert elasticdl("train", *zoo, *LOCAL, *words, "--num_workers", 3) == 0
+    assert [str(warning.message).split(":")[0] for warning in found] == [
+        "--image_name has no meaning here",
+        "--num_workers has no meaning here",
+    ]
     assert environment_of("a=1,2,b=x=y") == {"a": "1,2", "b": "x=y"}
 
 
@@ -377,6 +383,42 @@ def test_features_become_tensors_of_the_models_dtype():
         "features/c": (torch.int64, (2,)),
         "label": (torch.bool, (2,)),
     }
+
+
+class Shards:
+    """A reader of shards of these lengths, whose records are (name, number)."""
+
+    def __init__(self, lengths):
+        self.shards = [(f"s{index % 3}", 100 * index, length) for index, length in enumerate(lengths)]
+
+    def create_shards(self):
+        return self.shards
+
+    def read_records(self, task):
+        return ((task.shard_name, number) for number in range(task.start, task.end))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    batch=st.integers(1, 7),
+    batches=st.integers(1, 4),
+    shuffle=st.booleans(),
+)
+def test_every_record_of_a_reader_comes_once(lengths, batch, batches, shuffle):
+    reader = Shards(lengths)
+    opened = open_data("x", "training", {}, lambda **_: reader, batch * batches)
+    seen = []
+
+    def feed(records, mode, metadata):
+        seen.extend(records)
+        return torch.zeros(len(records)), torch.zeros(len(records))
+
+    step = FeedStep(feed, "training", opened.metadata, opened.records_of)
+    sizes = [each.samples for each in opened.read(batch, batch * batches, shuffle, step)]
+    expected = [(name, first + i) for name, first, length in reader.shards for i in range(length)]
+    assert sorted(seen) == sorted(expected)
+    assert shuffle or seen == expected
+    assert all(size == batch for size in sizes[:-1])
 
 
 def test_params_are_python_values_or_text():

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from digits_recordio import write_digits
 from support_paths import support_path
 
 import karvan as kv
+from karvan.cli.main import main
 from karvan.compat.elasticdl.flags import parse
 from karvan.compat.elasticdl.job import make_spec
 
@@ -111,6 +113,29 @@ def test_a_trained_model_is_evaluated_and_predicted_by_workers(tmp_path):
         job.finish()
     predicted = [path.read_text().split() for path in (tmp_path / "notes").glob("predicted-*")]
     assert [value for each in predicted for value in each] == ["2"] * RECORDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["sync", "async", "allreduce"])
+def test_the_seeds_cnn_learns_digits_under_every_strategy(tmp_path, capfd, strategy):
+    digits = write_digits(tmp_path / "digits", 0, 500, files=3)
+    model = (*ZOO, "--model_def", "mnist_cnn.CustomModel", "--minibatch_size", "16")
+    data = ("--training_data", digits, "--num_epochs", "3", "--output", str(tmp_path / "model"))
+    words = ("--distribution_strategy", *strategy, "--num_minibatches_per_task", "2")
+    assert main(["run", "--as", "elasticdl", "train", *model, *data, *words]) == 0
+    capfd.readouterr()
+    load = ("--validation_data", digits, "--checkpoint_dir_for_init", str(tmp_path / "model"))
+    assert main(["run", "--as", "elasticdl", "evaluate", *model, *load]) == 0
+    assert float(capfd.readouterr().out.split("accuracy: ")[1].split()[0]) > 0.9
+
+
+@pytest.mark.slow
+def test_an_error_of_the_contract_ends_the_job_with_its_text(tmp_path):
+    with Job(tmp_path, "train", *train_words(tmp_path), "--feed", "prepare") as job:
+        assert job.process.wait(120) == 2
+    log = job.log.read_text()
+    assert "must define a function feed(records, mode, metadata), but has no 'prepare'" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.slow

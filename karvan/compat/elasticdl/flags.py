@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from karvan.compat.elasticdl.constants import DistributionStrategy
@@ -28,6 +28,7 @@ _REFUSED = {
     "job_command": "run the program itself: karvan run --as elasticdl program.py",
     "custom_training_loop": "run the program itself: karvan run --as elasticdl program.py",
 }
+_DEFAULTS: Mapping[str, Any] = {"num_workers": 2, "num_ps_pods": 1, "job_name": "elasticdl"}
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STRATEGIES = (
     DistributionStrategy.LOCAL,
@@ -55,15 +56,29 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     for name, reason in _REFUSED.items():
         if name in given:
             raise ContractError(f"--{name} is not supported: {reason}.")
-    for name in _WITHOUT_MEANING:
-        if name in given:
-            warnings.warn(
-                f"--{name} has no meaning here: the job runs in processes of this machine, without pods and "
-                "images.",
-                stacklevel=2,
-            )
+    flags.distribution_strategy = flags.distribution_strategy or DistributionStrategy.LOCAL
+    for name, reason in _without_meaning(command, flags):
+        warnings.warn(f"--{name} has no meaning here: {reason}.", stacklevel=2)
+    for name, value in _DEFAULTS.items():
+        if given[name] is None:
+            setattr(flags, name, value)
     _check(flags)
     return flags
+
+
+def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The flags that were given and have no meaning, and why."""
+    given, strategy = vars(flags), flags.distribution_strategy
+    for name in _WITHOUT_MEANING:
+        if name in given:
+            yield name, "the job runs in processes of this machine, without pods and images"
+    for name in _DEFAULTS:
+        if given[name] is not None and strategy == DistributionStrategy.LOCAL:
+            yield name, "strategy Local trains in one process"
+    if flags.num_ps_pods is not None and strategy == DistributionStrategy.ALLREDUCE and command != "evaluate":
+        yield "num_ps_pods", "AllreduceStrategy has no servers"
+    if command == "evaluate" and flags.output:
+        yield "output", "evaluate prints metrics, and writes nothing"
 
 
 def function_names(flags: argparse.Namespace) -> FunctionNames:
@@ -103,12 +118,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--minibatch_size", type=_count, default=64, help="records of a batch")
     add("--num_minibatches_per_task", type=_count, default=8, help="batches that a worker leases at once")
     add("--distribution_strategy", choices=("", *_STRATEGIES), default=DistributionStrategy.PARAMETER_SERVER)
-    add("--num_workers", type=_count, default=2, help="processes that train")
-    add("--num_ps_pods", type=_count, default=1, help="parameter servers")
-    add("--job_name", default="elasticdl", help="the name of the job in karvan status")
+    add("--num_workers", type=_count, help="processes that train; 2 if it is not given")
+    add("--num_ps_pods", type=_count, help="parameter servers; 1 if it is not given")
+    add("--job_name", help="the name of the job in karvan status; elasticdl if it is not given")
     add("--data_reader_params", default="", help="\"sep=,; columns=['a', 'b']\", or those of the reader")
     add("--envs", default="", help="variables of the environment: a=1,b=2")
-    add("--output", default="", help="the folder of the trained model; of predictions, for predict")
+    add("--output", default="", help="the folder of the trained model, or of predictions")
     add("--log_level", choices=_LEVELS, type=str.upper, default="INFO")
     for name, value in vars(FunctionNames()).items():
         if name != "prediction_outputs_processor":
@@ -151,7 +166,6 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 def _check(flags: argparse.Namespace) -> None:
     """Raise for flags that do not go together."""
     given: Mapping[str, Any] = vars(flags)
-    flags.distribution_strategy = flags.distribution_strategy or DistributionStrategy.LOCAL
     servers = flags.distribution_strategy == DistributionStrategy.PARAMETER_SERVER
     for name in ("use_async", "grads_to_wait", "sync_version_tolerance"):
         if given.get(name) and not servers:
