@@ -35,7 +35,7 @@ def run(
     Its imports find adapters of that system's names to Karvan's. Without a GPU, a program that asks for one
     runs on the CPU, with a warning. docs/migrating.md says what is supported.
 
-    \\b
+    \b
     Examples:
       karvan run --as recis deepctr.py
       torchrun --nproc_per_node 2 -m karvan run --as recis deepctr.py
