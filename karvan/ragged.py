@@ -304,6 +304,10 @@ class Batch(Mapping[str, Entry]):
         """The batch with every entry in page-locked memory."""
         return Batch({name: entry.pin_memory() for name, entry in self.items()})
 
+    def with_entries(self, entries: Mapping[str, Any]) -> Batch:
+        """A batch of these entries, made from this one: what else a batch has stays as it is."""
+        return Batch(entries)
+
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
 

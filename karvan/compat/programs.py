@@ -20,6 +20,7 @@ class UsageError(ValueError):
 
 SYSTEMS: dict[str, dict[str, str]] = {
     "recis": {"recis": "karvan.compat.recis"},
+    "persia": {"persia": "karvan.compat.persia"},
     "elasticdl": {
         "elasticdl": "karvan.compat.elasticdl",
         "elasticai_api": "karvan.compat.elasticai_api",

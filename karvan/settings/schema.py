@@ -80,20 +80,31 @@ Settings = TypeVar("Settings", bound=Section)
 
 def read_settings(kind: type[Settings], path: Path, changes: Mapping[str, str]) -> Settings:
     """Read a file, with some values set to others: {"train.epochs": "3"}."""
+    tree = read_tree(path)
+    if isinstance(tree, dict):
+        for name, text in changes.items():
+            _set(tree, name, text)
+    return checked_settings(kind, tree, str(path))
+
+
+def read_tree(path: Path) -> Any:
+    """The content of a YAML file; a SettingsError says what is wrong with it."""
     try:
-        tree = parse(path.read_text())
+        return parse(path.read_text())
     except yaml.YAMLError as error:
         raise SettingsError(f"{path} is not YAML: {place_of(error)}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path} is not YAML: {error}", unreadable=True) from error
+
+
+def checked_settings(kind: type[Settings], tree: Any, where: str) -> Settings:
+    """Settings of a tree; `where` begins the text of errors."""
     if not isinstance(tree, dict):
-        raise SettingsError(f"{path} must be a mapping with {', '.join(kind.model_fields)}, got {tree!r}.")
-    for name, text in changes.items():
-        _set(tree, name, text)
+        raise SettingsError(f"{where} must be a mapping with {', '.join(kind.model_fields)}, got {tree!r}.")
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(f"{path}: {_problems(error)}") from error
+        raise SettingsError(f"{where}: {_problems(error)}") from error
 
 
 def problem_text(text: str) -> str:

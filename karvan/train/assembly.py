@@ -91,7 +91,7 @@ class TrainingSetup:
 def make_model_setup(
     model: nn.Module,
     *,
-    precision: str,
+    precision: str | torch.amp.GradScaler,
     device: torch.device | str | None,
     prefetch: int,
     prepare: Callable[[Any], Any] = same,

@@ -105,7 +105,7 @@ def test_an_error_of_the_program_is_shown_from_its_first_line_on(tmp_path, capfd
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--as", "torchrec", "x.py"], "Expected --as recis"),
+        (["--as", "torchrec", "x.py"], "Expected --as recis | persia"),
         (["--as", "recis", "missing.py"], "'missing.py' does not exist"),
         (["x.py"], "--as"),
     ],

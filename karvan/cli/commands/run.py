@@ -27,7 +27,11 @@ def run(
         None, metavar="[ARGUMENTS]...", help="Those of the program.", show_default=False
     ),
     system: str = typer.Option(
-        ..., "--as", metavar="SYSTEM", help="What it is written for: recis, elasticdl.", show_default=False
+        ...,
+        "--as",
+        metavar="SYSTEM",
+        help="What it is written for: recis, persia or elasticdl.",
+        show_default=False,
     ),
 ) -> int:
     """Run a program that is written for another system as it is, or a command of that system.

@@ -52,8 +52,9 @@ class TrainContext:
 
     dense_optimizer, sparse_optimizer, frozen, precision, gradient_accumulation_steps, clip_norm, clip_value,
     nonfinite, dense_reduce, average_every, find_unused_parameters, device, prefetch: see `Trainer`. The
-    optimizers are attributes, for schedulers. Outputs are float32 in any precision, so that a loss of them
-    has full precision.
+    optimizers are attributes, for schedulers. precision may be a `torch.amp.GradScaler`, too: arithmetic is
+    fp32, and the scaler scales the loss. Outputs are float32 in any precision, so that a loss of them has
+    full precision.
     label: the column, or columns, that `forward` returns with the output; None for none.
     tolerate_failed_saves: how many saves in a row the disk or the servers may refuse; each is a warning, and
     one more raises the error. If the last save before the context is left has failed, leaving it repeats the
@@ -73,7 +74,7 @@ class TrainContext:
         sparse_optimizer: SparseOptimizer | None = None,
         dense_optimizer: DenseOptimizer | None = None,
         frozen: Patterns = (),
-        precision: str = "fp32",
+        precision: str | torch.amp.GradScaler = "fp32",
         label: Labels = "label",
         gradient_accumulation_steps: int = 1,
         clip_norm: float | None = None,

@@ -144,7 +144,7 @@ class CudaPlacement(Placement):
         }
         if isinstance(batch, Pair):
             return batch.with_columns(columns)
-        return Batch(columns) if isinstance(batch, Batch) else columns
+        return batch.with_entries(columns) if isinstance(batch, Batch) else columns
 
     def _on_host(self, name: str, entry: Any) -> Any:
         """A column whose table or features are on the CPU; the feed waits here for one that is not."""

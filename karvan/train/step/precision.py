@@ -6,6 +6,7 @@
 | "bf16" | autocast; bf16 products by fp32 arithmetic where the CPU has no instructions for them | autocast |
 | "fp16" | refused: torch has no gradient scaling there | autocast and a `torch.amp.GradScaler` |
 | "auto" | "bf16" | "fp16" |
+| a `torch.amp.GradScaler` | fp32 with a loss that it scales | the same |
 
 A scaled loss makes all gradients too large by the scale. The scaler divides those of parameters, the
 embedding engines divide theirs (`EmbeddingEngine.gradient_scale`). The scale is on the GPU, where engines
@@ -85,15 +86,16 @@ class Autocast(Precision):
         return torch.autocast(self._device.type, self._dtype)
 
 
-class Scaled(Autocast):
-    """fp16 on CUDA: the loss is scaled up, so that small gradients do not vanish."""
+class ScaledLoss(Precision):
+    """fp32 with a loss that is scaled up, for models that compute in half precision by themselves."""
 
     always_checks = True
 
-    def __init__(self, device: torch.device, engines: Iterable[EmbeddingEngine]) -> None:
-        super().__init__(device, torch.float16)
+    def __init__(
+        self, device: torch.device, engines: Iterable[EmbeddingEngine], scaler: torch.amp.GradScaler
+    ) -> None:
         self._engines = list(engines)
-        self._scaler = torch.amp.GradScaler(device.type)
+        self._scaler = scaler
         # The scaler checks gradients of optimizers only. This single gradient represents those of rows.
         self._witness = torch.zeros(1, device=device, requires_grad=True)
         self._witness_optimizer = torch.optim.SGD([self._witness], lr=0.0)
@@ -137,8 +139,24 @@ class Scaled(Autocast):
         self._scaler.load_state_dict(dict(state))
 
 
-def make_precision(name: str, device: torch.device, engines: Iterable[EmbeddingEngine]) -> Precision:
-    """The precision of that name."""
+class Scaled(ScaledLoss):
+    """fp16 on CUDA: the loss is scaled up, so that small gradients do not vanish."""
+
+    def __init__(self, device: torch.device, engines: Iterable[EmbeddingEngine]) -> None:
+        super().__init__(device, engines, torch.amp.GradScaler(device.type))
+        self._device_type = device.type
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """See `Precision.forward`."""
+        return torch.autocast(self._device_type, torch.float16)
+
+
+def make_precision(
+    name: str | torch.amp.GradScaler, device: torch.device, engines: Iterable[EmbeddingEngine]
+) -> Precision:
+    """The precision of that name, or a loss that this scaler scales."""
+    if isinstance(name, torch.amp.GradScaler):
+        return ScaledLoss(device, engines, name) if name.is_enabled() else Precision()
     if name not in NAMES:
         raise ValueError(f"precision must be one of {', '.join(NAMES)}, got {name!r}.")
     if name == "auto":

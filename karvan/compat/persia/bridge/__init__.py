@@ -1,0 +1,1 @@
+"""What PERSIA's names have in common: configurations, layouts of batches, models with their tables."""

@@ -1,0 +1,90 @@
+"""`EmbeddedModel`: a program's net together with the tables of its slots, as one model for Karvan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, non_ids_of
+from karvan.compat.persia.bridge.embedding_config import Slots
+from karvan.compat.persia.embedding import EmbeddingConfig
+from karvan.embedding import EmbeddingEngine
+from karvan.ragged import REFERENCE, Padded, Ragged
+from karvan.train.types import samples_of
+
+Features = tuple[list[Tensor], list[Tensor]]
+
+# The engine of each net, so that a later context finds the rows that an earlier one has trained.
+_engines: WeakKeyDictionary[nn.Module, tuple[EmbeddingConfig, EmbeddingEngine]] = WeakKeyDictionary()
+
+
+class EmbeddedModel(nn.Module):
+    """Ids to vectors, then the net: `net(non_id_tensors, embedding_tensors)`.
+
+    Vectors come in the order of the batch's features. A raw slot gives (samples, sample_fixed_size, dim + 1):
+    its last column is 1 where there is an id.
+    """
+
+    def __init__(self, net: nn.Module, slots: Slots, config: EmbeddingConfig) -> None:
+        super().__init__()
+        self.embeddings = _engine_of(net, slots, config)
+        self.net = net
+        self._slots = slots
+        self._features_only = False
+        self._order = list(slots.slots_config)  # of the batch that came last
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        """The output of the net; its inputs, within `features_only`."""
+        features = self._features(batch)
+        return features if self._features_only else self.net(*features)
+
+    @contextmanager
+    def features_only(self) -> Iterator[None]:
+        """Within it, `forward` gives what the net would get."""
+        before, self._features_only = self._features_only, True
+        try:
+            yield
+        finally:
+            self._features_only = before
+
+    def _features(self, batch: Mapping[str, Any]) -> Features:
+        self._order = list(PersiaTrainingBatch(batch).ids or self._order)
+        for name in self._order:
+            if name not in self.embeddings.features:
+                raise KeyError(
+                    f"The batch has the feature '{name}', which is no slot of the embedding configuration: "
+                    f"{', '.join(self.embeddings.features)}."
+                )
+        found = self.embeddings(self._with_absent(batch))
+        return non_ids_of(batch), [_shown(found[name]) for name in self._order]
+
+    def _with_absent(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch with samples without ids for slots that it does not have."""
+        absent = [name for name in self.embeddings.features if name not in batch]
+        if not absent or REFERENCE in batch:
+            return batch
+        starts = torch.zeros(samples_of(batch) + 1, dtype=torch.int64)
+        none = Ragged(torch.empty(0, dtype=torch.int64), starts)
+        return {**batch, **dict.fromkeys(absent, none)}
+
+
+def _shown(vectors: Tensor | Padded) -> Tensor:
+    if isinstance(vectors, Padded):
+        return torch.cat([vectors.values, vectors.mask.unsqueeze(2).to(vectors.values.dtype)], dim=2)
+    return vectors
+
+
+def _engine_of(net: nn.Module, slots: Slots, config: EmbeddingConfig) -> EmbeddingEngine:
+    if net in _engines:
+        known, engine = _engines[net]
+        if known != config:
+            raise ValueError(f"The rows of this model were made with {known}, got {config}.")
+        return engine
+    engine = EmbeddingEngine(slots.tables(config))
+    _engines[net] = config, engine
+    return engine

@@ -1,0 +1,441 @@
+"""`persia.ctx`: contexts that send, train, evaluate; each is a context of Karvan under PERSIA's names.
+
+| PERSIA | Karvan |
+|---|---|
+| `DataCtx` | `kv.LoaderContext` |
+| `TrainCtx` | `kv.TrainContext` of the net together with its tables |
+| `EmbeddingCtx`, `eval_ctx()` | `kv.EvalContext`, that of the enclosing `TrainCtx` if there is one |
+
+A DataLoader says how stale lookups may be, and it is made inside of a TrainCtx. So a context connects to its
+job and makes its tables at the first thing that needs them: a DataLoader, a batch, a checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import ExitStack
+from enum import Enum
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from karvan.checkpoint import Checkpoints, Pending, find
+from karvan.cluster.loader.context import LoaderContext
+from karvan.cluster.loader_stream.stream import LoaderStream
+from karvan.cluster.task_stream.loaded_data import LoadedData
+from karvan.compat.cuda_fallback import device_of
+from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, columns_of, local_batch, meta_of
+from karvan.compat.persia.bridge.connection import connect, find_registry
+from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
+from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
+from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
+from karvan.compat.persia.distributed import DistributedBaseOption, get_default_distributed_option
+from karvan.compat.persia.embedding import EmbeddingConfig
+from karvan.compat.persia.embedding.data import PersiaBatch
+from karvan.compat.persia.embedding.optim import Optimizer
+from karvan.train import EvalContext, TrainContext
+
+Prepared = tuple[list[Tensor], list[Tensor], list[Tensor] | None]
+
+_THREADS = "Karvan uses the cores that it has; KARVAN_THREADS sets another number."
+_QUEUES = "gradients are sent while training continues, as far as embedding_staleness allows."
+_entered: list[BaseCtx] = []
+
+
+class PreprocessMode(Enum):
+    """What the features of a batch are for; those for inference have no labels."""
+
+    TRAIN = 1
+    EVAL = 2
+    INFERENCE = 3
+
+
+class BaseCtx:
+    """A context; `cnt_ctx()` is the one that was entered last.
+
+    device_id: the GPU of this process; None for the device that the model is on.
+    """
+
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        warn_of_tuning(Tuning("threadpool_worker_size", threadpool_worker_size, 10, _THREADS))
+        self.device_id = device_id
+        self._stack = ExitStack()
+        find_registry()
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of device_id; the CPU if there is no GPU, under `karvan run`."""
+        return None if self.device_id is None else device_of(f"cuda:{self.device_id}")
+
+    def __enter__(self) -> Self:
+        _entered.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _entered.remove(self)
+        self._stack.__exit__(kind, error, trace)
+
+
+class DataCtx(BaseCtx):
+    """Sends batches to the trainers of the job; the end of the context, or of the program, ends the epoch."""
+
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        super().__init__(threadpool_worker_size, device_id)
+        if not find_registry():
+            raise RuntimeError(
+                "DataCtx sends batches to the trainers of a job, and this process belongs to none: expected "
+                "a program that persia-launcher data-loader or karvan launch has started, or "
+                "PERSIA_NATS_URL, the address of the job's registry."
+            )
+        self._loader = LoaderContext()
+        self._stack.push(self._loader)
+        atexit.register(self._stack.close)  # a program that never enters the context, or simply ends
+        self._stack.callback(atexit.unregister, self._stack.close)
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Send a batch; waits while the queue of its trainer is full."""
+        self._loader.send(columns_of(persia_batch), meta_of(persia_batch))
+
+
+class EmbeddingCtx(BaseCtx):
+    """Vectors of batches, and the output of a model for them; rows are not changed."""
+
+    def __init__(
+        self,
+        preprocess_mode: PreprocessMode,
+        model: nn.Module | None = None,
+        embedding_config: EmbeddingConfig | None = None,
+        *,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+    ) -> None:
+        super().__init__(threadpool_worker_size, device_id)
+        self.preprocess_mode = preprocess_mode
+        self.model = model
+        self._given_config = embedding_config
+        self._pending: Pending | None = None  # a dump in flight
+        self._embedded: EmbeddedModel | None = None
+        self._context: EvalContext | TrainContext | None = None
+
+    @property
+    def embedding_config(self) -> EmbeddingConfig:
+        """How rows start, and their limits: as given, or as of the enclosing context, or the defaults."""
+        if self._given_config is not None:
+            return self._given_config
+        outer = self._outer()
+        return EmbeddingConfig() if outer is None else outer.embedding_config
+
+    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:
+        """The output of the model for a batch, and the labels."""
+        if self.model is None:
+            raise ValueError("forward expects a context with a model, got one without: model=….")
+        non_ids, embeddings, labels = self.prepare_features(batch)
+        with torch.no_grad():
+            return self.model(non_ids, embeddings), labels
+
+    def prepare_features(self, batch: PersiaTrainingBatch) -> Prepared:
+        """The numbers of a batch, its vectors in the order of its features, and its labels."""
+        context, embedded = self.open()
+        with embedded.features_only():
+            (non_ids, embeddings), _ = context.forward(batch.columns)
+        return non_ids, embeddings, self._labels(batch, context.device)
+
+    def _labels(self, batch: PersiaTrainingBatch, device: torch.device) -> list[Tensor] | None:
+        return None if self.preprocess_mode is PreprocessMode.INFERENCE else batch.labels(device)
+
+    def open(self, staleness: int | None = None, prefetch: int = 2) -> tuple[Any, EmbeddedModel]:
+        """Karvan's context, and the model with its tables; made by the first call."""
+        if self._context is None:
+            if self not in _entered:
+                raise RuntimeError(
+                    f"{type(self).__name__} is used outside of the context: expected it inside of `with`."
+                )
+            self._context, self._embedded = self._open(staleness, prefetch)
+            self._stack.enter_context(self._context)
+        assert self._embedded is not None
+        return self._context, self._embedded
+
+    def _open(self, staleness: int | None, prefetch: int) -> tuple[Any, EmbeddedModel]:
+        outer = self._outer()
+        if isinstance(outer, TrainCtx) and self.model in (None, outer.model):
+            context, embedded = outer.open()
+            return context.eval(), embedded
+        connect(staleness)
+        embedded = EmbeddedModel(self.model or nn.Identity(), self.slots, self.embedding_config)
+        return EvalContext(embedded, label=None, device=self.device, prefetch=prefetch), embedded
+
+    def _outer(self) -> EmbeddingCtx | None:
+        """The context in which this one was entered, if it has rows, too."""
+        before = _entered[: _entered.index(self)] if self in _entered else _entered
+        return next((each for each in reversed(before) if isinstance(each, EmbeddingCtx)), None)
+
+    @property
+    def slots(self) -> Slots:
+        """The slots of the job."""
+        return read_slots()
+
+    def batches(self, data: Any) -> Iterator[PersiaTrainingBatch]:
+        """The batches of data that gives Karvan's."""
+        context, _ = self.open()
+        for batch in context.loader(data):
+            yield PersiaTrainingBatch(batch)
+
+    def stream(self, data: LoaderStream | LoadedData) -> LoaderStream:
+        """The batches of loaders, which this context leaves at its end, so that they can end."""
+        if not isinstance(data, LoaderStream):
+            raise unsupported("A job with sharding: dynamic", "use sharding: static.")
+        self._stack.callback(data.close)
+        return data
+
+    def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
+        """Set how rows start, and their limits, before there are any."""
+        if self._context is not None and embedding_config != self.embedding_config:
+            raise RuntimeError(
+                "The tables have been made already: expected configure_embedding_parameter_servers before "
+                "the first DataLoader, batch or checkpoint of the context."
+            )
+        self._given_config = embedding_config
+
+    def get_embedding_from_data(self, data: PersiaBatch) -> PersiaTrainingBatch:
+        """A batch of this process, for `forward` or `prepare_features`."""
+        return PersiaTrainingBatch(local_batch(data))
+
+    def get_embedding_from_bytes(self, data: bytes) -> PersiaTrainingBatch:
+        """The same for the bytes of a batch."""
+        return self.get_embedding_from_data(PersiaBatch.from_bytes(data))
+
+    def dump_checkpoint(
+        self,
+        dst_dir: str,
+        dense_filename: str = "dense.pt",
+        jit_dense_filename: str = "jit_dense.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+    ) -> None:
+        """Save the model, its optimizers and all rows as a checkpoint of Karvan. All trainers call it."""
+        if with_jit_model:
+            raise unsupported(
+                "dump_checkpoint(with_jit_model=True)", "use torch.jit.script(model).save(path)."
+            )
+        _check_names(dense_filename, jit_dense_filename)
+        context, embedded = self.open()
+        if isinstance(context, TrainContext):
+            self._pending = context.save(dst_dir, block=blocking)
+        else:
+            self._save(dst_dir, {"model": embedded.state_dict()}, blocking)
+
+    def load_checkpoint(
+        self,
+        src_dir: str,
+        map_location: str | None = None,
+        dense_filename: str = "dense.pt",
+        blocking: bool = True,
+    ) -> None:
+        """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run of Karvan.
+
+        Tensors are loaded to where the model is, and loading always blocks.
+        """
+        _check_names(dense_filename)
+        warn_of_tuning(
+            Tuning("map_location", map_location, None, "tensors are loaded to where the model is."),
+            Tuning("blocking", blocking, True, "a load always blocks."),
+        )
+        context, embedded = self.open()
+        if isinstance(context, TrainContext):
+            context.load(src_dir)
+        else:
+            embedded.load_state_dict(find(src_dir).load(embedded)["model"])
+
+    def dump_embedding(self, dst_dir: str, blocking: bool = False) -> None:
+        """Save all rows. All trainers call it."""
+        self._save(dst_dir, {}, blocking)
+
+    def _save(self, folder: str, state: dict[str, Any], blocking: bool) -> None:
+        _, embedded = self.open()
+        self.wait_for_dump_embedding()
+        self._pending = Checkpoints(folder).save(embedded.embeddings.step, state, embedded)
+        if blocking:
+            self.wait_for_dump_embedding()
+
+    def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
+        """Load all rows."""
+        warn_of_tuning(Tuning("blocking", blocking, True, "a load always blocks."))
+        find(src_dir).load(self.open()[1])
+
+    def wait_for_dump_embedding(self) -> None:
+        """Wait until the rows are saved."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def wait_for_load_embedding(self) -> None:
+        """Nothing to do: `load_embedding` has waited."""
+
+    def get_embedding_size(self) -> list[int]:
+        """The number of rows on each parameter server; without servers, of this process."""
+        engine = self.open()[1].embeddings
+        sizes = engine.sizes()  # which waits for what is in flight
+        servers = None if engine.connection is None else engine.connection.servers
+        if servers is None:
+            return [sum(sizes.values())]
+        answers = servers.call("stats", {"tables": list(sizes)})
+        return [sum(each["rows"] for each in answer.head["stats"].values()) for answer in answers]
+
+    def clear_embeddings(self) -> None:
+        """Remove all rows. All trainers call it."""
+        for table in self.open()[1].embeddings.tables():
+            table.clear()
+
+
+class TrainCtx(EmbeddingCtx):
+    """Trains a model and its rows.
+
+    mixed_precision: the loss is scaled, for models that compute in half precision; an overflow skips the step
+    and divides the scale by grad_scalar_update_factor. distributed_option: see `persia.distributed`.
+    """
+
+    def __init__(
+        self,
+        embedding_optimizer: Optimizer,
+        dense_optimizer: torch.optim.Optimizer,
+        grad_scalar_update_factor: float = 4,
+        backward_buffer_size: int = 10,
+        backward_workers_size: int = 8,
+        grad_update_buffer_size: int = 60,
+        lookup_emb_directly: bool = True,
+        mixed_precision: bool = True,
+        distributed_option: DistributedBaseOption | None = None,
+        *,
+        model: nn.Module | None = None,
+        embedding_config: EmbeddingConfig | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+    ) -> None:
+        super().__init__(
+            PreprocessMode.TRAIN,
+            model,
+            embedding_config,
+            threadpool_worker_size=threadpool_worker_size,
+            device_id=device_id,
+        )
+        if not isinstance(embedding_optimizer, Optimizer):
+            raise TypeError(
+                "TrainCtx expects an embedding_optimizer of persia.embedding.optim, "
+                f"got {type(embedding_optimizer).__name__}."
+            )
+        if not grad_scalar_update_factor > 1:
+            raise ValueError(
+                f"grad_scalar_update_factor divides the scale, so it must be above 1, "
+                f"got {grad_scalar_update_factor}."
+            )
+        if not lookup_emb_directly:
+            raise unsupported("TrainCtx(lookup_emb_directly=False)", "trainers look rows up themselves.")
+        warn_of_tuning(
+            Tuning("backward_buffer_size", backward_buffer_size, 10, _QUEUES),
+            Tuning("backward_workers_size", backward_workers_size, 8, _THREADS),
+            Tuning("grad_update_buffer_size", grad_update_buffer_size, 60, _QUEUES),
+        )
+        self.embedding_optimizer = embedding_optimizer
+        self.dense_optimizer = dense_optimizer
+        self.mixed_precision = mixed_precision
+        self.distributed_option = distributed_option or get_default_distributed_option(device_id)
+        device = self.device or next(_parameters(dense_optimizer)).device
+        self.grad_scaler = torch.amp.GradScaler(
+            device.type, backoff_factor=1 / grad_scalar_update_factor, enabled=mixed_precision
+        )
+
+    def _open(self, staleness: int | None, prefetch: int) -> tuple[Any, EmbeddedModel]:
+        connect(staleness)
+        config = self.embedding_config
+        net = self.model or nn.ParameterList(_parameters(self.dense_optimizer))
+        embedded = EmbeddedModel(net, self.slots, config)
+        context = TrainContext(
+            embedded,
+            sparse_optimizer=self.embedding_optimizer.native(
+                config.weight_bound if config.weight_bound > 0 else None
+            ),
+            dense_optimizer=self.dense_optimizer,
+            precision=self.grad_scaler,
+            label=None,
+            dense_reduce=self.distributed_option.dense_reduce,
+            device=self.device,
+            prefetch=prefetch,
+        )
+        return context, embedded
+
+    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:
+        """The output of the model for a batch, which `backward` then trains on, and the labels."""
+        if self.model is None:
+            raise ValueError("forward expects a context with a model, got one without: model=….")
+        _check_trained(batch)
+        context, _ = self.open()
+        output, _ = context.forward(batch.columns)
+        return output, batch.labels(context.device)
+
+    def prepare_features(self, batch: PersiaTrainingBatch) -> Prepared:
+        """See `EmbeddingCtx.prepare_features`; the program then calls its model, and `backward`."""
+        _check_trained(batch)
+        context, _ = self.open()
+        if context.connection.world_size > 1:
+            raise unsupported(
+                "prepare_features with several trainers",
+                "use output, labels = ctx.forward(batch), which averages the dense gradients.",
+            )
+        return super().prepare_features(batch)
+
+    def backward(self, loss: Tensor, embedding_gradient_check_frequency: int = 20) -> Tensor:
+        """Train on the batch of the last forward; returns the scaled loss.
+
+        Gradients are checked in every step, more often than embedding_gradient_check_frequency asks for.
+        """
+        if embedding_gradient_check_frequency < 1:
+            raise ValueError(
+                "embedding_gradient_check_frequency must be at least 1, "
+                f"got {embedding_gradient_check_frequency}."
+            )
+        context, _ = self.open()
+        scaled: Tensor = self.grad_scaler.scale(loss.detach())
+        context.backward(loss)
+        return scaled
+
+
+def cnt_ctx() -> BaseCtx | None:
+    """The context that was entered last."""
+    return _entered[-1] if _entered else None
+
+
+def eval_ctx(*args: Any, **options: Any) -> EmbeddingCtx:
+    """A context that evaluates."""
+    return EmbeddingCtx(PreprocessMode.EVAL, *args, **options)
+
+
+def inference_ctx(*args: Any, **options: Any) -> EmbeddingCtx:
+    """A context for batches without labels."""
+    return EmbeddingCtx(PreprocessMode.INFERENCE, *args, **options)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _check_trained(batch: PersiaTrainingBatch) -> None:
+    if not batch.requires_grad:
+        raise ValueError(
+            "TrainCtx expects batches with requires_grad=True, got one without: use it in eval_ctx()."
+        )
+
+
+def _check_names(dense: str = "dense.pt", jit: str = "jit_dense.pt") -> None:
+    for name, given, default in (
+        ("dense_filename", dense, "dense.pt"),
+        ("jit_dense_filename", jit, "jit_dense.pt"),
+    ):
+        if given != default:
+            raise unsupported(
+                f"{name}={given!r}", "the net and its optimizer are part of Karvan's checkpoint."
+            )

@@ -1,0 +1,130 @@
+"""Options of PERSIA that map to something, and those that are refused by name; small modules."""
+
+import numpy as np
+import pytest
+import torch
+
+import karvan as kv
+
+
+def test_distributed_options():
+    from persia.distributed import BaguaDistributedOption, DDPOption, get_default_distributed_option
+
+    assert DDPOption("tcp", "gloo").dense_reduce == "mean"
+    assert get_default_distributed_option().backend == "gloo"
+    assert BaguaDistributedOption("gradient_allreduce").dense_reduce == "mean"
+    for name in ("bytegrad", "qadam", "decentralized", "low_precision_decentralized", "async"):
+        with pytest.raises(NotImplementedError, match=f"'{name}'.* is not supported: .*the nearest is"):
+            BaguaDistributedOption(name)
+    with pytest.raises(NotImplementedError, match="autotune_level"):
+        BaguaDistributedOption("gradient_allreduce", autotune_level=1)
+    with pytest.raises(ValueError, match="'other'"):
+        BaguaDistributedOption("other")
+    with pytest.raises(ValueError, match="nccl, gloo, got 'mpi'"):
+        DDPOption(backend="mpi")
+    with pytest.warns(UserWarning, match=r"master_port=1234 .* no effect here"):
+        DDPOption(backend="gloo", master_port=1234)
+
+
+def make_context(**options):
+    from persia.ctx import TrainCtx
+    from persia.embedding.optim import SGD
+
+    net = torch.nn.Linear(1, 1)
+    dense = torch.optim.SGD(net.parameters(), lr=0.1)
+    return TrainCtx(model=net, **{"embedding_optimizer": SGD(lr=0.1), "dense_optimizer": dense, **options})
+
+
+def test_options_of_contexts(configure):
+    from persia.data import DataLoader, StreamingDataset
+
+    with pytest.raises(TypeError, match=r"of persia\.embedding\.optim, got Adam"):
+        make_context(embedding_optimizer=kv.optim.Adam())
+    with pytest.raises(ValueError, match="above 1, got 1"):
+        make_context(grad_scalar_update_factor=1)
+    with pytest.raises(NotImplementedError, match="lookup_emb_directly=False"):
+        make_context(lookup_emb_directly=False)
+    with pytest.warns(UserWarning, match=r"backward_workers_size=2 .* no effect here: .*THREADS"):
+        make_context(backward_workers_size=2)
+    with make_context() as ctx:
+        with pytest.raises(NotImplementedError, match=r"torch.jit.script\(model\)"):
+            ctx.dump_checkpoint("out", with_jit_model=True)
+        with pytest.raises(NotImplementedError, match=r"dense_filename='x\.pt'"):
+            ctx.dump_checkpoint("out", dense_filename="x.pt")
+        with pytest.raises(TypeError, match="expects a StreamingDataset or an IterableDataset, got list"):
+            DataLoader([1])
+        with pytest.raises(ValueError, match="embedding_staleness must be at least 1"):
+            DataLoader(StreamingDataset(4), embedding_staleness=0)
+        with pytest.warns(UserWarning, match="num_workers=3"):
+            loader = DataLoader(StreamingDataset(4), num_workers=3)
+        with pytest.raises(ValueError, match="expects loaders"):
+            iter(loader)
+    with pytest.raises(RuntimeError, match="inside of `with TrainCtx"):
+        DataLoader(StreamingDataset(4))
+    with pytest.raises(RuntimeError, match="outside of the context"):
+        make_context().get_embedding_size()
+
+
+def test_a_loader_without_a_job_says_what_it_needs():
+    from persia.ctx import DataCtx
+
+    with pytest.raises(RuntimeError, match="PERSIA_NATS_URL, the address of the job's registry"):
+        DataCtx()
+
+
+@pytest.mark.parametrize("name", ["PERSIA_NATS_URL", "PERSIA_NATS_IP"])
+def test_the_registry_stands_for_nats(name, monkeypatch):
+    from persia.bridge.connection import find_registry
+
+    monkeypatch.delenv("KARVAN_REGISTRY", raising=False)
+    monkeypatch.setenv("KARVAN_REGISTRY", "")
+    monkeypatch.setenv(name, "nats://somewhere:4222")
+    assert find_registry() == "somewhere:4222"
+    monkeypatch.setenv("KARVAN_REGISTRY", "")
+    monkeypatch.setenv(name, "somewhere")
+    with pytest.raises(ValueError, match=f"{name} expects the host:port"):
+        find_registry()
+
+
+def test_optimizers_are_karvans():
+    from persia.embedding import optim
+
+    adagrad = optim.Adagrad(lr=0.5, g_square_momentum=0.9, vectorwise_shared=True).native(10.0)
+    assert isinstance(adagrad, kv.optim.Adagrad)
+    assert adagrad.defaults == {
+        **adagrad.defaults,
+        **{"lr": 0.5, "decay": 0.9, "row_wise": True, "accumulate": "last"},
+        **{"initial_accumulator_value": 0.01, "weight_bound": 10.0, "eps": 1e-10},
+    }
+    adam = optim.Adam(betas=(0.5, 0.6), weight_decay=0.1).native(None)
+    assert (adam.defaults["betas"], adam.defaults["weight_decay"]) == ((0.5, 0.6), 0.1)
+    sgd = optim.SGD(0.1, momentum=0.9).native(None)
+    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.1, 0.9)
+
+
+def test_small_modules(tmp_path, monkeypatch):
+    from persia import env, logger, service, utils
+
+    monkeypatch.setenv("LOG_LEVEL", "warning")
+    assert logger.get_default_logger("quiet").level == 30
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "REPLICA_INDEX": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("REPLICA_SIZE", "5")
+    assert (env.get_rank(), env.get_world_size(), env.get_local_rank()) == (3, 8, 1)
+    assert (env.get_replica_index(), env.get_replica_size()) == (2, 5)
+    with pytest.raises(ValueError, match="EMBEDDING_WORKER_SERVICE"):
+        service.get_embedding_worker_services()
+    monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "a:1, b:2")
+    assert service.get_embedding_worker_services() == ["a:1", "b:2"]
+    utils.dump_yaml({"a": [1, 2]}, str(tmp_path / "a.yml"))
+    assert utils.load_yaml(str(tmp_path / "a.yml")) == {"a": [1, 2]}
+    with pytest.raises(FileNotFoundError, match=r"b\.yml does not exist"):
+        utils.load_yaml(str(tmp_path / "b.yml"))
+    assert 0 < utils.find_free_port() < 65536
+    try:
+        utils.setup_seed(3)
+        first = (torch.rand(1).item(), np.random.rand())
+        utils.setup_seed(3)
+        assert (torch.rand(1).item(), np.random.rand()) == first
+    finally:
+        torch.use_deterministic_algorithms(False)
