@@ -35,6 +35,7 @@ PROGRAMS = {
     "nft",
     "ray",
     "openssl",
+    "persia-launcher",
     "pip",
     "printf",
     "python",

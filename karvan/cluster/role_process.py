@@ -182,6 +182,7 @@ def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membe
                 address,
                 settings.security,
                 settings.generation,
+                count=settings.count,
                 patience=1.0,
             )
         except WireError:

@@ -6,7 +6,7 @@ import importlib
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from karvan.compat.cuda_fallback import cuda_fallback
@@ -27,6 +27,8 @@ SYSTEMS: dict[str, dict[str, str]] = {
     },
 }
 """For each system the packages that its programs import, and what stands for them."""
+
+_GROUPS = ("recis", "elasticdl")  # whose programs make a process group of torch themselves
 
 COMMANDS = {"elasticdl": "karvan.compat.elasticdl.commands"}
 """Modules of the commands of systems that have some: `COMMANDS`, and `run(command, arguments)`."""
@@ -49,13 +51,27 @@ def run_command(system: str, command: str, arguments: Sequence[str]) -> int:
 
 def run_program(system: str, program: Path, arguments: Sequence[str]) -> None:
     """Run a Python file as `python program.py arguments` would; what it raises comes out as it is."""
-    with (
-        import_aliases(SYSTEMS[system]),
-        cuda_fallback(),
-        process_group(),
-        _command_line(program, arguments),
-    ):
-        runpy.run_path(str(program), run_name="__main__")
+    try:
+        group = process_group() if system in _GROUPS else nullcontext()
+        with import_aliases(SYSTEMS[system]), cuda_fallback(), group, _command_line(program, arguments):
+            runpy.run_path(str(program), run_name="__main__")
+    except BaseException as error:
+        _Outcome.error = error
+        raise
+
+
+def program_error() -> Exception | None:
+    """The error that has ended the program of this process, for what runs at its exit; None without one."""
+    error = _Outcome.error or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit) and error.code:
+        return RuntimeError(f"the program has ended with exit code {error.code}")
+    return error if isinstance(error, Exception) else None
+
+
+class _Outcome:
+    """How the program has ended."""
+
+    error: BaseException | None = None
 
 
 @contextmanager

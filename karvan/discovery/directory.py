@@ -7,6 +7,7 @@ found again:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ class Member:
     pid: int
     healthy: bool
     silent: float  # seconds since its last heartbeat
+    count: int = 0  # of the processes of its role, as it says; 0 if it does not
 
     def __str__(self) -> str:
         state = "" if self.healthy else f", no heartbeat for {self.silent:.0f} s"
@@ -82,6 +84,25 @@ class Directory:
                 where = f"at the registry {self._registry} within {timeout:.0f} s"
                 found = "; ".join(map(str, members)) or "none"
                 raise WireError(f"Expected {role} {index} {where}, found {found}.")
+            time.sleep(pause)
+            pause = min(last, 2 * pause)
+
+    def count(self, role: Role, timeout: float = 60.0) -> int:
+        """How many processes a role has, as the first of them says that registers; a WireError if none does.
+
+        For jobs that nobody launches, whose processes are started one by one.
+        """
+        due = clock.now() + timeout
+        pause, last = _PAUSES
+        while True:
+            with contextlib.suppress(WireError):  # a registry that is not up yet
+                for each in self.members(max(0.1, due - clock.now())):
+                    if each.role == role and each.healthy and each.count:
+                        return each.count
+            if clock.now() + pause > due:
+                raise WireError(
+                    f"Expected a {role} at the registry {self._registry} within {timeout:.0f} s, found none."
+                )
             time.sleep(pause)
             pause = min(last, 2 * pause)
 

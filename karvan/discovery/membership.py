@@ -34,7 +34,8 @@ class Membership:
     Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that
     refuses this process a RefusedError. Later, it waits for a registry that is unreachable, and looks for one
     that moves.
-    generation: the job's, when this process was started. beat: seconds between two heartbeats.
+    generation: the job's, when this process was started. count: how many processes the role has, if it is
+    known, for those that look for all of them. beat: seconds between two heartbeats.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Membership:
         security: Security | None = None,
         generation: int = 0,
         *,
+        count: int = 0,
         patience: float = 30.0,
         beat: float = _BEAT,
     ) -> None:
@@ -60,6 +62,7 @@ class Membership:
             "generation": generation,
             "pid": os.getpid(),
             "process": secrets.token_hex(8),
+            "count": count,
         }
         self._dumps = dump_stacks_on_signal()
         self._peer = self._connect()
@@ -127,5 +130,8 @@ def member_from_environment(role: Role) -> Membership | None:
     if not job.registry or job.role != role:
         return None
     return Membership(
-        job.master, role, job.index, socket.gethostname(), Security.from_environment(), job.generation
+        *(job.master, role, job.index, socket.gethostname()),
+        Security.from_environment(),
+        job.generation,
+        count=job.count,
     )

@@ -51,6 +51,7 @@ class _Entry:
     generation: int
     pid: int
     seen: float
+    count: int = 0  # of the processes of its role, as it says; 0 if it does not
     activity: ActivityReport | None = None  # of the last heartbeat
 
 
@@ -164,7 +165,9 @@ class Registry(Service):
                     f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
                     "the job has continued without it."
                 )
-            self._entries[key] = _Entry(process, head["address"], generation, head["pid"], clock.now())
+            self._entries[key] = _Entry(
+                process, head["address"], generation, head["pid"], clock.now(), head.get("count", 0)
+            )
         if before is None or before.process != process:
             _log.info("%s %d is at %s", *key, head["address"])
         return Message({})
@@ -198,7 +201,9 @@ class Registry(Service):
     def _member(self, role: Role, index: int, entry: _Entry) -> Member:
         silent = clock.silence(entry.seen)
         healthy = silent <= self._lost_after * _SLOWER.get(role, 1.0)
-        return Member(role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3))
+        return Member(
+            role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3), entry.count
+        )
 
 
 def _key(request: Request) -> tuple[Role, int]:

@@ -22,7 +22,9 @@ _WHO = {
     "pid": _PID,
     "process": Text(64),
 }
-_MEMBER = Fields(_WHO)
+# How many processes the role has, if the member knows; see `Directory.count`.
+_COUNT = {"count": INDEX}
+_MEMBER = Fields(_WHO, optional=_COUNT)
 # See `karvan.activity.ActivityReport`.
 _ACTIVITY = Fields(
     {
@@ -33,7 +35,7 @@ _ACTIVITY = Fields(
         "dumps": Boolean(),
     }
 )
-_BEAT = Fields({**_WHO, "activity": _ACTIVITY})
+_BEAT = Fields({**_WHO, "activity": _ACTIVITY}, optional=_COUNT)
 _LISTED = Fields(
     {
         "role": _ROLE,
@@ -43,6 +45,7 @@ _LISTED = Fields(
         "pid": _PID,
         "healthy": Boolean(),
         "silent": Float(0.0),
+        **_COUNT,
     }
 )
 

@@ -10,6 +10,7 @@ import atexit
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 _LONGEST_WAIT = 10.0  # seconds, at the end of the program, for calls that a closed server still executes
@@ -34,6 +35,7 @@ class Listener(Protocol):
 
 _callers: weakref.WeakSet[OpenClient] = weakref.WeakSet()
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_first: list[Callable[[], None]] = []
 _shutdowns: list[threading.Thread] = []
 
 
@@ -46,6 +48,19 @@ def close_at_exit(caller: OpenClient | None = None, listener: Listener | None = 
     # The last registration runs first: before what Flight has registered in the meantime.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
+
+
+def first_at_exit(function: Callable[[], None]) -> None:
+    """Call it when the program ends, before clients and servers are closed: it may still need them."""
+    _first.append(function)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def not_at_exit(function: Callable[[], None]) -> None:
+    """Undo `first_at_exit`."""
+    if function in _first:
+        _first.remove(function)
 
 
 def closed(caller: OpenClient | None = None, listener: Listener | None = None) -> None:
@@ -73,6 +88,8 @@ def _finish_shutdowns() -> None:
 
 
 def _close_all() -> None:
+    while _first:
+        _first.pop()()
     callers = list(_callers)
     for caller in callers:
         caller.begin_closing()

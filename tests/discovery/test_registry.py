@@ -242,3 +242,16 @@ def test_a_member_that_is_stopped_for_a_while_comes_back():
         process.kill()
         process.communicate()
         registry.close()
+
+
+def test_a_member_says_how_many_processes_its_role_has(registry, directory):
+    unknowing = Membership(registry.address, "loader", 0, "h:1")
+    assert [each.count for each in registry.members()] == [0]
+    with pytest.raises(WireError, match="Expected a parameter-server at the registry"):
+        directory.count("parameter-server", 0.1)
+    with pytest.raises(WireError, match="Expected a loader"):
+        directory.count("loader", 0.1)
+    member = Membership(registry.address, "parameter-server", 1, "h:2", count=3)
+    assert directory.count("parameter-server", 5.0) == 3
+    for each in (unknowing, member):
+        each.leave()

@@ -12,7 +12,6 @@ job and makes its tables at the first thing that needs them: a DataLoader, a bat
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
@@ -28,15 +27,19 @@ from karvan.cluster.loader_stream.stream import LoaderStream
 from karvan.cluster.task_stream.loaded_data import LoadedData
 from karvan.compat.cuda_fallback import device_of
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, columns_of, local_batch, meta_of
-from karvan.compat.persia.bridge.connection import connect, find_registry
+from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
 from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
+from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
 from karvan.compat.persia.distributed import DistributedBaseOption, get_default_distributed_option
 from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.compat.persia.embedding.data import PersiaBatch
 from karvan.compat.persia.embedding.optim import Optimizer
+from karvan.compat.programs import program_error
+from karvan.job.roles import Role
 from karvan.train import EvalContext, TrainContext
+from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 
 Prepared = tuple[list[Tensor], list[Tensor], list[Tensor] | None]
 
@@ -63,7 +66,8 @@ class BaseCtx:
         warn_of_tuning(Tuning("threadpool_worker_size", threadpool_worker_size, 10, _THREADS))
         self.device_id = device_id
         self._stack = ExitStack()
-        find_registry()
+        self._in_job = join_job()
+        read_global_config().apply()
 
     @property
     def device(self) -> torch.device | None:
@@ -86,16 +90,21 @@ class DataCtx(BaseCtx):
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
         super().__init__(threadpool_worker_size, device_id)
-        if not find_registry():
+        if not self._in_job:
             raise RuntimeError(
                 "DataCtx sends batches to the trainers of a job, and this process belongs to none: expected "
                 "a program that persia-launcher data-loader or karvan launch has started, or "
                 "PERSIA_NATS_URL, the address of the job's registry."
             )
+        wait_for_roles(Role.EMBEDDING_WORKER)
         self._loader = LoaderContext()
         self._stack.push(self._loader)
-        atexit.register(self._stack.close)  # a program that never enters the context, or simply ends
-        self._stack.callback(atexit.unregister, self._stack.close)
+        first_at_exit(self._end)  # of a program that does not enter the context
+        self._stack.callback(not_at_exit, self._end)
+
+    def _end(self) -> None:
+        error = program_error()
+        self._stack.__exit__(None if error is None else type(error), error, None)
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Send a batch; waits while the queue of its trainer is full."""

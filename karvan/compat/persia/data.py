@@ -9,9 +9,11 @@ from karvan import distributed
 from karvan.argument_checks import check_counts
 from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
+from karvan.compat.persia.bridge.connection import wait_for_roles
 from karvan.compat.persia.bridge.unsupported import Tuning, warn_of_tuning
 from karvan.compat.persia.ctx import EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.embedding.data import PersiaBatch
+from karvan.job.roles import Role
 
 
 class IterableDatasetBase:
@@ -87,6 +89,7 @@ class DataLoader:
         if isinstance(self.dataset, IterableDataset):
             return _LocalBatches(self.dataset)
         workers = distributed.current().workers
+        wait_for_roles(Role.LOADER)
         return context.stream(
             from_loaders(
                 ordered=self._ordered,

@@ -1,5 +1,7 @@
 """Options of PERSIA that map to something, and those that are refused by name; small modules."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -74,16 +76,17 @@ def test_a_loader_without_a_job_says_what_it_needs():
 
 @pytest.mark.parametrize("name", ["PERSIA_NATS_URL", "PERSIA_NATS_IP"])
 def test_the_registry_stands_for_nats(name, monkeypatch):
-    from persia.bridge.connection import find_registry
+    from persia.bridge.connection import join_job
 
-    monkeypatch.delenv("KARVAN_REGISTRY", raising=False)
     monkeypatch.setenv("KARVAN_REGISTRY", "")
+    assert not join_job()
     monkeypatch.setenv(name, "nats://somewhere:4222")
-    assert find_registry() == "somewhere:4222"
+    assert join_job()
+    assert os.environ["KARVAN_REGISTRY"] == "somewhere:4222"
     monkeypatch.setenv("KARVAN_REGISTRY", "")
     monkeypatch.setenv(name, "somewhere")
     with pytest.raises(ValueError, match=f"{name} expects the host:port"):
-        find_registry()
+        join_job()
 
 
 def test_optimizers_are_karvans():

@@ -1,25 +1,42 @@
-"""Where the rows of a PERSIA program are: on the servers of its job, over its ranks, or in its process."""
+"""The job of a PERSIA program: its registry, which stands for NATS, its roles, and where its rows are.
+
+A launched job tells each process how many others there are. Processes that were started one by one ask the
+registry, at which every process says how many of its role there are.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 
 from karvan import distributed
 from karvan.compat.persia.env import get_world_size
-from karvan.job.environment import JobEnvironment, variable
+from karvan.discovery.directory import Directory
+from karvan.job.environment import JobEnvironment, set_variables
 from karvan.job.roles import Role
+from karvan.wire import Security, WireError
+
+_log = logging.getLogger("karvan.compat")
 
 _ADDRESSES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
+_ATTEMPT = 10.0  # seconds after which the wait for a role is logged, once
+_FOUND_WITHIN = 600.0  # seconds for the processes of a job to be started
+_LISTENING = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
 
 
-def find_registry() -> str:
-    """The address of the job's registry, which stands for NATS; "" for a program without a job.
-
-    Variables of PERSIA are set as Karvan's, for all parts that read those.
-    """
+def join_job() -> bool:
+    """Whether this process belongs to a job; variables of PERSIA are then set as Karvan's, too."""
     job = JobEnvironment.read()
-    if job.registry or any(job.addresses_of(role) for role in _listed()):
-        return job.registry
+    if not job.registry and (address := _registry_address()):
+        set_variables(os.environ, {"registry": address})
+    job = JobEnvironment.read()
+    if job.registry and job.role is Role.TRAINER and not job.process and "RANK" in os.environ:
+        # A launcher that is not Karvan's knows the rank alone.
+        set_variables(os.environ, {"index": int(os.environ["RANK"]), "count": get_world_size()})
+    return bool(job.registry) or any(job.addresses_of(role) for role in _LISTENING)
+
+
+def _registry_address() -> str:
     for name in _ADDRESSES:
         address = os.environ.get(name, "").strip().removeprefix("nats://").rstrip("/")
         if not address:
@@ -30,9 +47,27 @@ def find_registry() -> str:
                 f"{name} expects the host:port of the job's registry, which stands for NATS, such as "
                 f"localhost:4222, got {address!r}."
             )
-        os.environ[variable("registry")] = address
         return address
     return ""
+
+
+def wait_for_roles(*roles: Role) -> None:
+    """Wait until the job has processes of these roles, and set how many, unless a launcher has done so."""
+    job = JobEnvironment.read()
+    unknown = [role for role in roles if job.count_of(role) is None]
+    if not job.registry or not unknown:
+        return
+    directory = Directory(job.master, Security.from_environment())
+    try:
+        for role in unknown:
+            try:
+                count = directory.count(role, _ATTEMPT)
+            except WireError:
+                _log.warning("Waiting for the first %s at the registry %s.", role, job.registry)
+                count = directory.count(role, _FOUND_WITHIN)
+            set_variables(os.environ, {f"{role.value.replace('-', '_')}_count": count})
+    finally:
+        directory.close()
 
 
 def connect(staleness: int | None) -> None:
@@ -43,12 +78,9 @@ def connect(staleness: int | None) -> None:
     """
     if distributed.current().chosen:
         return
-    if find_registry() or JobEnvironment.read().parameter_server_addresses:
+    if join_job():
+        wait_for_roles(Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
         mode = None if staleness is None else "sync" if staleness == 1 else "hybrid"
         distributed.connect("remote", mode=mode, staleness=staleness)
     elif get_world_size() > 1:
         distributed.connect("sharded")
-
-
-def _listed() -> tuple[Role, ...]:
-    return (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
