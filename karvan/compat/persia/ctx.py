@@ -5,300 +5,51 @@
 | `DataCtx` | `kv.LoaderContext` |
 | `TrainCtx` | `kv.TrainContext` of the net together with its tables |
 | `EmbeddingCtx`, `eval_ctx()` | `kv.EvalContext`, that of the enclosing `TrainCtx` if there is one |
-
-A DataLoader says how stale lookups may be, and it is made inside of a TrainCtx. So a context connects to its
-job and makes its tables at the first thing that needs them: a DataLoader, a batch, a checkpoint.
+| `TrainCtx(sparse_optimizer=…)` | the first generation's: see `first_generation.py` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from enum import Enum
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from karvan.checkpoint import Checkpoints, Pending, find
-from karvan.cluster.loader.context import LoaderContext
-from karvan.cluster.loader_stream.stream import LoaderStream
-from karvan.cluster.task_stream.loaded_data import LoadedData
-from karvan.compat.cuda_fallback import device_of
-from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, columns_of, local_batch, meta_of
-from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
+from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch
+from karvan.compat.persia.bridge.connection import connect
+from karvan.compat.persia.bridge.contexts import (
+    THREADS,
+    BaseCtx,
+    DataCtx,
+    EmbeddingCtx,
+    Prepared,
+    PreprocessMode,
+    cnt_ctx,
+)
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
-from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
-from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
 from karvan.compat.persia.distributed import DistributedBaseOption, get_default_distributed_option
 from karvan.compat.persia.embedding import EmbeddingConfig
-from karvan.compat.persia.embedding.data import PersiaBatch
 from karvan.compat.persia.embedding.optim import Optimizer
-from karvan.compat.programs import program_error
-from karvan.job.roles import Role
+from karvan.compat.persia.first_generation import FirstTrainCtx
 from karvan.train import EvalContext, TrainContext
-from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 
-Prepared = tuple[list[Tensor], list[Tensor], list[Tensor] | None]
+__all__ = [
+    "BaseCtx",
+    "DataCtx",
+    "EmbeddingCtx",
+    "PreprocessMode",
+    "TrainCtx",
+    "cnt_ctx",
+    "eval_ctx",
+    "inference_ctx",
+    "init_backend",
+]
 
-_THREADS = "Karvan uses the cores that it has; KARVAN_THREADS sets another number."
 _QUEUES = "gradients are sent while training continues, as far as embedding_staleness allows."
-_entered: list[BaseCtx] = []
-
-
-class PreprocessMode(Enum):
-    """What the features of a batch are for; those for inference have no labels."""
-
-    TRAIN = 1
-    EVAL = 2
-    INFERENCE = 3
-
-
-class BaseCtx:
-    """A context; `cnt_ctx()` is the one that was entered last.
-
-    device_id: the GPU of this process; None for the device that the model is on.
-    """
-
-    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
-        warn_of_tuning(Tuning("threadpool_worker_size", threadpool_worker_size, 10, _THREADS))
-        self.device_id = device_id
-        self._stack = ExitStack()
-        self._in_job = join_job()
-        read_global_config().apply()
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of device_id; the CPU if there is no GPU, under `karvan run`."""
-        return None if self.device_id is None else device_of(f"cuda:{self.device_id}")
-
-    def __enter__(self) -> Self:
-        _entered.append(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _entered.remove(self)
-        self._stack.__exit__(kind, error, trace)
-
-
-class DataCtx(BaseCtx):
-    """Sends batches to the trainers of the job; the end of the context, or of the program, ends the epoch."""
-
-    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
-        super().__init__(threadpool_worker_size, device_id)
-        if not self._in_job:
-            raise RuntimeError(
-                "DataCtx sends batches to the trainers of a job, and this process belongs to none: expected "
-                "a program that persia-launcher data-loader or karvan launch has started, or "
-                "PERSIA_NATS_URL, the address of the job's registry."
-            )
-        wait_for_roles(Role.EMBEDDING_WORKER)
-        self._loader = LoaderContext()
-        self._stack.push(self._loader)
-        first_at_exit(self._end)  # of a program that does not enter the context
-        self._stack.callback(not_at_exit, self._end)
-
-    def _end(self) -> None:
-        error = program_error()
-        self._stack.__exit__(None if error is None else type(error), error, None)
-
-    def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Send a batch; waits while the queue of its trainer is full."""
-        self._loader.send(columns_of(persia_batch), meta_of(persia_batch))
-
-
-class EmbeddingCtx(BaseCtx):
-    """Vectors of batches, and the output of a model for them; rows are not changed."""
-
-    def __init__(
-        self,
-        preprocess_mode: PreprocessMode,
-        model: nn.Module | None = None,
-        embedding_config: EmbeddingConfig | None = None,
-        *,
-        threadpool_worker_size: int = 10,
-        device_id: int | None = None,
-    ) -> None:
-        super().__init__(threadpool_worker_size, device_id)
-        self.preprocess_mode = preprocess_mode
-        self.model = model
-        self._given_config = embedding_config
-        self._pending: Pending | None = None  # a dump in flight
-        self._embedded: EmbeddedModel | None = None
-        self._context: EvalContext | TrainContext | None = None
-
-    @property
-    def embedding_config(self) -> EmbeddingConfig:
-        """How rows start, and their limits: as given, or as of the enclosing context, or the defaults."""
-        if self._given_config is not None:
-            return self._given_config
-        outer = self._outer()
-        return EmbeddingConfig() if outer is None else outer.embedding_config
-
-    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:
-        """The output of the model for a batch, and the labels."""
-        if self.model is None:
-            raise ValueError("forward expects a context with a model, got one without: model=….")
-        non_ids, embeddings, labels = self.prepare_features(batch)
-        with torch.no_grad():
-            return self.model(non_ids, embeddings), labels
-
-    def prepare_features(self, batch: PersiaTrainingBatch) -> Prepared:
-        """The numbers of a batch, its vectors in the order of its features, and its labels."""
-        context, embedded = self.open()
-        with embedded.features_only():
-            (non_ids, embeddings), _ = context.forward(batch.columns)
-        return non_ids, embeddings, self._labels(batch, context.device)
-
-    def _labels(self, batch: PersiaTrainingBatch, device: torch.device) -> list[Tensor] | None:
-        return None if self.preprocess_mode is PreprocessMode.INFERENCE else batch.labels(device)
-
-    def open(self, staleness: int | None = None, prefetch: int = 2) -> tuple[Any, EmbeddedModel]:
-        """Karvan's context, and the model with its tables; made by the first call."""
-        if self._context is None:
-            if self not in _entered:
-                raise RuntimeError(
-                    f"{type(self).__name__} is used outside of the context: expected it inside of `with`."
-                )
-            self._context, self._embedded = self._open(staleness, prefetch)
-            self._stack.enter_context(self._context)
-        assert self._embedded is not None
-        return self._context, self._embedded
-
-    def _open(self, staleness: int | None, prefetch: int) -> tuple[Any, EmbeddedModel]:
-        outer = self._outer()
-        if isinstance(outer, TrainCtx) and self.model in (None, outer.model):
-            context, embedded = outer.open()
-            return context.eval(), embedded
-        connect(staleness)
-        embedded = EmbeddedModel(self.model or nn.Identity(), self.slots, self.embedding_config)
-        return EvalContext(embedded, label=None, device=self.device, prefetch=prefetch), embedded
-
-    def _outer(self) -> EmbeddingCtx | None:
-        """The context in which this one was entered, if it has rows, too."""
-        before = _entered[: _entered.index(self)] if self in _entered else _entered
-        return next((each for each in reversed(before) if isinstance(each, EmbeddingCtx)), None)
-
-    @property
-    def slots(self) -> Slots:
-        """The slots of the job."""
-        return read_slots()
-
-    def batches(self, data: Any) -> Iterator[PersiaTrainingBatch]:
-        """The batches of data that gives Karvan's."""
-        context, _ = self.open()
-        for batch in context.loader(data):
-            yield PersiaTrainingBatch(batch)
-
-    def stream(self, data: LoaderStream | LoadedData) -> LoaderStream:
-        """The batches of loaders, which this context leaves at its end, so that they can end."""
-        if not isinstance(data, LoaderStream):
-            raise unsupported("A job with sharding: dynamic", "use sharding: static.")
-        self._stack.callback(data.close)
-        return data
-
-    def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
-        """Set how rows start, and their limits, before there are any."""
-        if self._context is not None and embedding_config != self.embedding_config:
-            raise RuntimeError(
-                "The tables have been made already: expected configure_embedding_parameter_servers before "
-                "the first DataLoader, batch or checkpoint of the context."
-            )
-        self._given_config = embedding_config
-
-    def get_embedding_from_data(self, data: PersiaBatch) -> PersiaTrainingBatch:
-        """A batch of this process, for `forward` or `prepare_features`."""
-        return PersiaTrainingBatch(local_batch(data))
-
-    def get_embedding_from_bytes(self, data: bytes) -> PersiaTrainingBatch:
-        """The same for the bytes of a batch."""
-        return self.get_embedding_from_data(PersiaBatch.from_bytes(data))
-
-    def dump_checkpoint(
-        self,
-        dst_dir: str,
-        dense_filename: str = "dense.pt",
-        jit_dense_filename: str = "jit_dense.pt",
-        blocking: bool = True,
-        with_jit_model: bool = False,
-    ) -> None:
-        """Save the model, its optimizers and all rows as a checkpoint of Karvan. All trainers call it."""
-        if with_jit_model:
-            raise unsupported(
-                "dump_checkpoint(with_jit_model=True)", "use torch.jit.script(model).save(path)."
-            )
-        _check_names(dense_filename, jit_dense_filename)
-        context, embedded = self.open()
-        if isinstance(context, TrainContext):
-            self._pending = context.save(dst_dir, block=blocking)
-        else:
-            self._save(dst_dir, {"model": embedded.state_dict()}, blocking)
-
-    def load_checkpoint(
-        self,
-        src_dir: str,
-        map_location: str | None = None,
-        dense_filename: str = "dense.pt",
-        blocking: bool = True,
-    ) -> None:
-        """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run of Karvan.
-
-        Tensors are loaded to where the model is, and loading always blocks.
-        """
-        _check_names(dense_filename)
-        warn_of_tuning(
-            Tuning("map_location", map_location, None, "tensors are loaded to where the model is."),
-            Tuning("blocking", blocking, True, "a load always blocks."),
-        )
-        context, embedded = self.open()
-        if isinstance(context, TrainContext):
-            context.load(src_dir)
-        else:
-            embedded.load_state_dict(find(src_dir).load(embedded)["model"])
-
-    def dump_embedding(self, dst_dir: str, blocking: bool = False) -> None:
-        """Save all rows. All trainers call it."""
-        self._save(dst_dir, {}, blocking)
-
-    def _save(self, folder: str, state: dict[str, Any], blocking: bool) -> None:
-        _, embedded = self.open()
-        self.wait_for_dump_embedding()
-        self._pending = Checkpoints(folder).save(embedded.embeddings.step, state, embedded)
-        if blocking:
-            self.wait_for_dump_embedding()
-
-    def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
-        """Load all rows."""
-        warn_of_tuning(Tuning("blocking", blocking, True, "a load always blocks."))
-        find(src_dir).load(self.open()[1])
-
-    def wait_for_dump_embedding(self) -> None:
-        """Wait until the rows are saved."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
-    def wait_for_load_embedding(self) -> None:
-        """Nothing to do: `load_embedding` has waited."""
-
-    def get_embedding_size(self) -> list[int]:
-        """The number of rows on each parameter server; without servers, of this process."""
-        engine = self.open()[1].embeddings
-        sizes = engine.sizes()  # which waits for what is in flight
-        servers = None if engine.connection is None else engine.connection.servers
-        if servers is None:
-            return [sum(sizes.values())]
-        answers = servers.call("stats", {"tables": list(sizes)})
-        return [sum(each["rows"] for each in answer.head["stats"].values()) for answer in answers]
-
-    def clear_embeddings(self) -> None:
-        """Remove all rows. All trainers call it."""
-        for table in self.open()[1].embeddings.tables():
-            table.clear()
+_FIRST = {"grad_scaler", "sparse_optimizer", "port", "data_queue_size"}  # options of the first generation
+_backends: list[DataCtx] = []  # at most one
 
 
 class TrainCtx(EmbeddingCtx):
@@ -307,6 +58,10 @@ class TrainCtx(EmbeddingCtx):
     mixed_precision: the loss is scaled, for models that compute in half precision; an overflow skips the step
     and divides the scale by grad_scalar_update_factor. distributed_option: see `persia.distributed`.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """A context of the first generation, if its options are."""
+        return FirstTrainCtx(*args, **options) if not _FIRST.isdisjoint(options) else super().__new__(cls)
 
     def __init__(
         self,
@@ -346,7 +101,7 @@ class TrainCtx(EmbeddingCtx):
             raise unsupported("TrainCtx(lookup_emb_directly=False)", "trainers look rows up themselves.")
         warn_of_tuning(
             Tuning("backward_buffer_size", backward_buffer_size, 10, _QUEUES),
-            Tuning("backward_workers_size", backward_workers_size, 8, _THREADS),
+            Tuning("backward_workers_size", backward_workers_size, 8, THREADS),
             Tuning("grad_update_buffer_size", grad_update_buffer_size, 60, _QUEUES),
         )
         self.embedding_optimizer = embedding_optimizer
@@ -376,6 +131,11 @@ class TrainCtx(EmbeddingCtx):
             prefetch=prefetch,
         )
         return context, embedded
+
+    def evaluation(self) -> EvalContext:
+        """See `EmbeddingCtx.evaluation`."""
+        context: TrainContext = self.open()[0]
+        return context.eval()
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:
         """The output of the model for a batch, which `backward` then trains on, and the labels."""
@@ -413,11 +173,6 @@ class TrainCtx(EmbeddingCtx):
         return scaled
 
 
-def cnt_ctx() -> BaseCtx | None:
-    """The context that was entered last."""
-    return _entered[-1] if _entered else None
-
-
 def eval_ctx(*args: Any, **options: Any) -> EmbeddingCtx:
     """A context that evaluates."""
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **options)
@@ -426,6 +181,21 @@ def eval_ctx(*args: Any, **options: Any) -> EmbeddingCtx:
 def inference_ctx(*args: Any, **options: Any) -> EmbeddingCtx:
     """A context for batches without labels."""
     return EmbeddingCtx(PreprocessMode.INFERENCE, *args, **options)
+
+
+def init_backend(
+    worker_size: int = 20, *, init_output: bool = True, wait_server_ready: bool = True
+) -> DataCtx:
+    """The first generation's `DataCtx`: `init_backend().send_data(batch)`; one for a process."""
+    warn_of_tuning(Tuning("worker_size", worker_size, 20, THREADS))
+    if not init_output or not wait_server_ready:
+        raise unsupported(
+            "init_backend with init_output or wait_server_ready False",
+            "it is for programs that send batches, which wait until trainers take them.",
+        )
+    if not _backends:
+        _backends.append(DataCtx())
+    return _backends[0]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -437,14 +207,3 @@ def _check_trained(batch: PersiaTrainingBatch) -> None:
         raise ValueError(
             "TrainCtx expects batches with requires_grad=True, got one without: use it in eval_ctx()."
         )
-
-
-def _check_names(dense: str = "dense.pt", jit: str = "jit_dense.pt") -> None:
-    for name, given, default in (
-        ("dense_filename", dense, "dense.pt"),
-        ("jit_dense_filename", jit, "jit_dense.pt"),
-    ):
-        if given != default:
-            raise unsupported(
-                f"{name}={given!r}", "the net and its optimizer are part of Karvan's checkpoint."
-            )

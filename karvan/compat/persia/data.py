@@ -10,8 +10,8 @@ from karvan.argument_checks import check_counts
 from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
 from karvan.compat.persia.bridge.connection import wait_for_roles
+from karvan.compat.persia.bridge.contexts import EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.bridge.unsupported import Tuning, warn_of_tuning
-from karvan.compat.persia.ctx import EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.embedding.data import PersiaBatch
 from karvan.job.roles import Role
 
@@ -98,6 +98,11 @@ class DataLoader:
                 ids=None if workers is None else list(context.slots.slots_config),
             )
         )
+
+
+# Names of the first generation, one of them as its code spells it.
+StreamDataset = StreamingDataset
+Dataloader = Dataloder = DataLoader
 
 
 class _LocalBatches:

@@ -1,18 +1,11 @@
 """All roles of a PERSIA job, started by hand in any order; loaders whose program simply ends."""
 
-import contextlib
-import os
 import re
-import sys
-from pathlib import Path
-from subprocess import STDOUT, Popen, TimeoutExpired
+from subprocess import Popen
 
 import pytest
-from forked_programs import ForkedProgram
+from persia_job import PersiaJob
 
-from karvan.discovery.registry import Registry
-
-LAUNCHER = "import sys; from karvan.cli.persia_launcher import main; sys.exit(main(sys.argv[1:]))"
 SLOTS = "slots_config: {user: {dim: 4}, item: {dim: 4, embedding_summation: false, sample_fixed_size: 2}}\n"
 LOADER = """
 import numpy as np
@@ -68,54 +61,9 @@ with TrainCtx(
 """
 
 
-class Job:
-    """Processes of a job, and their registry."""
-
-    program = ForkedProgram
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.registry = Registry()
-        self.processes = {}
-        for name, text in {"embedding.yml": SLOTS, "loader.py": LOADER, "trainer.py": TRAINER}.items():
-            (folder / name).write_text(text)
-
-    def start(self, role, *arguments):
-        environment = {
-            **os.environ,
-            "PERSIA_NATS_URL": f"nats://{self.registry.address}",
-            "PERSIA_EMBEDDING_CONFIG": str(self.folder / "embedding.yml"),
-            "KARVAN_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        output = open(self.folder / f"{role}-{len(self.processes)}.txt", "w+")  # noqa: SIM115
-        command = [sys.executable, "-c", LAUNCHER, role, *map(str, arguments)]
-        process = self.program(command, env=environment, stdout=output, stderr=STDOUT)
-        self.processes[process] = output
-        return process
-
-    def output(self, process):
-        return Path(self.processes[process].name).read_text()
-
-    def wait(self, process, seconds=300):
-        assert process.wait(seconds) == 0, self.output(process)
-        return self.output(process)
-
-    def close(self):
-        for process in self.processes:
-            process.terminate()  # so that a launcher ends its trainers
-        for process, output in self.processes.items():
-            with contextlib.suppress(TimeoutExpired):
-                process.wait(20)
-            process.kill()
-            process.wait()
-            output.close()
-        self.registry.close()
-
-
 @pytest.fixture
 def job(tmp_path):
-    one = Job(tmp_path)
+    one = PersiaJob(tmp_path, {"embedding.yml": SLOTS, "loader.py": LOADER, "trainer.py": TRAINER})
     yield one
     one.close()
 
@@ -130,18 +78,6 @@ ROLES = {
 }
 
 
-def run(job, order, roles=None):
-    """Start all roles in this order; what the trainers print."""
-    ended = []
-    for role in order:
-        for arguments in (roles or ROLES)[role]:
-            texts = [str(each).format(folder=job.folder) for each in arguments]
-            process = job.start(role, *texts)
-            if role in ("nn-worker", "data-loader"):
-                ended.append(process)
-    return "".join(job.wait(process) for process in ended)
-
-
 def results_of(output):
     """Numbers of batches, losses and sizes of servers by rank."""
     found = re.findall(r"result (\d+) (\[.*?\]) (\[.*?\]) (\[.*?\])", output)
@@ -149,7 +85,7 @@ def results_of(output):
 
 
 def test_roles_that_are_started_by_hand_find_each_other(job):
-    output = run(job, list(ROLES))  # trainers first, servers last
+    output = job.run(ROLES, list(ROLES))  # trainers first, servers last
     assert output.count("sent") == 1
     numbers, losses, sizes = results_of(output)[0]
     assert numbers == list(range(20))  # all that the loader sent before it ended, and the end of the epoch
@@ -162,7 +98,7 @@ def test_roles_that_are_started_by_hand_find_each_other(job):
 @pytest.mark.parametrize("order", [list(ROLES), list(reversed(ROLES))])
 def test_processes_of_their_own_do_the_same(job, order):
     job.program = Popen  # whose interpreters end as all interpreters do
-    numbers, losses, sizes = results_of(run(job, order))[0]
+    numbers, losses, sizes = results_of(job.run(ROLES, order))[0]
     assert numbers == list(range(20))
     assert losses[-1] < losses[0]
     assert sum(sizes) == 18
@@ -180,7 +116,7 @@ def test_several_trainers_and_loaders(job):
             ["--port", 0, "--replica-index", index, "--replica-size", 2] for index in range(2)
         ],
     }
-    results = results_of(run(job, ["data-loader", "nn-worker", *list(ROLES)[2:]], several))
+    results = results_of(job.run(several, ["data-loader", "nn-worker", *list(ROLES)[2:]]))
     assert sorted(results) == [0, 1]
     taken = [numbers for numbers, _, _ in results.values()]
     assert sorted(number for each in taken for number in each if number is not None) == list(range(20))

@@ -1,0 +1,1 @@
+"""`persia.sparse`: the first generation's name of `persia.embedding`."""
