@@ -39,6 +39,7 @@ __all__ = [
     "BaseCtx",
     "DataCtx",
     "EmbeddingCtx",
+    "InferCtx",
     "PreprocessMode",
     "TrainCtx",
     "cnt_ctx",
@@ -171,6 +172,15 @@ class TrainCtx(EmbeddingCtx):
         scaled: Tensor = self.grad_scaler.scale(loss.detach())
         context.backward(loss)
         return scaled
+
+
+class InferCtx(EmbeddingCtx):
+    """PERSIA's context for a server of inference, which is not supported."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        raise unsupported(
+            "InferCtx", "use kv.InferContext(model, checkpoint), or inference_ctx(model=…) in a job."
+        )
 
 
 def eval_ctx(*args: Any, **options: Any) -> EmbeddingCtx:

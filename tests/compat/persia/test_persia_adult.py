@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from persia_job import PersiaJob
 
 HERE = Path(__file__).parent / "adult"
 ADULT = HERE.parent.parent.parent.parent.parent / "shared" / "data" / "adult"
@@ -44,3 +45,23 @@ def test_it_reaches_its_auc_twice_with_identical_bits():
     assert ((rows, auc)) == again
     assert rows == [102]
     assert auc >= GATE
+
+
+@pytest.mark.slow
+def test_roles_compute_the_bits_of_one_process(tmp_path):
+    limited = {**environment(ADULT_BATCHES="60")}
+    command = [sys.executable, "-m", "karvan", "run", "--as", "persia", str(HERE / "train.py")]
+    alone = subprocess.run(command, env={**limited, "ADULT_ALONE": "1"}, capture_output=True, text=True)
+    _, expected = result_of(alone.stdout)
+    roles = {
+        "nn-worker": [[HERE / "train.py"]],
+        "data-loader": [[HERE / "data_loader.py"]],
+        "embedding-worker": [["--port", 0]],
+        "embedding-parameter-server": [["--port", 0]],
+    }
+    job = PersiaJob(tmp_path, {}, **limited)
+    try:
+        _, received = result_of(job.run(roles, list(roles)))
+    finally:
+        job.close()
+    assert received == expected

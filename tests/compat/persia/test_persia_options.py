@@ -67,6 +67,13 @@ def test_options_of_contexts(configure):
         make_context().get_embedding_size()
 
 
+def test_a_server_of_inference_says_what_to_use():
+    from persia.ctx import InferCtx
+
+    with pytest.raises(NotImplementedError, match=r"InferCtx .* use kv\.InferContext"):
+        InferCtx(["localhost:8887"])
+
+
 def test_a_loader_without_a_job_says_what_it_needs():
     from persia.ctx import DataCtx
 

@@ -1,0 +1,161 @@
+"""`persia.helper`: a whole job on this machine, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from karvan import distributed
+from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
+from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
+from karvan.compat.persia.utils import dump_yaml, find_free_port
+from karvan.discovery.registry import Registry
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
+
+_PROGRAM = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    pickle.load(file)()
+"""
+
+
+class PersiaServiceCtx:
+    """Runs parameter servers, embedding workers and a registry; inside of it, this process is a trainer.
+
+    data_loader_func and nn_worker_func run in processes of their own, which need `cloudpickle`. Leaving the
+    context waits for the trainers of nn_worker_func, and ends all processes; one that has failed is an error.
+    """
+
+    def __init__(
+        self,
+        data_loader_func: Callable[[], Any] | None = None,
+        nn_worker_func: Callable[[], Any] | None = None,
+        embedding_config: Mapping[str, Any] | None = None,
+        embedding_config_path: str | None = None,
+        global_config: Mapping[str, Any] | None = None,
+        global_config_path: str | None = None,
+        data_loader_replica_num: int = 1,
+        nproc_per_node: int = 1,
+        embedding_worker_replica_num: int = 1,
+        embedding_parameter_replica_num: int = 1,
+        embedding_worker_port: int = 7777,
+        embedding_parameter_server_port: int = 8888,
+        nats_server_port: int = 4222,
+    ) -> None:
+        if (embedding_config is None) == (embedding_config_path is None):
+            raise ValueError("Expected embedding_config or embedding_config_path, got both or none.")
+        self._functions = {Role.LOADER: data_loader_func, Role.TRAINER: nn_worker_func}
+        self._configs = {
+            EMBEDDING_CONFIG: (embedding_config, embedding_config_path),
+            GLOBAL_CONFIG: (global_config, global_config_path),
+        }
+        self._counts = {
+            Role.PARAMETER_SERVER: embedding_parameter_replica_num,
+            Role.EMBEDDING_WORKER: embedding_worker_replica_num,
+            Role.LOADER: data_loader_replica_num if data_loader_func is not None else 0,
+            Role.TRAINER: nproc_per_node,
+        }
+        self._ports = {
+            Role.PARAMETER_SERVER: embedding_parameter_server_port,
+            Role.EMBEDDING_WORKER: embedding_worker_port,
+        }
+        self._registry_port = nats_server_port
+        self._processes: list[tuple[Role, subprocess.Popen[bytes]]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            registry = Registry(port=find_free_port(self._registry_port))
+            stack.callback(registry.close)
+            stack.callback(self._stop)
+            stack.callback(distributed.disconnect)
+            before = dict(os.environ)
+            stack.callback(_restore, before)
+            os.environ.update(self._variables(folder, registry.address))
+            for role, port in self._ports.items():
+                self._start(role, ["role", role.value], port)
+            for role, function in self._functions.items():
+                if function is not None:
+                    self._start(role, _program(folder, role, function))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if error is None:
+                for role, process in self._processes:
+                    if role is Role.TRAINER:
+                        process.wait()
+            codes = [(role, process.poll()) for role, process in self._processes]
+        failed = [f"{role} (exit code {code})" for role, code in codes if code]
+        if error is None and failed:
+            raise RuntimeError(f"Expected all processes of the job to succeed, but failed: {failed[0]}.")
+
+    def _variables(self, folder: Path, registry: str) -> dict[str, str]:
+        counts = {f"{role.value.replace('-', '_')}_count": count for role, count in self._counts.items()}
+        job = JobEnvironment(registry=registry, role=Role.TRAINER, **counts)  # type: ignore[arg-type]
+        found = {"PERSIA_NATS_URL": registry, **job.variables()}
+        for name, (content, path) in self._configs.items():
+            if content is not None:
+                path = str(folder / f"{name.lower()}.yml")
+                dump_yaml(dict(content), path)
+            if path is not None:
+                found[name] = path
+        return found
+
+    def _start(self, role: Role, words: list[str], port: int | None = None) -> None:
+        for index in range(self._counts[role]):
+            chosen = 0 if port is None else find_free_port(port + index)
+            place = JobEnvironment(role=role, index=index, count=self._counts[role], port=chosen)
+            environment = {**os.environ, **place.variables()}
+            if role is Role.TRAINER:
+                rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
+                environment |= rank
+            command = [sys.executable, "-m", "karvan", *words]
+            self._processes.append((role, subprocess.Popen(command, env=environment)))
+
+    def _stop(self) -> None:
+        for _, process in self._processes:
+            process.kill()
+        for _, process in self._processes:
+            process.wait()
+
+
+def ensure_persia_service(*args: Any, **options: Any) -> PersiaServiceCtx:
+    """A whole job on this machine: see `PersiaServiceCtx`."""
+    return PersiaServiceCtx(*args, **options)
+
+
+def _program(folder: Path, role: Role, function: Callable[[], Any]) -> list[str]:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError(
+            "Functions of ensure_persia_service run in other processes, which needs cloudpickle: pip install "
+            "cloudpickle."
+        ) from error
+    content, program = folder / f"{role}.pickle", folder / f"{role}.py"
+    module = sys.modules[function.__module__]
+    cloudpickle.register_pickle_by_value(module)  # which the other process may not be able to import
+    try:
+        content.write_bytes(cloudpickle.dumps(function))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    program.write_text(_PROGRAM)
+    return ["run", "--as", "persia", str(program), str(content)]
+
+
+def _restore(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
