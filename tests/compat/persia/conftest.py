@@ -1,5 +1,7 @@
 """A PERSIA job in one process: its embedding configuration, and imports of `persia` that find the adapter."""
 
+import os
+
 import pytest
 import yaml
 
@@ -14,9 +16,12 @@ def persia(tmp_path, monkeypatch):
     """`persia` can be imported; rows are in this process."""
     for name in ("PERSIA_NATS_URL", "PERSIA_NATS_IP", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
     with import_aliases({"persia": "karvan.compat.persia"}):
         yield
     distributed.disconnect()
+    os.environ.clear()  # contexts and launchers set variables of their processes
+    os.environ.update(before)
 
 
 @pytest.fixture

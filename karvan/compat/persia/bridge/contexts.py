@@ -59,7 +59,7 @@ class BaseCtx:
         self.device_id = device_id
         self._stack = ExitStack()
         self._in_job = join_job()
-        read_global_config().apply()
+        read_global_config().check()
 
     @property
     def device(self) -> torch.device | None:

@@ -80,9 +80,9 @@ class GlobalConfig(Section):
         default_factory=EmbeddingParameterServerConfig
     )
 
-    def apply(self) -> None:
-        """Set the variables of this process's role; unsupported keys are errors."""
-        common, worker = self.common_config, self.embedding_worker_config
+    def check(self) -> None:
+        """Raise for unsupported keys, and warn of those that only tune."""
+        common = self.common_config
         server = self.embedding_parameter_server_config
         if common.metrics_config.enable_metrics:
             raise unsupported(
@@ -121,6 +121,11 @@ class GlobalConfig(Section):
                 "incremental_buffer_size", server.incremental_buffer_size, _BUFFER, "there are no increments."
             ),
         )
+
+    def apply(self) -> None:
+        """Set the variables of this process, which becomes a role; unsupported keys are errors."""
+        self.check()
+        worker = self.embedding_worker_config
         set_variables(
             os.environ,
             {
