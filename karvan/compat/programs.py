@@ -28,7 +28,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
 }
 """For each system the packages that its programs import, and what stands for them."""
 
-_GROUPS = ("recis", "elasticdl")  # whose programs make a process group of torch themselves
+_GROUPS = ("recis",)  # whose programs make a process group of torch; MASTER_ADDR of elasticai_api is another
 
 COMMANDS = {"elasticdl": "karvan.compat.elasticdl.commands"}
 """Modules of the commands of systems that have some: `COMMANDS`, and `run(command, arguments)`."""

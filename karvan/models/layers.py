@@ -39,7 +39,9 @@ class Layers(nn.Sequential):
         linears: list[nn.Linear] = []
         relus: list[bool] = []
         for module in self:
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)):
+                return None
+            if module._backward_pre_hooks:
                 return None
             if type(module) is nn.Linear and module.bias is not None and module.weight.dtype is torch.float32:
                 linears.append(module)

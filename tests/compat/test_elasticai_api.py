@@ -159,7 +159,10 @@ def test_what_a_killed_worker_has_not_reported_is_trained_by_others(tmp_path, ma
     command = [sys.executable, "-m", "karvan", "run", "--as", "elasticdl", str(program)]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": dict(os.environ)}
     killed = ForkedProgram([*command, "stop"], **options)
-    lines = list(iter(killed.stdout.readline, "holds\n"))
+    lines = []
+    while (line := killed.stdout.readline()) != "holds\n":
+        assert line, "the worker has ended"
+        lines.append(line)
     killed.kill()
     killed.wait()
     (lease,) = master.ledger.leases

@@ -92,6 +92,15 @@ def test_a_program_has_its_arguments_its_folder_and_its_imports(tmp_path, capfd)
     assert "recis" not in sys.modules
 
 
+def test_a_program_of_elasticdl_has_the_address_of_its_master(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1:4321")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    program = tmp_path / "program.py"
+    program.write_text("import os\nprint(os.environ['MASTER_ADDR'])\n")
+    assert main(["run", "--as", "elasticdl", str(program)]) == 0
+    assert capfd.readouterr().out == "127.0.0.1:4321\n"
+
+
 def test_an_error_of_the_program_is_shown_from_its_first_line_on(tmp_path, capfd):
     program = tmp_path / "program.py"
     program.write_text("def work():\n    raise ValueError('mine')\nwork()\n")

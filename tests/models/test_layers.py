@@ -62,13 +62,14 @@ def test_an_input_without_a_gradient():
     [
         lambda net: net[0].register_forward_hook(lambda *_: None),
         lambda net: net[1].register_forward_pre_hook(lambda *_: None),
+        lambda net: net[0].register_full_backward_pre_hook(lambda *_: None),
         lambda net: net.append(nn.Dropout(0.5)),
         lambda net: net.append(nn.Sigmoid()),
         lambda net: net[0].double(),
         lambda net: setattr(net[0], "bias", None),
         lambda net: nn.utils.parametrizations.weight_norm(net[0]),
     ],
-    ids=["hook", "early hook", "dropout", "sigmoid", "double", "no bias", "weight norm"],
+    ids=["hook", "early hook", "backward hook", "dropout", "sigmoid", "double", "no bias", "weight norm"],
 )
 def test_what_only_torch_can_do(change):
     net = layers_of(3, [4], None)
