@@ -27,7 +27,7 @@ def connect_ranks(grad_reduce_by: str | None = None, device: torch.device | str 
         )
     reduce = _REDUCES[grad_reduce_by or "worker"]
     connection = distributed.current()
-    if not connection.chosen:
+    if not connection.chosen or connection.settings.kind == "memory":  # which `disconnect` leaves, too
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1:
             distributed.connect("sharded", grad_reduce=reduce, device=device_of(device).type)

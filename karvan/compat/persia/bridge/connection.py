@@ -76,7 +76,8 @@ def connect(staleness: int | None) -> None:
     staleness: batches between a lookup and its gradient, at most; None: as the job says. Without servers
     every lookup sees all gradients before it, as with 1.
     """
-    if distributed.current().chosen:
+    current = distributed.current()
+    if current.chosen and current.settings.kind != "memory":  # which is also what `disconnect` leaves
         return
     if join_job():
         wait_for_roles(Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
