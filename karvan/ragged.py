@@ -1,4 +1,4 @@
-"""Batches of variable-length data: `Ragged`, `NestedRagged`, `Padded` and `Batch`.
+"""Batches of variable-length data: `Ragged`, `NestedRagged`, `Padded`, `IndexedRows` and `Batch`.
 
 Also `IdsReference`, for ids that an embedding worker holds.
 """
@@ -6,11 +6,13 @@ Also `IdsReference`, for ids that an embedding worker holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, pad
 
 
 class Padded(NamedTuple):
@@ -18,6 +20,53 @@ class Padded(NamedTuple):
 
     values: Tensor
     mask: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedRows:
+    """Vectors of distinct ids, and which of them each sample has: what the combiner "index" gives.
+
+    vectors: (U + 1, dim), of the U distinct ids of the batch in ascending order, as int64. They come after
+    row 0, which is zeros and stands for padding.
+    index: (B, L), int64, rows of `vectors`: those of a sample's ids in their order, then 0.
+    weights: (B, L), those of the ids, then 0; None if the ids have none. `vectors` are without them.
+    """
+
+    vectors: Tensor
+    index: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, L), True on real entries."""
+        return self.index > 0
+
+    def lengths(self) -> Tensor:
+        """The number of ids of each sample, int64."""
+        return self.mask.sum(1)
+
+    def to_sequence(self) -> Padded:
+        """Every vector, multiplied by its weight if there are any, as the combiner "sequence" gives them."""
+        values = embedding(self.index, self.vectors, padding_idx=0)
+        return Padded(values if self.weights is None else values * self.weights.unsqueeze(2), self.mask)
+
+    def to_ragged(self) -> Ragged:
+        """Every vector, as the combiner "ragged" gives them, but at most L of a sample."""
+        mask = self.mask
+        values = embedding(self.index[mask], self.vectors)
+        if self.weights is not None:
+            values = values * self.weights[mask].unsqueeze(1)
+        return Ragged(values, pad(mask.sum(1).cumsum(0), (1, 0)))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> IndexedRows:
+        """A copy on the device, or the same tensors if they are on it already."""
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
+        vectors, index = (each.to(device, non_blocking=non_blocking) for each in (self.vectors, self.index))
+        return IndexedRows(vectors, index, weights)
+
+    def __repr__(self) -> str:
+        weighted = "" if self.weights is None else ", weighted"
+        return f"IndexedRows(vectors={list(self.vectors.shape)}, index={list(self.index.shape)}{weighted})"
 
 
 class Ragged:

@@ -29,7 +29,7 @@ from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
 from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle, find_table
-from karvan.ragged import REFERENCE, IdsReference, Padded, Ragged
+from karvan.ragged import REFERENCE, IdsReference, IndexedRows, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
 from karvan.store.types import Gradients
@@ -106,7 +106,7 @@ class EmbeddingEngine(nn.Module):
         """All tables."""
         return list(self._handles.values())
 
-    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | IndexedRows | Any]:
         """Embed the engine's features of a batch; other entries of the batch are passed through."""
         refuse_export()
         training = self.training and torch.is_grad_enabled() and bool(self._trains)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from karvan import ids
 from karvan.batch_slicing import rows_of
+from karvan.embedding.distinct_ids import find_distinct
 from karvan.embedding.table import POOLED, Table
 from karvan.native import _native, output_buffers
-from karvan.ragged import IdsReference, NestedRagged, Padded, Ragged
+from karvan.ragged import IdsReference, IndexedRows, NestedRagged, Padded, Ragged
 from karvan.store.base import Store
 from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
-from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.remote.output_layout import OutputLayout, RowIndex
 
 _CPU = torch.device("cpu")
 
@@ -32,12 +33,14 @@ def mode_of(table: Table) -> str:
 class Output:
     """A feature's vectors and their layout."""
 
-    __slots__ = ("_out", "cells", "length", "lists", "offsets", "samples", "table")
+    __slots__ = ("_out", "cells", "length", "lists", "offsets", "row_index", "samples", "table")
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self.lists: tuple[int, int] | Tensor | None = None
         """Where each sample has several lists, which the core takes for samples: shape, or offsets."""
+        self.row_index: RowIndex | None = None
+        """With the combiner "index": the core takes a list for each distinct id for samples."""
         self.samples = self.cells = 0
         self.length = 1
         self.offsets: Tensor | None = None
@@ -45,19 +48,22 @@ class Output:
 
     def fill(self, out: Tensor, layout: OutputLayout) -> None:
         """Take the output that a lookup has returned."""
-        self.samples, self.cells, self.length, self.offsets = layout
+        self.samples, self.cells, self.length, self.offsets = layout[:4]
+        self.row_index = self.row_index if layout.row_index is None else layout.row_index
         self._out = out
 
     @property
     def rows(self) -> int:
         """The number of samples of the batch."""
+        if self.row_index is not None:
+            return self.row_index.rows.shape[0]
         if self.lists is None:
             return self.samples
         return self.lists[0] if isinstance(self.lists, tuple) else self.lists.shape[0] - 1
 
     def layout(self) -> OutputLayout:
         """The layout, as `fill` takes it."""
-        return OutputLayout(self.samples, self.cells, self.length, self.offsets)
+        return OutputLayout(self.samples, self.cells, self.length, self.offsets, self.row_index)
 
     def numel(self) -> int:
         """Floats of the output."""
@@ -70,7 +76,7 @@ class Output:
         out, self._out = self._out, None
         return out
 
-    def present(self, out: Tensor) -> Tensor | Padded | Ragged:
+    def present(self, out: Tensor) -> Tensor | Padded | Ragged | IndexedRows:
         """The output in the shape that the combiner defines."""
         if self.table.combiner == "tile":
             return out.view(self.samples, self.length * self.table.dim)
@@ -78,6 +84,10 @@ class Output:
             return Ragged(out, self.offsets)
         if self.table.combiner == "sequence":
             return Padded(out.view(self.samples, self.length, self.table.dim), self.layout().mask())
+        if self.row_index is not None:
+            count, rows, weights = self.row_index
+            weights = None if weights is None else _on(out.device, weights)
+            return IndexedRows(out if count == self.samples else out[:count], _on(out.device, rows), weights)
         if self.lists is None:
             return out
         if isinstance(self.lists, tuple):
@@ -104,6 +114,7 @@ class FeatureInput(Output):
             and entry.dim() == 1
             and entry.is_contiguous()
             and table.hash_stack is None
+            and table.combiner != "index"
         ):  # one id for each sample, as most features have: there is nothing to check or convert
             self.values = entry
             self.samples = self.cells = entry.numel()
@@ -150,6 +161,8 @@ class FeatureInput(Output):
             weights = weights.detach().to(torch.float32).contiguous()
         self.cells, self.offsets, self.weights = count, offsets, weights
         self.length = self._longest() if table.length is None else table.length
+        if table.combiner == "index":
+            values = self._take_index(name, table_name, values)
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
@@ -172,8 +185,18 @@ class FeatureInput(Output):
         self.lists = entry.outer
         return entry.lists()
 
+    def _take_index(self, name: str, table_name: str, values: Tensor) -> Tensor:
+        """The distinct ids, and those that occur again, in lists that take the place of samples."""
+        if self.offsets is not None and not _tiles(self.offsets, self.cells):
+            expected = f"offsets that rise from 0 to its {self.cells} ids"
+            raise _refusal(name, table_name, ValueError, expected, f"{self.offsets.tolist()[:10]}")
+        found = find_distinct(values, self.offsets, self.weights, self.length)
+        self.offsets, self.row_index, self.weights, self.length = found.offsets, found.row_index, None, 1
+        self.samples, self.cells = found.offsets.shape[0] - 1, found.values.shape[0]
+        return found.values
+
     def _longest(self) -> int:
-        if self.table.combiner != "sequence" or self.offsets is None:
+        if self.table.combiner not in ("sequence", "index") or self.offsets is None:
             return 1
         # On a GPU this waits: the shape of the output depends on it. `Table(length=…)` avoids that.
         # Bounded by the number of ids: wrong offsets, which the native core refuses later, must not allocate
@@ -182,7 +205,7 @@ class FeatureInput(Output):
         return min(max(longest, 0), self.cells)
 
     def _cells_out(self) -> int:
-        if self.table.combiner in POOLED:
+        if mode_of(self.table) == "pooled":
             return self.samples
         return self.cells if self.table.combiner == "ragged" else self.samples * self.length
 
@@ -302,3 +325,10 @@ def _regular_offsets(samples: int, length: int, device: torch.device) -> Tensor:
     if not length:
         return torch.zeros(samples + 1, dtype=torch.int64, device=device)
     return torch.arange(0, samples * length + 1, length, device=device)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor on a device; what is there may have been made on another stream."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor.to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from karvan.embedding.init import Initialiser, Uniform
 from karvan.store import TableSpec
 
 POOLED = ("sum", "mean", "mean_by_count", "mean_by_density", "sqrtn")
-COMBINERS = (*POOLED, "sequence", "tile", "ragged")
+COMBINERS = (*POOLED, "sequence", "tile", "ragged", "index")
 _DEVICES = ("cpu", "cuda")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -37,12 +37,13 @@ class Table:
 
     combiner: "sum", "mean" or "sqrtn" pool a sample's ids to (B, dim); "sequence" gives `Padded` (B, L, dim)
     with a mask, "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as
-    a `Ragged`. If ids have weights, "mean" divides by their sum, "mean_by_count" by the number of ids, and
-    "mean_by_density" as RecIS 1.0: by the number of ids if the batch has more than 5 * (B + 1) of them, by
-    the sum of weights otherwise.
+    a `Ragged`, "index" the vectors of distinct ids and an index (B, L) into them, as `IndexedRows`. If ids
+    have weights, "mean" divides by their sum, "mean_by_count" by the number of ids, and "mean_by_density" as
+    RecIS 1.0: by the number of ids if the batch has more than 5 * (B + 1) of them, by the sum of weights
+    otherwise.
     use_weights: False ignores the weights of ids, as the "tile" of RecIS does.
-    length: how many ids "sequence" and "tile" take, from the first; "sequence" without it takes the longest
-    sample of the batch.
+    length: how many ids "sequence", "tile" and "index" take, from the first; "sequence" and "index" without
+    it take those of the longest sample of the batch.
     device: "cpu" or "cuda", where the rows are if not where `kv.connect` says; the vectors of an engine with
     tables on a GPU are all there.
     read_only: lookups of this feature create no rows and count no uses, and it has no gradients; other
@@ -75,9 +76,9 @@ class Table:
         if self.combiner == "tile" and self.length is None:
             raise ValueError("Table with combiner 'tile' needs length, the number of vectors side by side.")
         if self.length is not None:
-            if self.combiner not in ("sequence", "tile"):
+            if self.combiner not in ("sequence", "tile", "index"):
                 raise ValueError(
-                    f"Table takes length with 'sequence' and 'tile', not with '{self.combiner}'."
+                    f"Table takes length with 'sequence', 'tile' and 'index', not with '{self.combiner}'."
                 )
             if self.length < 1:
                 raise ValueError(f"Table expects length of at least 1, got {self.length}.")

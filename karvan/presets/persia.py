@@ -29,7 +29,7 @@ def table(dim: int, name: str | None = None, *, admit_probability: float = 1.0, 
     """A `kv.Table` whose rows start in ±0.01, and whose keys are admitted with a probability at every miss.
 
     A slot with `embedding_summation` has the default combiner, with `sqrt_scaling` also combiner="sqrtn"; a
-    raw slot has combiner="sequence" and length=`sample_fixed_size`.
+    raw slot has combiner="sequence", or "index" for distinct vectors, and length=`sample_fixed_size`.
     """
     if "admit" not in options:
         options["admit"] = Always() if admit_probability == 1.0 else Probability(admit_probability, each=True)

@@ -63,16 +63,18 @@ _ENGINE = Text(64)
 _FEATURE = TupleOf(
     TABLE,
     Integer(1, MOST_DIM),
-    OneOf("sum", "mean", "mean_by_count", "mean_by_density", "sqrtn", "sequence", "tile", "ragged"),
+    OneOf("sum", "mean", "mean_by_count", "mean_by_density", "sqrtn", "sequence", "tile", "ragged", "index"),
     Nullable(Integer(1, 2**20)),
     Nullable(TupleOf(Integer(1, 2**10), Integer(1, 2**62))),
     Boolean(),
     OneOf("error", "empty"),
 )
 _SIZE = Integer(0, 2**48)
+# Of an index: how many vectors it refers to, its samples and length, whether with weights.
+_ROW_INDEX = TupleOf(_SIZE, _SIZE, _SIZE, Boolean())
 _LAYOUTS = ListOf(
-    TupleOf(_SIZE, _SIZE, _SIZE, Boolean()), 65535
-)  # samples, ids, length, whether with offsets
+    TupleOf(_SIZE, _SIZE, _SIZE, Boolean(), Nullable(_ROW_INDEX)), 65535
+)  # samples, ids, length, whether with offsets, and the index, if it has one
 _RESTARTED = ListOf(TupleOf(_INDEX, Text(64)))  # servers, and their new incarnations
 _NEEDS = Fields({"needs": OneOf("engine", "ids"), "text": Text(2000)}, {"reference": _REFERENCE})
 
@@ -143,7 +145,12 @@ WORKER_CALLS = table_of(
         answers=[
             OptionalArrays(
                 _has_vectors,
-                [ArrayKind("vectors", ("float32", "uint16"), ANY), ArrayKind("offsets", "int64", ANY)],
+                [
+                    ArrayKind("vectors", ("float32", "uint16"), ANY),
+                    ArrayKind("offsets", "int64", ANY),
+                    ArrayKind("rows", "int32", ANY),
+                    ArrayKind("weights", "float32", ANY),
+                ],
             )
         ],
     ),

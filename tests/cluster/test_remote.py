@@ -10,7 +10,7 @@ import torch
 from cluster_helpers import serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_programs import FEATURES, global_batch, part_of, train
+from sharded_programs import FEATURES, global_batch, part_of, train, values_of
 
 import karvan as kv
 from karvan import distributed
@@ -149,7 +149,7 @@ def test_no_more_batches_are_out_than_the_bound_allows(bound):
             engine.prepare(batch, training=True)
         for batch in batches:
             out = engine(batch)
-            sum((o if isinstance(o, torch.Tensor) else o.values).sum() for o in out.values()).backward()
+            sum(values_of(o).sum() for o in out.values()).backward()
             sparse.step()
             if (following := next(ahead, None)) is not None:
                 engine.prepare(following, training=True)

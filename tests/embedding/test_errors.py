@@ -179,6 +179,8 @@ def test_features_of_one_table_may_pool_differently():
         (lambda: kv.Table(4, combiner="max"), r"sum.*max"),
         (lambda: kv.Table(4, combiner="tile"), r"length"),
         (lambda: kv.Table(4, combiner="tile", length=0), r"length.*0"),
+        (lambda: kv.Table(4, combiner="index", length=0), r"length.*0"),
+        (lambda: kv.Table(4, length=2), r"length with 'sequence', 'tile' and 'index', not with 'sum'"),
         (lambda: kv.Table(4, dtype=torch.int64), r"int64"),
     ],
 )

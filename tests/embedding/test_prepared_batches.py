@@ -19,6 +19,7 @@ def make_engine():
         "item": kv.Table(4),
         "history": kv.Table(4, name="item", combiner="sequence", length=2),
         "stacked": kv.Table(4, hash_stack=HashStack(2, 50)),
+        "index": kv.Table(4, name="item", combiner="index"),
     }
     engine = kv.EmbeddingEngine(tables)
     return engine, kv.optim.Adagrad(engine, lr=0.1)
@@ -38,12 +39,14 @@ def make_batch(seed):
             "stacked": ids[2],
             "items": kv.Ragged(values, offsets, torch.ones(len(values))),
             "history": kv.Ragged(values, offsets),
+            "index": kv.Ragged(values, offsets),
         }
     )
 
 
 def step(engine, optimizer, batch):
     out = engine(batch)
+    out["index"] = out["index"].to_sequence()
     tensors = [v.values if isinstance(v, Padded) else v for v in out.values()]
     sum((t * t).sum() for t in tensors).backward()
     optimizer.step()

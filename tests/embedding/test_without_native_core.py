@@ -14,6 +14,7 @@ from dict_store import DictStore
 import karvan as kv
 from karvan.embedding import HashStack
 from karvan.native import NativeCoreError, core
+from karvan.ragged import IndexedRows
 from karvan.store import MemoryStore
 
 
@@ -53,6 +54,7 @@ TABLES = {
     "item": kv.Table(4, combiner="mean", **START),
     "seen": kv.Table(4, name="item", combiner="sequence", length=3, **START),
     "last": kv.Table(4, name="item", combiner="sequence", **START),
+    "index": kv.Table(4, name="item", combiner="index", **START),
     "tags": kv.Table(5, combiner="sqrtn", **START),
     "path": kv.Table(3, combiner="tile", length=2, **START),
     "words": kv.Table(4, combiner="ragged", hash_stack=HashStack(2, 50), **START),
@@ -70,7 +72,8 @@ def random_batch(rng, rows=12):
 
 
 def outputs(out):
-    return [value if isinstance(value, torch.Tensor) else value.values for value in out.values()]
+    made = [value.to_sequence() if isinstance(value, IndexedRows) else value for value in out.values()]
+    return [value if isinstance(value, torch.Tensor) else value.values for value in made]
 
 
 @pytest.mark.parametrize("prepare", [False, True])

@@ -101,6 +101,8 @@ def test_a_template_or_tables_by_name_say_what_rows_are_like(name):
         MAKERS[name](table={"z": like})
     with pytest.raises(ValueError, match=r"pool its ids by sum, .*, sqrtn, but has combiner 'sequence'"):
         MAKERS[name](table=kv.Table(8, combiner="sequence"))
+    with pytest.raises(ValueError, match="but has combiner 'index'"):
+        MAKERS[name](table=kv.Table(8, combiner="index"))
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -12,6 +12,8 @@ TABLES = {
     "user": kv.Table(4),
     "item": kv.Table(4, combiner="mean"),
     "seen": kv.Table(4, combiner="sequence", name="item"),
+    "path": kv.Table(4, combiner="index", name="user"),
+    "seen path": kv.Table(4, combiner="index", name="item", length=2),
     "shop": kv.Table(3, evict=kv.eviction.LRU(capacity=10)),
 }
 PLACES = {"user": "cpu", "item": "cuda", "shop": "cpu"}
@@ -26,6 +28,8 @@ def random_batch():
         "user": torch.randint(-9, 9, (20,)),
         "item": ragged(),
         "seen": ragged(),
+        "path": ragged(),
+        "seen path": ragged(),
         "shop": torch.randint(0, 15, (20,)),
     }
 
@@ -44,7 +48,8 @@ def train(engines, steps):
             for batch in batches:
                 out = engine(batch)
                 loss = out["user"].square().sum() + out["item"].sum() + out["seen"].values.sin().sum()
-                (loss + out["shop"].sum()).backward()
+                paths = [out[name].to_sequence().values.sin().sum() for name in ("path", "seen path")]
+                (loss + out["shop"].sum() + sum(paths)).backward()
             optimizer.step()
     return out
 

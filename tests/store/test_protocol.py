@@ -7,12 +7,14 @@ from store_kinds import DistinctKeysStore
 
 import karvan as kv
 from karvan.embedding import HashStack
+from karvan.ragged import IndexedRows
 from karvan.store import MemoryStore, Rows, TableSpec
 
 TABLES = {
     "user": kv.Table(16),
     "item": kv.Table(8, combiner="mean"),
     "seen": kv.Table(8, name="item", combiner="sequence", length=3),
+    "path": kv.Table(8, name="item", combiner="index"),
     "tags": kv.Table(5, combiner="sqrtn", dtype=torch.bfloat16),
     "words": kv.Table(4, combiner="ragged", hash_stack=HashStack(2, 50)),
     "shop": kv.Table(4, evict=kv.eviction.LRU(capacity=20)),
@@ -31,6 +33,7 @@ def random_batch(rng, rows=64):
         "user": torch.from_numpy(rng.integers(-40, 40, rows)),
         "item": ragged(weights=True),
         "seen": ragged(),
+        "path": ragged(weights=True),
         "tags": ragged(),
         "words": ragged(),
         "shop": torch.from_numpy(rng.integers(0, 60, rows)),
@@ -39,6 +42,7 @@ def random_batch(rng, rows=64):
 
 def outputs(out):
     for value in out.values():
+        value = value.to_sequence() if isinstance(value, IndexedRows) else value
         yield value if isinstance(value, torch.Tensor) else value.values
 
 

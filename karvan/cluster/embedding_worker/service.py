@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from karvan.cluster.batch_messages import unpack
@@ -45,6 +44,7 @@ from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
 from karvan.protocol.parameter_server import expect_trainer
 from karvan.ragged import Ragged
 from karvan.store.exchange.wire_format import to_wire
+from karvan.store.remote.layout_message import pack_layouts
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
@@ -203,15 +203,10 @@ class EmbeddingWorker(Service):
         if head["training"]:
             session.add(head["store"], head["batch"], embedded)
         self.claims += 1
-        layouts, offsets = [], [np.empty(0, np.int64)]
-        for one in embedded.inputs:
-            out = one.layout()
-            layouts.append([out.samples, out.ids, out.length, out.offsets is not None])
-            if out.offsets is not None:
-                offsets.append(out.offsets.numpy())
+        laid, arrays = pack_layouts([one.layout() for one in embedded.inputs])
         vectors = torch.cat([out.reshape(-1) for out in outs])
-        answer = {"laid": layouts, "begun_anew": session.take_restarted()}
-        return Message(answer, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
+        answer = {"laid": laid, "begun_anew": session.take_restarted()}
+        return Message(answer, [to_wire(vectors, engine.wire), *arrays])
 
     def _backward(self, call: Request) -> Message:
         with self._session(call.caller) as session:

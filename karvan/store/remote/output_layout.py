@@ -8,17 +8,30 @@ import torch
 from torch import Tensor
 
 
+class RowIndex(NamedTuple):
+    """Which rows of an output the samples of a batch have, for the combiner "index".
+
+    vectors: the rows of the output that the index refers to; what follows them is not used. Row 0 is zeros.
+    rows: (samples, length), int64, 0 where a sample has no id. weights: likewise, float32, of ids.
+    """
+
+    vectors: int
+    rows: Tensor
+    weights: Tensor | None
+
+
 class OutputLayout(NamedTuple):
     """The layout of a feature's output.
 
     ids: of all samples; length: cells of a sample; offsets: where the ids of samples start, None where each
-    sample has one id.
+    sample has one id. row_index: of the combiner "index", whose output has lists of ids for samples.
     """
 
     samples: int
     ids: int
     length: int
     offsets: Tensor | None
+    row_index: RowIndex | None = None
 
     def lengths(self) -> Tensor:
         """The number of ids of each sample."""

@@ -21,9 +21,10 @@ from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference
 from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.program import LookupProgram
+from karvan.store.remote.layout_message import LayoutArrays, unpack_layouts
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.remote.pending_lookup import PendingLookup
-from karvan.wire import Array, Message, RefusedError
+from karvan.wire import Array, Message
 from karvan.wire.schema.calls import expect_array
 
 
@@ -78,43 +79,18 @@ class WorkerLookup(PendingLookup):
         """See `PendingLookup.finish`."""
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
-        vectors, offsets = answer.arrays
-        self._check(answer)
+        vectors = answer.arrays[0]
+        self.layouts = unpack_layouts(self.program, answer.head["laid"], LayoutArrays(*answer.arrays[1:]))
+        features = list(zip(self.program.features, self.layouts, strict=True))
+        size = sum(_cells(feature.mode, layout) * feature.dim for feature, layout in features)
+        expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
         flat = from_wire(vectors, self._wire)
-        at = at_offset = 0
-        for feature, (samples, ids, length, has_offsets) in zip(
-            self.program.features, answer.head["laid"], strict=True
-        ):
-            begins: Tensor | None = None
-            if has_offsets:
-                begins = torch.from_numpy(offsets[at_offset : at_offset + samples + 1].copy())
-                at_offset += samples + 1
-            layout = OutputLayout(samples, ids, length, begins)
+        at = 0
+        for feature, layout in features:
             out = output_buffers.empty(_cells(feature.mode, layout), feature.dim)
             np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
             at += out.numel()
             self._outs.append(out)
-            self.layouts.append(layout)
-
-    def _check(self, answer: Message) -> None:
-        """Check that arrays are as large as the layouts say, and offsets are within the ids."""
-        vectors, offsets = answer.arrays
-        layouts = answer.head["laid"]
-        if len(layouts) != len(self.program.features):
-            raise RefusedError(f"expected {len(self.program.features)} features, got {len(layouts)}.")
-        size = at = 0
-        for feature, (samples, ids, length, has_offsets) in zip(self.program.features, layouts, strict=True):
-            size += _cells(feature.mode, OutputLayout(samples, ids, length, None)) * feature.dim
-            if has_offsets:
-                begins = offsets[at : at + samples + 1]
-                at += samples + 1
-                ends = len(begins) == samples + 1 and begins[0] == 0 and begins[-1] == ids
-                if not ends or (np.diff(begins) < 0).any():
-                    raise RefusedError(
-                        f"expected offsets of {samples} samples and {ids} ids for '{feature.name}'."
-                    )
-        expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
-        expect_array(offsets, "offsets", "int64", at)
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
         """See `RemoteLookup.take`."""

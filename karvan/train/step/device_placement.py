@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from karvan.devices import CopiedBatch, copy_columns, exact_device, hold_until_used, tensors_of
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
-from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+from karvan.ragged import Batch, IndexedRows, NestedRagged, Padded, Ragged
 from karvan.train.checks.label_values import Check, no_check
 from karvan.train.pair import Pair, as_batch
 from karvan.train.step.optimizer_step import engines_of
@@ -263,7 +263,7 @@ def _ids_to(
 def _moved(entry: Any, device: torch.device) -> Any:
     if isinstance(entry, Padded):
         return Padded(entry.values.to(device), entry.mask.to(device))
-    return entry.to(device) if isinstance(entry, Tensor | Ragged | NestedRagged) else entry
+    return entry.to(device) if isinstance(entry, Tensor | Ragged | NestedRagged | IndexedRows) else entry
 
 
 def _on_cpu(batch: Mapping[str, Any]) -> bool:

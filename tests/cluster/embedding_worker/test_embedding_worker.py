@@ -136,13 +136,15 @@ def test_nan_in_one_slot_skips_only_that_table_and_is_counted(job):
 def test_nan_where_there_is_no_id_is_of_no_harm(job):
     loader = job(1, 1)
     tables = {"sum": kv.Table(2), "sequence": kv.Table(2, combiner="sequence", length=3)}
+    tables["index"] = kv.Table(2, combiner="index", length=3)
     engine = kv.EmbeddingEngine(tables)
     optimizer = kv.optim.SGD(engine, lr=1.0)
     lists = kv.Ragged.from_lists([[1, 2], []])
-    outputs = engine(loader.send({"sum": lists, "sequence": lists}))
-    pooled, padded = torch.ones(2, 2), torch.ones(2, 3, 2)
-    pooled[1], padded[1], padded[0, 2] = torch.nan, torch.nan, torch.inf
-    torch.autograd.backward([outputs["sum"], outputs["sequence"].values], [pooled, padded])
+    outputs = engine(loader.send(dict.fromkeys(tables, lists)))
+    pooled, padded, distinct = torch.ones(2, 2), torch.ones(2, 3, 2), torch.ones(3, 2)
+    pooled[1], padded[1], padded[0, 2], distinct[0] = torch.nan, torch.nan, torch.inf, torch.nan
+    vectors = [outputs["sum"], outputs["sequence"].values, outputs["index"].vectors]
+    torch.autograd.backward(vectors, [pooled, padded, distinct])
     assert optimizer.gradients_finite()
     optimizer.step()
     for table in engine.tables():

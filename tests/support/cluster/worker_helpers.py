@@ -17,7 +17,7 @@ from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.registry import Registry
 from karvan.embedding import HashStack
-from karvan.ragged import REFERENCE, Batch, IdsReference, Padded, Ragged
+from karvan.ragged import REFERENCE, Batch, IdsReference, IndexedRows, Padded, Ragged
 
 _generations = itertools.count(1)
 
@@ -170,6 +170,10 @@ def all_layouts():
         "tiles": kv.Table(3, combiner="tile", length=2),
         "all": kv.Table(3, combiner="ragged"),
         "single": kv.Table(4, combiner="sequence", name="item"),
+        "index": kv.Table(4, combiner="index", name="item"),
+        "cut index": kv.Table(4, combiner="index", name="item", length=2),
+        "weighted index": kv.Table(4, combiner="index", admit=kv.admission.MinCount(2)),
+        "stacked index": kv.Table(4, combiner="index", hash_stack=HashStack(2, 10), length=3),
     }
 
 
@@ -201,6 +205,10 @@ def batches(number, rows=12, seed=3, keys=40):
             "tiles": ragged(),
             "all": ragged(),
             "single": ids(rows),
+            "index": ragged(),
+            "cut index": ids(rows * 3).reshape(rows, 3),
+            "weighted index": ragged(weights=True),
+            "stacked index": ids(rows),
         }
         for _ in range(number)
     ]
@@ -215,6 +223,9 @@ def tensors(outputs):
             found += [entry.values, entry.mask]
         elif isinstance(entry, Ragged):
             found += [entry.values, entry.offsets]
+        elif isinstance(entry, IndexedRows):
+            found += [entry.to_sequence().values, entry.vectors, entry.index]
+            found += [] if entry.weights is None else [entry.weights]
         else:
             found.append(entry)
     return found

@@ -18,6 +18,7 @@ from torch import Tensor
 
 RTOL, ATOL = 3e-5, 2e-6
 MASK64 = 2**64 - 1
+PADDED = ("sequence", "tile", "index")
 ONE_PER_ROW = ("sum", "mean", "sqrtn", "mean_by_count", "mean_by_density")
 
 # name -> (class of kv.optim, its arguments); clipping is kept apart from weight decay on purpose.
@@ -134,7 +135,7 @@ class Lookup:
 def look_up(feature: Feature, rows: list[list[int]], weights: list[list[float]] | None = None) -> Lookup:
     """Take one feature's rows of ids apart; unpooled combiners multiply each vector by its weight."""
     weights = weights if feature.use_weights else None
-    if feature.combiner in ("sequence", "tile") and feature.length is not None:
+    if feature.combiner in PADDED and feature.length is not None:
         rows = [row[: feature.length] for row in rows]
         weights = None if weights is None else [w[: feature.length] for w in weights]
     longest = max((len(row) for row in rows), default=0) if feature.length is None else feature.length
@@ -149,15 +150,16 @@ def look_up(feature: Feature, rows: list[list[int]], weights: list[list[float]] 
         divisor = divisors.get(combiner, 1.0)
         for j, key in enumerate(row):
             slot = i if feature.combiner in ONE_PER_ROW else entry
-            slot = i * longest + j if feature.combiner in ("sequence", "tile") else slot
+            slot = i * longest + j if feature.combiner in PADDED else slot
             for real in hash_stack(key, *feature.stack) if feature.stack else [signed(key)]:
                 terms.append((slot, real, w[j] / divisor))
             entry += 1
     batch, dim = len(rows), feature.dim
     shapes = {"sequence": (batch, longest, dim), "tile": (batch, longest * dim), "ragged": (entry, dim)}
+    shapes["index"] = shapes["sequence"]
     shape = shapes.get(feature.combiner, (batch, dim))
     lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(longest) < lengths[:, None] if feature.combiner == "sequence" else None
+    mask = torch.arange(longest) < lengths[:, None] if feature.combiner in ("sequence", "index") else None
     return Lookup(feature, shape, terms, mask)
 
 

@@ -7,7 +7,7 @@ import quick_interpreter  # noqa: F401, for ranks in Triton's interpreter
 import torch
 import torch.distributed as dist
 import trainer_programs
-from sharded_programs import loss_of, optimizer_of, part_of
+from sharded_programs import loss_of, optimizer_of, part_of, values_of
 
 import karvan as kv
 from karvan import distributed
@@ -28,6 +28,7 @@ FEATURES = {
     "stack": lambda: kv.Table(4, combiner="sum", hash_stack=HashStack(rounds=2, size=20)),
     "ragged": lambda: kv.Table(5, combiner="ragged"),
     "single": lambda: kv.Table(4, combiner="sum"),
+    "index": lambda: kv.Table(8, name="weighted", combiner="index"),
 }
 
 
@@ -145,11 +146,7 @@ def train(
     engine.eval()
     with torch.no_grad():
         outputs = engine(share_of(global_batch(seed, rows), rank, world, device))
-        outputs = {
-            name: (out if isinstance(out, torch.Tensor) else out.values).cpu()
-            for name, out in outputs.items()
-            if name in engine.features
-        }
+        outputs = {name: values_of(out).cpu() for name, out in outputs.items() if name in engine.features}
     some = engine.table("shared").vectors(torch.arange(-5, 5) * (1 << 40) + 7)
     tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     stats = {table.name: table.stats() for table in engine.tables()}

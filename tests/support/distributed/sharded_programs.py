@@ -7,6 +7,7 @@ import torch
 
 import karvan as kv
 from karvan import distributed
+from karvan.ragged import IndexedRows
 
 FEATURES = {
     "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),
@@ -15,6 +16,7 @@ FEATURES = {
     "sequence": lambda: kv.Table(3, combiner="sequence", length=3),
     "tile": lambda: kv.Table(2, combiner="tile", length=2),
     "ragged": lambda: kv.Table(5, combiner="ragged"),
+    "index": lambda: kv.Table(4, name="shared", combiner="index", length=3),
 }
 
 
@@ -56,12 +58,17 @@ def part_of(batch, rank, world):
     return kv.Batch(made)
 
 
+def values_of(out):
+    """The vectors of an output."""
+    out = out.to_sequence() if isinstance(out, IndexedRows) else out
+    return out if isinstance(out, torch.Tensor) else out.values
+
+
 def loss_of(outputs, features, scale):
     """A sum that depends on every element in another way, divided by the number of rows of all ranks."""
     total = 0.0
     for number, name in enumerate(features):
-        out = outputs[name]
-        values = out if isinstance(out, torch.Tensor) else out.values
+        values = values_of(outputs[name])
         total = total + ((number + 1) * values + values**2).sum()
     return total * scale
 
@@ -123,9 +130,7 @@ def train(
     engine.eval()
     with torch.no_grad():
         outputs = engine(part_of(global_batch(0, rows), rank, world))
-        outputs = {
-            name: out if isinstance(out, torch.Tensor) else out.values for name, out in outputs.items()
-        }
+        outputs = {name: values_of(out) for name, out in outputs.items()}
     some = engine.table("shared").vectors(sharded_keys())
     tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     stats = {table.name: table.stats() for table in engine.tables()}

@@ -7,6 +7,7 @@ import torch
 
 import karvan as kv
 from karvan.embedding import HashStack
+from karvan.ragged import IndexedRows
 
 KEYS = [*range(6), -1, -2, 2**63 - 1, -(2**63), 2**53 + 1, -(2**62)]
 WEIGHTS = [0.25, 0.5, 1.0, 1.5, 2.5]
@@ -23,9 +24,12 @@ def combiners(dim):
         "sequence-2": ref.Feature(dim, "sequence", length=2),
         "tile": ref.Feature(dim, "tile", length=2),
         "ragged": ref.Feature(dim, "ragged"),
+        "index": ref.Feature(dim, "index"),
+        "index-2": ref.Feature(dim, "index", length=2),
         "stack-sum": ref.Feature(dim, "sum", stack=(2, 5)),
         "stack-mean": ref.Feature(dim, "mean", stack=(3, 4)),
         "stack-sequence": ref.Feature(dim, "sequence", length=3, stack=(2, 5)),
+        "stack-index": ref.Feature(dim, "index", stack=(3, 4)),
     }
 
 
@@ -45,7 +49,9 @@ def table_of(feature, name=None, dtype=torch.float32, **options):
 
 
 def tensor_of(output):
-    """The tensor of an output, which may be a Tensor, a Padded or a Ragged."""
+    """The tensor of an output, which may be a Tensor, a Padded, a Ragged or IndexedRows."""
+    if isinstance(output, IndexedRows):
+        return output.to_sequence().values
     return output if isinstance(output, torch.Tensor) else output.values
 
 

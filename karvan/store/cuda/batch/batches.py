@@ -168,7 +168,7 @@ class DeviceBatches:
         shapes: list[FeatureShape] = []
         for (spec, slot, table), shape, given in zip(last.features, last.shapes, inputs, strict=True):
             keys, weights, out_layout = given
-            samples, cells, length, offsets = out_layout
+            samples, cells, length, offsets = out_layout[:4]
             sizes = (cells, samples, length, offsets is not None, weights is not None)
             if shape is None or shape[-5:] != sizes:
                 if offsets is None and cells != samples:
