@@ -141,7 +141,7 @@ WORKER_CALLS = table_of(
                 "declarations": NUMBER,
             }
         ),
-        answer=Variant("needs", _NEEDS, Fields({"laid": _LAYOUTS, "begun_anew": _RESTARTED})),
+        answer=Variant("needs", _NEEDS, Fields({"layouts": _LAYOUTS, "restarted_servers": _RESTARTED})),
         answers=[
             OptionalArrays(
                 _has_vectors,
@@ -170,7 +170,7 @@ WORKER_CALLS = table_of(
             {"step": NUMBER},  # in an elastic run
         ),
         [ForEach(lambda head: len(head["mine"]), [ArrayKind("gradients", wire_dtype, ANY)])],
-        answer=Variant("needs", _NEEDS, Fields({"begun_anew": _RESTARTED})),
+        answer=Variant("needs", _NEEDS, Fields({"restarted_servers": _RESTARTED})),
         rule=_check_backward,
     ),
 )

@@ -203,9 +203,9 @@ class EmbeddingWorker(Service):
         if head["training"]:
             session.add(head["store"], head["batch"], embedded)
         self.claims += 1
-        laid, arrays = pack_layouts([one.layout() for one in embedded.inputs])
+        layouts, arrays = pack_layouts([one.layout() for one in embedded.inputs])
         vectors = torch.cat([out.reshape(-1) for out in outs])
-        answer = {"laid": laid, "begun_anew": session.take_restarted()}
+        answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])
 
     def _backward(self, call: Request) -> Message:
@@ -240,7 +240,7 @@ class EmbeddingWorker(Service):
         self._release(head, session)  # servers hear of it with this push: a worker may die after its answer
         engine.push(head, sums)
         self.backwards += 1
-        return Message({"begun_anew": session.take_restarted()})
+        return Message({"restarted_servers": session.take_restarted()})
 
     def _release(self, head: Mapping[str, Any], session: TrainerSession) -> None:
         session.forget(head["store"], head["done"])

@@ -108,7 +108,7 @@ class WorkerBatches:
 
     def _note_restarts(self, answer: Message | Exception) -> None:
         """A worker reports servers that have restarted."""
-        for server, life in answer.head["begun_anew"] if isinstance(answer, Message) else ():
+        for server, life in answer.head["restarted_servers"] if isinstance(answer, Message) else ():
             self._servers.report_restart(server, life)
 
     def _engine(self, lookup: WorkerLookup) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class WorkerLookup(PendingLookup):
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         vectors = answer.arrays[0]
-        self.layouts = unpack_layouts(self.program, answer.head["laid"], LayoutArrays(*answer.arrays[1:]))
+        self.layouts = unpack_layouts(self.program, answer.head["layouts"], LayoutArrays(*answer.arrays[1:]))
         features = list(zip(self.program.features, self.layouts, strict=True))
         size = sum(_cells(feature.mode, layout) * feature.dim for feature, layout in features)
         expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
