@@ -1,17 +1,22 @@
 """Checkpoints: a run's state, tables and dense, in a folder that appears complete or not at all.
 
 `Checkpoints` manages those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and
-`find` the newest of a run; `warm_start` loads parts of one into another model; `summary`, `row` and `verify`
-inspect one. `state` is any tree of dicts (with keys of str or int), lists, tuples, text, numbers, None and
-tensors, such as a `state_dict()`; the model's tables are saved in addition to it.
+`find` the newest of a run; `warm_start` loads parts of one into another model; `import_recis` and
+`import_persia` make one of another system's; `summary`, `row` and `verify` inspect one. `state` is any tree
+of dicts (with keys of str or int), lists, tuples, text, numbers, None and tensors, such as a `state_dict()`;
+the model's tables are saved in addition to it.
 """
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.foreign.persia import import_persia
+from karvan.checkpoint.foreign.recis import import_recis
+from karvan.checkpoint.foreign.writing import ImportReport
 from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
 from karvan.checkpoint.io.pending_save import Pending
 from karvan.checkpoint.manager import Checkpoints
 from karvan.checkpoint.save_one import find, resume_at, save, start
+from karvan.checkpoint.selection import is_imported
 from karvan.checkpoint.survey import Survey, survey
 from karvan.checkpoint.warm_start import WarmStart, warm_start
 
@@ -22,6 +27,7 @@ __all__ = [
     "Damage",
     "DamagedCheckpointError",
     "HotKey",
+    "ImportReport",
     "KeyRow",
     "Pending",
     "Summary",
@@ -29,6 +35,9 @@ __all__ = [
     "TableSummary",
     "WarmStart",
     "find",
+    "import_persia",
+    "import_recis",
+    "is_imported",
     "resume_at",
     "row",
     "save",

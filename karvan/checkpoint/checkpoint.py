@@ -19,7 +19,7 @@ from karvan.checkpoint.format.hash_ranges import WHOLE, Range, share_of
 from karvan.checkpoint.format.manifest import Manifest, PartEntry, TableEntry
 from karvan.checkpoint.format.safetensors_file import FileEntry, FileProblem, problem_of, read_arrays
 from karvan.checkpoint.format.state_tree import as_tensor, decode
-from karvan.checkpoint.format.table_arrays import Model, check_part, tables_of
+from karvan.checkpoint.format.table_arrays import Model, check_part, engine_entries, tables_of
 from karvan.checkpoint.format.table_extras import Extra, read_extras
 from karvan.checkpoint.io.table_reader import Layer, TableReader
 from karvan.checkpoint.rank_agreement import together
@@ -28,6 +28,9 @@ from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path
 from karvan.store import Rows, SharedStore
 from karvan.threads import cores
+
+TABLE_STEPS = "table_steps"  # in the state of a checkpoint: how many steps of the optimizer tables have made
+ORIGIN = "origin"  # in the state of a checkpoint of another system: the system, and its name there
 
 
 class Damage(NamedTuple):
@@ -218,7 +221,15 @@ class Checkpoint:
         for handle in handles.values():
             handle.engine_state.filled = True
             handle.engine_state.content.replace()
+        if self.origin is not None:
+            state["model"] = {**state.get("model", {}), **engine_entries(model, self.step)}
         return state
+
+    @property
+    def origin(self) -> str | None:
+        """The system of whose checkpoint this is a copy; None if Karvan has trained it."""
+        tree = self.manifest.state
+        return str(tree[ORIGIN]["system"]) if isinstance(tree, dict) and ORIGIN in tree else None
 
     def load_transforms(self, *transforms: Transform) -> None:
         """Load the statistics that were saved under their names into transforms, such as FeatureEngines."""

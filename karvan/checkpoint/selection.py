@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from karvan.checkpoint.format.manifest import NAME
 from karvan.checkpoint.object_store.files import has_file, is_there
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.survey import is_step_name, step_folders
-from karvan.job.checkpoint_url import shown, url_of
+from karvan.job.checkpoint_url import local_path, shown, url_of
 
 
 def folders(folder: Path) -> list[Path]:
@@ -52,6 +53,12 @@ def best_of(among: list[Checkpoint], metric: str, mode: str) -> Checkpoint | Non
         if isinstance(value := one.metrics.get(metric), int | float) and not math.isnan(value)
     ]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
+
+
+def is_imported(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a checkpoint that was imported from another system."""
+    folder = local_path(path)
+    return is_checkpoint(folder) and Checkpoint(folder).origin is not None
 
 
 def find_alone(folder: Path) -> Checkpoint:

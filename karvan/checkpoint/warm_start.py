@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
-from karvan.checkpoint.checkpoint import Checkpoint, check_table, with_state_of
+from karvan.checkpoint.checkpoint import TABLE_STEPS, Checkpoint, check_table, with_state_of
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.hash_ranges import share_of
 from karvan.checkpoint.format.table_arrays import tables_of
@@ -22,6 +22,7 @@ from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.save_one import find
 from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
 from karvan.embedding import TableHandle
+from karvan.embedding.optim.base import SparseOptimizer
 from karvan.features import FeatureEngine
 from karvan.job.checkpoint_url import shown
 
@@ -78,6 +79,7 @@ def warm_start(
     exclude: Patterns = (),
     dense: Patterns = "*",
     optimizer_state: bool = True,
+    sparse_optimizer: SparseOptimizer | None = None,
     transforms: Sequence[Transform] = (),
 ) -> WarmStart:
     """Load rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
@@ -87,6 +89,8 @@ def warm_start(
     rename: the checkpoint's names of tables and tensors → the model's.
     exclude: shell patterns of the checkpoint's names to skip, of both tables and tensors.
     optimizer_state: load the rows' optimizer state too; without it, or if either side has none, it is new.
+    sparse_optimizer: the model's. Tables whose optimizer state is loaded continue to count steps where the
+    checkpoint's did, by which Adam corrects its moments; without it they count from 0.
     transforms: feature engines of the data. They load the statistics that were saved under their names, if
     any: the dense tensors were trained with features of that scale.
 
@@ -133,6 +137,8 @@ def warm_start(
 
     counts = together(channel, checkpoint.path, take)
     report.rows.update((new, sum(of_rank[new] for of_rank in counts)) for new in report.tables)
+    if sparse_optimizer is not None and optimizer_state:
+        _take_steps(checkpoint, sparse_optimizer, report.tables)
     with torch.no_grad():
         for new, old in report.dense.items():
             own[new].copy_(saved[old])  # state_dict() shares memory with the model
@@ -150,6 +156,15 @@ def warm_start(
         except CheckpointError as error:
             report.statistics[name] = error.problem
     return report
+
+
+def _take_steps(checkpoint: Checkpoint, optimizer: SparseOptimizer, tables: Mapping[str, str]) -> None:
+    """Let tables count steps from where those of the checkpoint are, if it says so."""
+    counts = checkpoint.state().get(TABLE_STEPS, {})
+    steps = optimizer.table_steps()
+    with_state = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
+    loaded = {new: counts[old] for new, old in tables.items() if old in with_state and old in counts}
+    optimizer.set_table_steps({**steps, **{new: count for new, count in loaded.items() if new in steps}})
 
 
 def _take_statistics(

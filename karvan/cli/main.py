@@ -12,6 +12,7 @@ from karvan.cli.commands import (
     demo,
     doctor,
     evaluate,
+    import_checkpoint,
     inspect,
     jobs,
     launch,
@@ -53,6 +54,7 @@ def options(
       karvan launch job.yaml                      # a job of several roles
       karvan status                               # jobs that run, or have ended
       karvan run --as recis program.py            # a program of another system
+      karvan import-checkpoint --from recis OLD NEW   # a checkpoint of another system
     """
 
 
@@ -65,6 +67,7 @@ for command in (
     plot,
     launch,
     run,
+    import_checkpoint,
     jobs,
     role,
     bench,

@@ -81,5 +81,10 @@ class TrainingJob:
         # Without the dense tensors there is nothing that depends on the scale of features.
         takes_dense = options.get("dense", "*") not in ((), [])
         found = Transforms(self.data, self.eval_data).found if takes_dense else ()
-        report = warm_start(self.trainer.model, **options, transforms=found)
+        report = warm_start(
+            self.trainer.model,
+            **options,
+            sparse_optimizer=self.trainer.update.sparse,
+            transforms=found,
+        )
         self.trainer.progress.say(str(report))

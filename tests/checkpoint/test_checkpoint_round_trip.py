@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,4 +223,7 @@ def test_nothing_is_pickled(tmp_path):
         text=True,
         check=False,
     )
-    assert [line for line in source.stdout.splitlines() if line.endswith(".py")] == []
+    files = [line for line in source.stdout.splitlines() if line.endswith(".py")]
+    # Checkpoints of other systems have files of torch.save, of which nothing is run.
+    assert [file.rsplit("/", 1)[1] for file in files] == ["torch_file.py"]
+    assert "weights_only=True" in Path(files[0]).read_text()

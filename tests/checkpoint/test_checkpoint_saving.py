@@ -308,6 +308,41 @@ def test_warm_start_without_optimizer_state_begins_it_anew(tmp_path, old):
         kv.checkpoint.warm_start(Model(optimizer="Adam"), tmp_path / "old")
 
 
+def test_warm_start_continues_to_count_the_steps_of_the_optimizer(tmp_path):
+    class Clicks(torch.nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.embeddings = kv.EmbeddingEngine({name: kv.Table(2)})
+
+        def forward(self, batch):
+            return next(iter(self.embeddings(batch).values())).sum(1)
+
+    batches = [kv.Batch({"item": torch.arange(3), "label": torch.ones(3)})] * 4
+    options = {"dense_optimizer": None, "checkpoints": tmp_path / "run"}
+    trainer = kv.Trainer(
+        Clicks("item"), kv.losses.MeanSquaredError(), sparse_optimizer=kv.optim.Adam(lr=0.1), **options
+    )
+    trainer.fit(batches)
+    for given in (True, False):
+        model = Clicks("product")
+        optimizer = kv.optim.Adam(model, lr=0.1)
+        kv.checkpoint.warm_start(
+            model,
+            tmp_path / "run",
+            rename={"item": "product"},
+            sparse_optimizer=optimizer if given else None,
+        )
+        assert optimizer.table_steps() == {"product": 4 if given else 0}
+        kv.checkpoint.warm_start(
+            model,
+            tmp_path / "run",
+            rename={"item": "product"},
+            optimizer_state=False,
+            sparse_optimizer=optimizer,
+        )
+        assert optimizer.table_steps() == {"product": 4 if given else 0}
+
+
 def test_warm_start_adds_to_what_is_there(tmp_path, old):
     model = Model()
     model.step([10_000_001])

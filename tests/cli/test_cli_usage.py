@@ -20,6 +20,7 @@ COMMANDS = [
         "logs",
         "stop",
         "role",
+        "import-checkpoint",
         "bench",
         "doctor",
         "version",

@@ -45,6 +45,23 @@ def tables_of(model: Model) -> dict[str, TableHandle]:
     return found
 
 
+def engine_entries(model: Model, step: int) -> dict[str, Any]:
+    """The engines' entries of the model's state dict at a step, whose rows have been loaded.
+
+    Checkpoints of other systems lack them.
+    """
+    if not isinstance(model, nn.Module):
+        return {}
+    return {
+        f"{name}._extra_state".lstrip("."): {
+            "step": step,
+            "tables": {table.name: {"dim": table.dim, "rows": None} for table in engine.tables()},
+        }
+        for name, engine in model.named_modules()
+        if isinstance(engine, EmbeddingEngine)
+    }
+
+
 def parts_for(handle: TableHandle, part_bytes: int) -> int:
     """How many equal parts of all hashes, a power of two, so that none is much above `part_bytes`.
 

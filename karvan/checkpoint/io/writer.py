@@ -190,17 +190,7 @@ class Writing:
         def publish() -> str:
             if hidden is None:
                 return ""
-            manifest = self._manifest(folder, shares, dense[0])
-            if isinstance(hidden, UploadFolder):
-                data = manifests.to_bytes(hidden.named(manifest))
-                hidden.publish(data, check)
-                return data.decode()
-            data = manifests.to_bytes(manifest)
-            # A parameter server that died while it wrote its share leaves files; another wrote it instead.
-            hidden.remove_all_but(file.name for file in manifests.parse(folder / manifests.NAME, data).files)
-            write_file(folder / manifests.NAME, [memoryview(data)], pace)
-            hidden.publish(check, _is_checkpoint)
-            return data.decode()
+            return publish_folder(hidden, self._manifest(folder, shares, dense[0]), pace, check)
 
         try:
             folder = target.parent / together(channel, target, explaining(target, begin))[0]
@@ -286,6 +276,23 @@ class Writing:
             dense=dense,
             state=self._tree,
         )
+
+
+def publish_folder(
+    hidden: HiddenFolder | UploadFolder, manifest: Manifest, pace: Throttle, check: Callable[[], None]
+) -> str:
+    """Write the manifest of a folder whose files are written, and name the folder; returns its text."""
+    if isinstance(hidden, UploadFolder):
+        data = manifests.to_bytes(hidden.named(manifest))
+        hidden.publish(data, check)
+        return data.decode()
+    data = manifests.to_bytes(manifest)
+    path = hidden.path / manifests.NAME
+    # A parameter server that died while it wrote its share leaves files; another wrote it instead.
+    hidden.remove_all_but(file.name for file in manifests.parse(path, data).files)
+    write_file(path, [memoryview(data)], pace)
+    hidden.publish(check, _is_checkpoint)
+    return data.decode()
 
 
 def capture_on_all(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from karvan.checkpoint.checkpoint import ORIGIN, TABLE_STEPS
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
 from karvan.train.reporting.results import TrainingCounts
@@ -39,6 +40,7 @@ def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str,
         "model": _without_content(runs.model.state_dict()),
         **{f"{name}_optimizer": each.state_dict() for name, each in optimizers.items()},
         KINDS: kinds_of(optimizers),
+        TABLE_STEPS: {} if setup.update.sparse is None else setup.update.sparse.table_steps(),
         "scaler": runs.precision.state_dict(),
         "trainer": counts.state_dict(),
         "ranks": gather_state(runs.connection.main, {**own, "random": random_state()}),
@@ -63,6 +65,11 @@ def restore_trained(
 
     new_settings: optimizers keep the learning rates and other settings of the program.
     """
+    if ORIGIN in state:
+        raise ValueError(
+            f"The checkpoint was imported from {state[ORIGIN]['system']}, and has no state of a run that "
+            "could continue: expected kv.checkpoint.warm_start for a new run, or Trainer.load to evaluate."
+        )
     setup.runs.model.load_state_dict(state["model"])
     warns = setup.runs.connection.rank == 0
     for name, optimizer in setup.update.optimizers.items():

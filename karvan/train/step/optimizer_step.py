@@ -84,6 +84,11 @@ class OptimizerStep:
         self._frozen = frozen
         self._checks = settings.nonfinite != "apply" or precision.always_checks
 
+    @property
+    def sparse(self) -> SparseOptimizer | None:
+        """The optimizer of rows."""
+        return self._sparse
+
     def forget(self) -> None:
         """Drop pending gradients."""
         for optimizer in self.optimizers.values():

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from karvan.checkpoint import Checkpoints, Pending, find
+from karvan.checkpoint import Checkpoints, Pending, find, is_imported
 from karvan.cluster.loader.context import LoaderContext
 from karvan.cluster.loader_stream.stream import LoaderStream
 from karvan.cluster.task_stream.loaded_data import LoadedData
@@ -244,6 +244,7 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run of Karvan.
 
+        Of a checkpoint that `karvan import-checkpoint` has made, load the net and the rows, as PERSIA does.
         Tensors are loaded to where the model is, and loading always blocks.
         """
         _check_names(dense_filename)
@@ -252,7 +253,7 @@ class EmbeddingCtx(BaseCtx):
             Tuning("blocking", blocking, True, "a load always blocks."),
         )
         context, embedded = self.open()
-        if isinstance(context, TrainContext):
+        if isinstance(context, TrainContext) and not is_imported(src_dir):
             context.load(src_dir)
         else:
             embedded.load_state_dict(find(src_dir).load(embedded)["model"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from karvan.checkpoint import Checkpoint, CheckpointError, find, warm_start
 from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.embedding.optim.base import SparseOptimizer
 
 _log = logging.getLogger("karvan.compat")
 
@@ -21,7 +22,7 @@ class ModelBankEntry:
     """A checkpoint, or a run's folder: which names are loaded, by shell patterns, and under which names.
 
     oname: a list of {its name: the model's name}. Tables of a new model are empty, so hashtable_clear changes
-    nothing. Checkpoints are Karvan's.
+    nothing. Checkpoints are Karvan's; `karvan import-checkpoint` makes them of RecIS's.
     """
 
     path: str = ""
@@ -59,21 +60,23 @@ class ModelBankEntry:
         return {old: new for each in self.oname for old, new in each.items()}
 
 
-def load_bank(model: nn.Module, bank: Sequence[Any]) -> None:
+def load_bank(model: nn.Module, bank: Sequence[Any], optimizer: SparseOptimizer | None = None) -> None:
     """Load all entries, the last first: what it has is not loaded from earlier ones."""
     loaded: set[str] = set()
     for entry in reversed([ModelBankEntry.of(each) for each in bank]):
         if entry.skip:
             continue
         try:
-            loaded |= _load(model, entry, loaded)
+            loaded |= _load(model, entry, loaded, optimizer)
         except CheckpointError as error:
             if not entry.ignore_error:
                 raise
             _log.warning("An entry of model_bank is skipped: %s", error)
 
 
-def _load(model: nn.Module, entry: ModelBankEntry, loaded: set[str]) -> set[str]:
+def _load(
+    model: nn.Module, entry: ModelBankEntry, loaded: set[str], optimizer: SparseOptimizer | None
+) -> set[str]:
     """Load one entry without the model's names that are loaded already; the names that it has loaded."""
     saved = find(entry.path)
     names = {"tables": set(saved.manifest.tables), "dense": _dense_names(saved)}
@@ -95,6 +98,7 @@ def _load(model: nn.Module, entry: ModelBankEntry, loaded: set[str]) -> set[str]
         tables=chosen["tables"],
         dense=chosen["dense"],
         rename={old: new for old, new in renames.items() if old in taken},
+        sparse_optimizer=optimizer,
     )
     _log.info("%s", report)
     return {*report.tables, *report.dense}

@@ -139,7 +139,7 @@ class Trainer:
     def _load_bank(self) -> None:
         trainer = self.karvan_trainer
         if self.args.model_bank and trainer.step == 0 and trainer.saver.latest() is None:
-            load_bank(self.model, self.args.model_bank)
+            load_bank(self.model, self.args.model_bank, trainer.update.sparse)
 
 
 def _data_of(name: str, dataset: Any) -> ProgramData:

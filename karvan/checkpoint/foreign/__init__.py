@@ -1,0 +1,1 @@
+"""Checkpoints of RecIS and PERSIA: read from their files, and written as checkpoints of Karvan."""

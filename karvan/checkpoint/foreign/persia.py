@@ -1,0 +1,268 @@
+"""Checkpoints of PERSIA: rows with their optimizer state, and the dense net.
+
+    embedding_dump_done          YAML: num_shards, num_internal_shards; written last
+    s0/embedding_dump_done       the same for each embedding parameter server
+    s0/replica_0_shard_0.emb, …  its rows, see `persia_nodes.py`; ids: see `persia_groups.py`
+    dense.pt                     the state dict of the net, if `dump_checkpoint` has saved it
+
+PERSIA saves neither a step nor the number of Adam's steps nor the state of the dense optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.foreign.contents import Advance, Contents, ForeignTable, make_rows
+from karvan.checkpoint.foreign.persia_groups import Groups, read_groups
+from karvan.checkpoint.foreign.persia_nodes import Entries, entry_count, read_entries
+from karvan.checkpoint.foreign.torch_file import read_tensors
+from karvan.checkpoint.foreign.writing import (
+    ImportReport,
+    Progress,
+    check_new,
+    check_step,
+    no_progress,
+    write,
+)
+from karvan.job.checkpoint_url import plain_path
+from karvan.settings.schema import SettingsError, read_tree
+from karvan.store import Rows
+
+DONE = "embedding_dump_done"
+OPTIMIZERS = {"adam": "Adam", "adagrad": "Adagrad", "adagrad_by_row": "Adagrad by row"}
+_OLD_FILE = re.compile(r"^\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d_\d+_\d+\.emb$")
+
+
+def import_persia(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    embedding_config: str | os.PathLike[str],
+    *,
+    optimizer: str | None = None,
+    optimizer_state: bool = True,
+    dense_prefix: str = "net.",
+    step: int = 0,
+    progress: Progress = no_progress,
+) -> ImportReport:
+    """Write a checkpoint of PERSIA as a checkpoint of Karvan, with a table for each feature group.
+
+    source: the folder of `dump_checkpoint` or `dump_embedding`. target: a folder that does not exist yet, or
+    a URL. embedding_config: the embedding_config.yml of the job, without which ids have no meaning.
+    optimizer: "adam", "adagrad" or "adagrad_by_row" (vectorwise_shared); by default the one whose state has
+    the size of the rows'. optimizer_state: import it; otherwise it starts from its initial values.
+    dense_prefix: comes before the names of dense tensors; the adapter's model has the net as `net`.
+    step: that of the checkpoint, which PERSIA does not save.
+    progress: called with the bytes that were read since the last call, and with how many will be in all.
+
+    Rows are read twice: once to count and to check them, before anything is written.
+    """
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer expects one of {', '.join(OPTIMIZERS)}, got '{optimizer}'.")
+    path = check_new(target)
+    folder = plain_path(source)
+    contents = PersiaContents(
+        "PERSIA", folder, check_step(step), groups=read_groups(plain_path(embedding_config))
+    )
+    contents.files = _files(folder)
+    total = 2 * contents.bytes
+    kind = OPTIMIZERS[optimizer] if optimizer else None
+    contents.check(kind, optimizer_state, lambda size: progress(size, total))
+    _read_dense(folder, contents, dense_prefix)
+    return write(contents, path, lambda done, _: progress(done, total))
+
+
+@dataclass
+class PersiaContents(Contents):
+    """The contents of a checkpoint of PERSIA."""
+
+    groups: Groups = field(kw_only=True)
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """See `Contents.bytes`."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def check(self, optimizer: str | None, optimizer_state: bool, advance: Advance) -> None:
+        """Read all rows, and find out what the tables are: their numbers of rows, and the optimizer."""
+        names = self.groups.names
+        counts = dict.fromkeys(names, 0)
+        sizes: dict[str, int] = {}
+        for path in self.files:
+            found = 0
+            for name, entries in self._by_table(path, advance):
+                size = entries["values"].shape[1] - self.groups.dims[name]
+                if sizes.setdefault(name, size) != size and optimizer_state:
+                    raise CheckpointError.mismatch(
+                        path,
+                        f"rows of '{name}' with {sizes[name]} floats of optimizer state",
+                        f"{size}; import them without optimizer state",
+                    )
+                counts[name] += len(entries)
+                found += len(entries)
+            if found != (expected := entry_count(path)):
+                self.notes.append(
+                    f"{path.name} says that it has {expected:,} rows, and has {found:,}: all of them were "
+                    "imported. PERSIA also counts rows that its evictions have overwritten."
+                )
+        kind = self._kind(optimizer, sizes) if optimizer_state else None
+        for name in names:
+            dim = self.groups.dims[name]
+            state = 0 if kind is None else _floats(kind, dim)
+            self.tables[name] = ForeignTable(name, dim, "float32", kind, state, counts[name])
+        if kind is None and any(sizes.values()):
+            self.notes.append(
+                "The optimizer state of rows was not imported: it starts from its initial values."
+            )
+        if kind == "Adam":
+            self.notes.append("PERSIA does not save the number of Adam's steps: it starts from 0, as there.")
+        most = (1 << (64 - self.groups.bits)) - 1
+        self.notes.append(
+            f"PERSIA takes ids modulo {most}: the row of an id of at least that is under the remainder here."
+        )
+
+    def _kind(self, given: str | None, sizes: dict[str, int]) -> str | None:
+        """The kind of optimizer whose state has these sizes in all tables; None if there is no state."""
+        if given is None and not any(sizes.values()):
+            return None
+        fits = [
+            kind
+            for kind in OPTIMIZERS.values()
+            if all(size == _floats(kind, self.groups.dims[name]) for name, size in sizes.items())
+        ]
+        shown = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+        if given is not None:
+            if given not in fits:
+                raise CheckpointError.mismatch(
+                    self.source, f"rows with the state of {given}", f"floats of state by table: {shown}"
+                )
+            return given
+        if not fits:
+            raise CheckpointError(
+                self.source,
+                "expected rows with the state of Adam (2 dim floats), Adagrad (dim) or Adagrad by row (1), "
+                f"got floats of state by table: {shown}. Import them without optimizer state.",
+            )
+        if len(fits) > 1:
+            raise CheckpointError(
+                self.source,
+                f"the state of its rows may be that of {' or '.join(fits)}, which are equally large for a "
+                "dim of 1: say which optimizer it is.",
+            )
+        return fits[0]
+
+    def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
+        """See `Contents.rows`."""
+        for path in self.files:
+            for name, entries in self._by_table(path, advance):
+                table = self.tables[name]
+                yield (
+                    name,
+                    make_rows(
+                        self.groups.keys_of(entries["id"]),
+                        entries["values"][:, : table.dim],
+                        entries["values"][:, table.dim : table.dim + table.state],
+                        np.full(len(entries), self.step, np.uint32),
+                    ),
+                )
+
+    def _by_table(self, path: Path, advance: Advance) -> Iterator[tuple[str, Entries]]:
+        """The entries of a file, each piece of one table."""
+        names = self.groups.names
+        for entries in read_entries(path, advance):
+            numbers = self.groups.numbers_of(entries["id"])
+            for number in np.unique(numbers).tolist():
+                mine = entries[numbers == number]
+                if not 0 <= number < len(names):
+                    raise CheckpointError(
+                        path,
+                        f"expected ids of the {len(names)} feature groups of {self.groups.path}, got the id "
+                        f"{mine['id'][0]}, whose prefix is {number + 1}: is it the embedding_config.yml of "
+                        "this checkpoint?",
+                    )
+                dim = self.groups.dims[names[number]]
+                if (wrong := mine["dim"] != dim).any() or mine["values"].shape[1] < dim:
+                    received = mine["dim"][wrong][0] if wrong.any() else mine["values"].shape[1]
+                    raise CheckpointError.mismatch(
+                        path, f"rows of '{names[number]}' of dim {dim}, as {self.groups.path} says", received
+                    )
+                yield names[number], mine
+
+
+def _floats(kind: str, dim: int) -> int:
+    return {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1}[kind]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with rows of all servers, after a check that all are there."""
+    if not folder.is_dir():
+        raise CheckpointError.mismatch(folder, "the folder of a PERSIA checkpoint", "no such folder")
+    servers, _ = _done(folder)
+    found: list[Path] = []
+    for server in range(servers):
+        place = folder / f"s{server}"
+        if not place.is_dir():
+            raise DamagedCheckpointError.mismatch(
+                folder, f"the folders of {servers} servers, s0 to s{servers - 1}", f"no {place.name}"
+            )
+        count, shards = _done(place)
+        if count != servers:
+            raise DamagedCheckpointError.mismatch(place / DONE, f"num_shards {servers}", count)
+        files = [place / f"replica_{server}_shard_{shard}.emb" for shard in range(shards)]
+        if missing := [path for path in files if not path.is_file()]:
+            raise DamagedCheckpointError.mismatch(
+                place, f"{shards} files replica_{server}_shard_*.emb", f"no {missing[0].name}"
+            )
+        if others := sorted(set(place.glob("*.emb")) - set(files)):
+            raise CheckpointError.mismatch(place, f"{shards} files of rows", f"also {others[0].name}")
+        found += files
+    return found
+
+
+def _done(folder: Path) -> tuple[int, int]:
+    """The numbers of servers and of files of each, which PERSIA writes when all is saved."""
+    path = folder / DONE
+    if not path.is_file():
+        raise CheckpointError(
+            folder,
+            f"expected a PERSIA checkpoint, with the file '{DONE}', which PERSIA writes last, got none: it "
+            "is incomplete, or not of PERSIA.",
+        )
+    try:
+        content: Any = read_tree(path)
+    except SettingsError as error:
+        raise DamagedCheckpointError(path, str(error)) from error
+    if content is None:
+        old = next((each.name for each in folder.glob("**/*.emb") if _OLD_FILE.match(each.name)), None)
+        raise CheckpointError(
+            path,
+            "expected num_shards and num_internal_shards, got an empty file: it is of an early version of "
+            f"PERSIA{f', as is {old}' if old else ''}, whose files are not read. Load it with a version that "
+            "writes these numbers, and save it again.",
+        )
+    keys = ("num_shards", "num_internal_shards")
+    counts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in keys]
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
+        raise DamagedCheckpointError.mismatch(
+            path, "num_shards and num_internal_shards of at least 1", repr(content)
+        )
+    return int(counts[0]), int(counts[1])
+
+
+def _read_dense(folder: Path, contents: Contents, prefix: str) -> None:
+    path = folder / "dense.pt"
+    if not path.is_file():
+        contents.notes.append("There is no dense.pt: no dense tensor was imported.")
+        contents.state["model"] = {}
+        return
+    tensors = read_tensors(path, contents.notes)
+    contents.state["model"] = {prefix + name: tensor for name, tensor in tensors.items()}
+    contents.notes.append("PERSIA does not save the state of the dense optimizer.")

@@ -1,0 +1,361 @@
+"""Checkpoints of RecIS: rows with their optimizer state, dense tensors, optimizer and step.
+
+Files: see `recis_files.py`, and `model.pt` with the dense state dict, `extra.pt` with the step and the dense
+optimizer. Positions of data (`io_state_*.pt`) have no meaning here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan.checkpoint.checkpoint import TABLE_STEPS
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.foreign.contents import (
+    PIECE_BYTES,
+    PIECE_ROWS,
+    Advance,
+    Contents,
+    ForeignTable,
+    make_rows,
+)
+from karvan.checkpoint.foreign.recis_files import (
+    ID,
+    VECTORS,
+    Files,
+    RankPart,
+    StoredTensor,
+    find_folder,
+    read_files,
+)
+from karvan.checkpoint.foreign.torch_file import CodeInFileError, read_tensors, read_torch
+from karvan.checkpoint.foreign.writing import (
+    ImportReport,
+    Progress,
+    check_new,
+    check_step,
+    no_progress,
+    write,
+)
+from karvan.job.checkpoint_url import plain_path
+from karvan.store import Rows
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ADAMS = ("sparse_adam_", "sparse_adamw_", "sparse_adamw_tf_")
+_BY_ROW = ("sparse_row_wise_adagrad_", "sparse_row_wise_adagrad_sum_")
+# The slots of an optimizer in the order of Karvan's state, and the kind of that state.
+_OPTIMIZERS: dict[tuple[str, ...], str] = {
+    **{(f"{prefix}exp_avg", f"{prefix}exp_avg_sq"): "Adam" for prefix in _ADAMS},
+    ("sparse_adagrad_state_sum",): "Adagrad",
+    **{(f"{prefix}state_sum",): "Adagrad by row" for prefix in _BY_ROW},
+}
+_FILTER_STEPS = ("@filter_global_step", "._filter_hook_impl._global_step")  # buffers of filters of tables
+_DENSE_OPTIMIZER = ("recis.dense.optim.", "dense_optimizer")  # the second is its former name
+_MERGED_BITS = 52  # of an id that RecIS keeps in a table that it merges with others
+_LEAST_POWER = 1e-30  # smaller powers of beta are too inexact to count steps
+
+
+def import_recis(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    optimizer_state: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    dense_prefix: str = "",
+    step: int | None = None,
+    progress: Progress = no_progress,
+) -> ImportReport:
+    """Write a checkpoint of RecIS as a checkpoint of Karvan.
+
+    source: its folder, or RecIS's output_dir: its newest. target: a folder that does not exist yet, or a URL.
+    optimizer_state: import that of rows, too; otherwise it starts from its initial values.
+    betas: those of the sparse Adam, by which its number of steps is found.
+    dense_prefix: comes before the names of dense tensors.
+    step: that of the checkpoint, if it is not the one that RecIS has saved.
+    progress: called with the bytes that were read since the last call, and with how many will be in all.
+    """
+    path = check_new(target)
+    contents = read_recis(
+        plain_path(source), optimizer_state=optimizer_state, betas=betas, dense_prefix=dense_prefix
+    )
+    if step is not None:
+        contents.step = check_step(step)
+    return write(contents, path, progress)
+
+
+def read_recis(
+    source: Path, *, optimizer_state: bool, betas: tuple[float, float], dense_prefix: str
+) -> Contents:
+    """The contents of a checkpoint of RecIS."""
+    folder = find_folder(source)
+    files = read_files(folder)
+    contents = RecisContents("RecIS", folder, 0)
+    for name, parts in files.tables.items():
+        contents.plans[name] = _plan(folder, name, parts, optimizer_state, contents.notes)
+        contents.tables[name] = contents.plans[name].table
+    contents.parts = files.tables
+    _read_extra(folder, contents)
+    _read_dense(folder, contents, dense_prefix)
+    if optimizer_state:
+        _read_steps(files, contents, betas)
+    return contents
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the rows of a table are made of its slots."""
+
+    table: ForeignTable
+    state: tuple[str, ...]  # slots
+    last_use: str | None  # the slot of a filter, which has the step of a row's last use
+
+
+@dataclass
+class RecisContents(Contents):
+    """The contents of a checkpoint of RecIS."""
+
+    plans: dict[str, _Plan] = field(default_factory=dict)
+    parts: dict[str, list[RankPart]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """See `Contents.bytes`."""
+        return sum(
+            part.slots[slot].position.size
+            for name, parts in self.parts.items()
+            for part in parts
+            for slot in self._slots(name)
+        )
+
+    def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
+        """See `Contents.rows`."""
+        cut = []
+        for name, parts in self.parts.items():
+            largest = 0
+            for part in parts:
+                for rows in self._rows(name, part, advance):
+                    largest = max(largest, int(rows.keys.view(np.uint64).max(initial=0)))
+                    yield name, rows
+            # Smaller ids were not cut: of many that were, some have one of the highest bits that are left.
+            if 1 << (_MERGED_BITS - 4) <= largest < 1 << _MERGED_BITS:
+                cut.append(name)
+        if cut:
+            self.notes.append(
+                f"Ids of {_listed(cut)} seem to be cut to {_MERGED_BITS} bits, which RecIS does to merge "
+                f"tables. Take the ids of data modulo 2^{_MERGED_BITS} before the model, or their rows are "
+                f"not found: kv.Feature(…).mod(2**{_MERGED_BITS}), or RecIS's Mod(2**{_MERGED_BITS})."
+            )
+
+    def _slots(self, name: str) -> list[str]:
+        plan = self.plans[name]
+        return [ID, VECTORS, *plan.state, *([plan.last_use] if plan.last_use else [])]
+
+    def _rows(self, name: str, part: RankPart, advance: Advance) -> Iterator[Rows]:
+        plan = self.plans[name]
+        slots = {slot: part.slots[slot] for slot in self._slots(name)}
+        count = slots[ID].rows
+        width = sum(tensor.position.size for tensor in slots.values()) // max(1, count)
+        piece = max(1, min(PIECE_ROWS, PIECE_BYTES // max(1, width)))
+        for begin in range(0, count, piece):
+            end = min(count, begin + piece)
+            columns = [_floats(slots[slot], begin, end) for slot in plan.state]
+            state = np.concatenate(columns, axis=1) if columns else np.empty((end - begin, 0), np.float32)
+            if plan.last_use:
+                last_steps = slots[plan.last_use].read(begin, end).reshape(-1).clip(0, 2**32 - 1)
+            else:
+                last_steps = np.full(end - begin, self.step)
+            yield make_rows(
+                slots[ID].read(begin, end).astype(np.int64),
+                _floats(slots[VECTORS], begin, end),
+                state,
+                last_steps.astype(np.uint32),
+            )
+            advance(width * (end - begin))
+
+
+def _plan(
+    folder: Path, name: str, parts: Sequence[RankPart], optimizer_state: bool, notes: list[str]
+) -> _Plan:
+    """How a table is imported, by its slots, which all ranks must have saved alike."""
+    first = {slot: (t.position.dtype, t.position.shape[1:]) for slot, t in parts[0].slots.items()}
+    for part in parts:
+        its = {slot: (t.position.dtype, t.position.shape[1:]) for slot, t in part.slots.items()}
+        if its != first:
+            raise DamagedCheckpointError.mismatch(
+                folder,
+                f"table '{name}' with the slots {_listed(first)} on all ranks",
+                f"{_listed(its)} of the slice from {part.begin} on",
+            )
+        counts = {slot: tensor.rows for slot, tensor in part.slots.items()}
+        if len(set(counts.values())) > 1:
+            raise DamagedCheckpointError.mismatch(folder, f"equally many rows of table '{name}'", counts)
+    for slot in (ID, VECTORS):
+        if slot not in first:
+            raise CheckpointError.mismatch(folder, f"table '{name}' with a slot '{slot}'", _listed(first))
+    if first[ID] != ("I64", ()):
+        raise CheckpointError.mismatch(folder, f"ids of int64 in table '{name}'", first[ID])
+    dtype, shape = first[VECTORS]
+    if dtype not in _DTYPES or len(shape) != 1 or shape[0] < 1:
+        raise CheckpointError.mismatch(
+            folder,
+            f"table '{name}' with vectors of float32, float16 or bfloat16",
+            f"{dtype} of shape {list(shape)} for each row",
+        )
+    dim = shape[0]
+    rest = {slot: form for slot, form in first.items() if slot not in (ID, VECTORS)}
+    filters = [slot for slot, form in rest.items() if form == ("I64", (1,))]
+    last_use = filters[0] if len(filters) == 1 else None
+    found = [slots for slots in _OPTIMIZERS if set(slots) <= rest.keys()] if optimizer_state else []
+    if len(found) > 1:
+        several = _listed(slot for each in found for slot in each)
+        raise CheckpointError(
+            folder,
+            f"table '{name}' has the state of several optimizers, {several}: expected that of one; import it "
+            "without optimizer state.",
+        )
+    slots = found[0] if found else ()
+    kind = _OPTIMIZERS[slots] if slots else None
+    floats = {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1, None: 0}[kind]
+    each = 1 if kind == "Adagrad by row" else dim
+    for slot in slots:
+        if rest[slot][0] not in _DTYPES or rest[slot][1] != (each,):
+            raise CheckpointError.mismatch(
+                folder, f"slot '{slot}' of table '{name}' with {each} floats a row", rest[slot]
+            )
+    if left := [slot for slot in rest if slot not in slots and slot != last_use]:
+        notes.append(f"Table '{name}': {_listed(left)} not imported; it starts from its initial values.")
+    rows = sum(part.slots[ID].rows for part in parts)
+    return _Plan(ForeignTable(name, dim, _DTYPES[dtype], kind, floats, rows), slots, last_use)
+
+
+def _floats(tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
+    """Rows of floats as float32, which has all values of shorter types."""
+    array = tensor.read(begin, end)
+    if tensor.position.dtype == "BF16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _read_extra(folder: Path, contents: Contents) -> None:
+    """The step, and the state of the dense optimizer."""
+    path = folder / "extra.pt"
+    if not path.is_file():
+        contents.notes.append(
+            "There is no extra.pt: the step is 0, the dense optimizer's state is not imported."
+        )
+        return
+    try:
+        extra = read_torch(path)
+    except CodeInFileError:
+        contents.notes.append(
+            "extra.pt has objects of RecIS's code, which does not run here, and was not read: the step is 0 "
+            "unless it is given, and the dense optimizer's state is not imported."
+        )
+        return
+    contents.step = _whole(path, extra.get("global_step", 0))
+    saved = next((extra[name] for name in _DENSE_OPTIMIZER if name in extra), None)
+    if saved is None:
+        contents.notes.append("extra.pt has no dense optimizer: its state is not imported.")
+    else:
+        contents.state["dense_optimizer"] = _by_index(path, saved)
+
+
+def _whole(path: Path, value: Any) -> int:
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**32:
+        raise CheckpointError.mismatch(path, "a global_step of at least 0", repr(value))
+    return number
+
+
+def _by_index(path: Path, saved: Any) -> dict[str, Any]:
+    """The state dict of an optimizer, whose parameters are numbered as torch does; RecIS may name them."""
+    match saved:
+        case {"state": Mapping() as state, "param_groups": [*groups]} if all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+        ):
+            order = [param for group in groups for param in group["params"]]
+            number = {param: index for index, param in enumerate(order)}
+            if set(state) <= set(number):
+                return {
+                    "state": {number[param]: dict(entry) for param, entry in state.items()},
+                    "param_groups": [
+                        {**group, "params": [number[param] for param in group["params"]]} for group in groups
+                    ],
+                }
+    raise CheckpointError.mismatch(path, "the state dict of a torch optimizer", type(saved).__name__)
+
+
+def _read_dense(folder: Path, contents: Contents, prefix: str) -> None:
+    path = folder / "model.pt"
+    if not path.is_file():
+        contents.notes.append("There is no model.pt: no dense tensor was imported.")
+        contents.state["model"] = {}
+        return
+    tensors = read_tensors(path, contents.notes)
+    contents.state["model"] = {
+        prefix + name: tensor for name, tensor in tensors.items() if not name.endswith(_FILTER_STEPS)
+    }
+
+
+def _read_steps(files: Files, contents: Contents, betas: tuple[float, float]) -> None:
+    """How many steps the sparse Adam has made, by the powers of its betas.
+
+    RecIS saves those of one table. The step that it saves beside them is not counted.
+    """
+    adams = [name for name, table in contents.tables.items() if table.optimizer == "Adam"]
+    if not adams:
+        return
+    for prefix in _ADAMS:
+        powers = [files.scalars.get(f"{prefix}beta{number}") for number in (1, 2)]
+        if powers[0] is None or powers[1] is None:
+            continue
+        values = [float(_scalar(files.folder, tensor)) for tensor in powers if tensor is not None]
+        steps = _steps(values, betas)
+        if steps is None:
+            raise CheckpointError(
+                files.folder,
+                f"expected the powers of Adam's betas {betas[0]:g} and {betas[1]:g} after some steps, got "
+                f"{values[0]:g} and {values[1]:g}: give the betas of the optimizer, or import without "
+                "optimizer state.",
+            )
+        contents.state[TABLE_STEPS] = dict.fromkeys(adams, steps)
+        return
+    contents.notes.append(
+        "The number of Adam's steps is not saved: it starts from 0, beside the saved moments."
+    )
+
+
+def _scalar(folder: Path, tensor: StoredTensor) -> float:
+    shape, dtype = tensor.position.shape, tensor.position.dtype
+    if math.prod(shape) != 1 or dtype not in ("F64", "F32"):
+        raise CheckpointError.mismatch(folder, "a number of the optimizer", f"{dtype} of shape {list(shape)}")
+    return float(tensor.read(0, 1).reshape(-1)[0])
+
+
+def _steps(powers: Sequence[float], betas: tuple[float, float]) -> int | None:
+    """How many steps have these powers; None if there is no such number."""
+    counts = [
+        math.log(power) / math.log(beta)
+        for power, beta in zip(powers, betas, strict=True)
+        if _LEAST_POWER < power <= 1 and 0 < beta < 1
+    ]
+    if not counts:
+        tiny = all(0 <= power <= _LEAST_POWER for power in powers)
+        return 10**6 if tiny else None  # from here on nothing is corrected any more
+    steps = round(counts[0])
+    # Products of many float32 drift from the power.
+    if any(abs(count - steps) > 0.01 + 0.001 * count for count in counts):
+        return None
+    return steps
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

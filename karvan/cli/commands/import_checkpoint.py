@@ -1,0 +1,168 @@
+"""`karvan import-checkpoint`: a checkpoint of RecIS or PERSIA, as a checkpoint of Karvan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from karvan.cli.errors import OK, CommandError
+from karvan.cli.folder_arguments import folder_of, no_url
+from karvan.cli.output import JSON_PATH, console, help_of, print_table, progress, write_json
+from karvan.job.checkpoint_url import shown
+
+if TYPE_CHECKING:
+    from karvan.checkpoint import ImportReport
+    from karvan.cli.output import ProgressSteps
+
+_SYSTEMS = ("recis", "persia")
+_OPTIMIZERS = ("adam", "adagrad", "adagrad_by_row")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("import-checkpoint", help=help_of(import_checkpoint))(import_checkpoint)
+
+
+def import_checkpoint(
+    source: Path = typer.Argument(
+        metavar="SOURCE",
+        help="The checkpoint's folder; of RecIS also its output_dir: its newest.",
+        show_default=False,
+        callback=no_url,
+    ),
+    target: str = typer.Argument(
+        metavar="TARGET", help="The checkpoint to write: a folder or a URL that is new.", show_default=False
+    ),
+    system: str = typer.Option(
+        ..., "--from", metavar="SYSTEM", help="What has saved it: recis or persia.", show_default=False
+    ),
+    embedding_config: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="persia: the job's embedding_config.yml, by which ids are divided into tables.",
+        show_default=False,
+        callback=no_url,
+    ),
+    optimizer: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="persia: adam, adagrad or adagrad_by_row; by default found by the size of rows.",
+        show_default=False,
+    ),
+    betas: tuple[float, float] | None = typer.Option(
+        None,
+        metavar="BETA1 BETA2",
+        help="recis: those of the sparse Adam, to find its number of steps; by default 0.9 0.999.",
+        show_default=False,
+    ),
+    optimizer_state: bool = typer.Option(
+        True,
+        "--optimizer-state/--no-optimizer-state",
+        help="Import the optimizer state of rows; otherwise it starts from its initial values.",
+    ),
+    dense_prefix: str | None = typer.Option(
+        None,
+        metavar="PREFIX",
+        help="Comes before the names of dense tensors; by default none for recis, 'net.' for persia.",
+        show_default=False,
+    ),
+    step: int | None = typer.Option(
+        None,
+        min=0,
+        max=2**32 - 1,
+        help="The checkpoint's step; by default that of recis, and 0 for persia.",
+        show_default=False,
+    ),
+    json_path: str | None = JSON_PATH,
+) -> int:
+    """Write a checkpoint of RecIS or PERSIA as one of Karvan: rows, optimizer state and dense tensors.
+
+    A new run starts from it by a warm start: train.warm_start of a config, kv.checkpoint.warm_start,
+    model_bank of a RecIS program, ctx.load_checkpoint of a PERSIA program. Rows are read in pieces, so that
+    tables may be larger than memory; the disk of TARGET needs room for twice the checkpoint. TARGET appears
+    when all of it is written. docs/migrating.md says what is imported.
+
+    \b
+    Examples:
+      karvan import-checkpoint --from recis recis_output/ckpt_1000 out/imported
+      karvan import-checkpoint --from persia dump out/imported --embedding-config slots.yml
+      karvan inspect out/imported
+    """
+    from karvan.checkpoint import import_persia, import_recis
+
+    if system not in _SYSTEMS:
+        raise CommandError(f"Expected --from {' | '.join(_SYSTEMS)}, got '{system}'.")
+    given = {
+        "--embedding-config": (embedding_config, "persia"),
+        "--optimizer": (optimizer, "persia"),
+        "--betas": (betas, "recis"),
+    }
+    for option, (value, owner) in given.items():
+        if value is not None and owner != system:
+            raise CommandError(f"{option} is for --from {owner}, got --from {system}.")
+    if optimizer is not None and optimizer not in _OPTIMIZERS:
+        raise CommandError(f"--optimizer expects {', '.join(_OPTIMIZERS)}, got '{optimizer}'.")
+    if betas is not None and not all(0 < beta < 1 for beta in betas):
+        raise CommandError(f"--betas expects two numbers between 0 and 1, got {betas[0]:g} {betas[1]:g}.")
+    path = folder_of(target)
+    with progress("Importing", "bytes") as steps:
+        show = _Progress(steps)
+        if system == "recis":
+            made = import_recis(
+                source,
+                path,
+                optimizer_state=optimizer_state,
+                betas=betas or (0.9, 0.999),
+                dense_prefix=dense_prefix or "",
+                step=step,
+                progress=show,
+            )
+        elif embedding_config is None:
+            raise CommandError(
+                "--from persia expects --embedding-config FILE, the embedding_config.yml of the job: ids in "
+                "a checkpoint of PERSIA have no meaning without it."
+            )
+        else:
+            made = import_persia(
+                source,
+                path,
+                embedding_config,
+                optimizer=optimizer,
+                optimizer_state=optimizer_state,
+                dense_prefix="net." if dense_prefix is None else dense_prefix,
+                step=step or 0,
+                progress=show,
+            )
+    if not write_json(json_path, made):
+        _show(made)
+    return OK
+
+
+class _Progress:
+    """Shows the bytes that have been read."""
+
+    def __init__(self, steps: ProgressSteps) -> None:
+        self._steps = steps
+
+    def __call__(self, done: int, total: int) -> None:
+        self._steps.expect(total)
+        self._steps.add(done)
+
+
+def _show(made: ImportReport) -> None:
+    out = console()
+    out.print(f"{shown(made.path)}: imported from {made.system}, step {made.step:,}", markup=False)
+    print_table(
+        None,
+        ["table", "rows", "dim", "dtype", "optimizer state"],
+        [
+            [table.name, f"{table.rows:,}", table.dim, table.dtype, table.optimizer or "not imported"]
+            for table in made.tables
+        ],
+        right=["rows", "dim"],
+    )
+    out.print(f"dense: {len(made.dense)} tensors")
+    for note in made.notes:
+        console(stderr=True).print(f"note: {note}", markup=False)
