@@ -40,12 +40,20 @@ class Grouped(Metric):
 
     def compute(self) -> float:
         """The mean over the groups that have a number; NaN if there are none."""
+        total, weight = self.totals()
+        return total / weight if weight else float("nan")
+
+    def totals(self) -> tuple[float, float]:
+        """The sum of weight times number over the groups that have a number, and of their weights.
+
+        Sums of several metrics add up to those of all their groups, where groups of the same name stay apart.
+        """
         state = self._samples.state()
         if bool(state["scores"].isnan().any()):
-            return float("nan")
+            return float("nan"), float("nan")
         values, weights = self._by_group(Ranking.of(state))
         known = ~values.isnan()
-        return float((values[known] * weights[known]).sum() / weights[known].sum())
+        return float((values[known] * weights[known]).sum()), float(weights[known].sum())
 
     @property
     def groups(self) -> int:

@@ -106,6 +106,22 @@ def test_a_scheduled_rate_reaches_the_rows():
         assert handle.vectors(ids(1)).tolist() == [[expected] * 2]
 
 
+def test_adagrad_with_lr_decay_is_that_of_torch():
+    engine, handle = one(init=kv.init.Constant(1.0))
+    opt = kv.optim.Adagrad(engine, lr=0.5, lr_decay=0.3, initial_accumulator_value=0.1)
+    same = torch.nn.Parameter(torch.ones(1, 2))
+    other = torch.optim.Adagrad([same], lr=0.5, lr_decay=0.3, initial_accumulator_value=0.1)
+    for factor in (1.0, -2.0, 0.5, 3.0):
+        (engine({"f": ids(1)})["f"] * factor).sum().backward()
+        (same * factor).sum().backward()
+        for each in (opt, other):
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(handle.vectors(ids(1)), same.detach())
+    with pytest.raises(ValueError, match="lr_decay must not be negative"):
+        kv.optim.Adagrad(engine, lr_decay=-1.0)
+
+
 def test_groups_have_their_own_rates():
     tables = {name: kv.Table(2, init=kv.init.Constant(0.0)) for name in ("user", "item")}
     engine = kv.EmbeddingEngine(tables)

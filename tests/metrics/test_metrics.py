@@ -156,6 +156,29 @@ def test_gauc_is_the_mean_of_scikit_learns_aucs_over_all_groups(drawn, count):
         assert gauc.undefined_groups == len(each) - len(known)
 
 
+@given(samples(), groups_of)
+def test_gauc_by_clicks_weighs_groups_by_their_positive_labels(drawn, count):
+    scores, labels, weights = drawn
+    groups = np.random.default_rng(1).integers(-count, count, len(scores))
+    each = _grouped(
+        lambda s, y, v: (v @ y, sk.roc_auc_score(y, s, sample_weight=v) if len(set(y)) == 2 else nan),
+        groups,
+        scores,
+        labels,
+        weights,
+    )
+    known = [(clicks, value) for clicks, value in each if not math.isnan(value)]
+    gauc = _add(metrics.GAUC(weighting="clicks"), scores, labels, weights, groups)
+    total, weight = sum(c * v for c, v in known), sum(c for c, _ in known)
+    assert gauc.totals() == pytest.approx((total, weight))
+    assert _same(gauc.compute(), float(total / weight) if known else nan)
+
+
+def test_gauc_refuses_other_weightings():
+    with pytest.raises(ValueError, match="expects weighting 'impressions' or 'clicks', got 'users'"):
+        metrics.GAUC(weighting="users")
+
+
 @given(samples(), groups_of, st.sampled_from([1, 2, 5, 1000]))
 def test_ndcg_is_the_mean_of_scikit_learns(drawn, count, k):
     scores, labels, _ = drawn

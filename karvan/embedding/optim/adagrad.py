@@ -13,6 +13,7 @@ class Adagrad(SparseOptimizer):
 
     accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
     does, which needs an initial_accumulator_value of at least 1e-6. decay multiplies a before each addition.
+    lr_decay divides the learning rate of a table's step t by 1 + (t - 1) * lr_decay, as torch does.
     row_wise has a single a for each row, the sum of its mean g²: less memory, nearly as good. weight_decay *
     p is added to g.
     """
@@ -22,6 +23,7 @@ class Adagrad(SparseOptimizer):
         params: Targets | None = None,
         lr: float = 0.01,
         *,
+        lr_decay: float = 0.0,
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
         weight_decay: float = 0.0,
@@ -34,6 +36,7 @@ class Adagrad(SparseOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
+            "lr_decay": lr_decay,
             "eps": eps,
             "initial_accumulator_value": initial_accumulator_value,
             "weight_decay": weight_decay,
@@ -74,6 +77,10 @@ class Adagrad(SparseOptimizer):
         rule.weight_decay = group["weight_decay"]
         rule.accumulate_last = group["accumulate"] == "last"
         return rule
+
+    def rate(self, group: Group, step: int) -> float:
+        """See `SparseOptimizer.rate`."""
+        return super().rate(group, step) / (1 + (step - 1) * float(group["lr_decay"]))
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """See `SparseOptimizer.initial_state`."""

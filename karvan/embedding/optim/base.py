@@ -179,11 +179,15 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _full_rule(self, group: Group, step: int) -> Rule:
         rule = self.rule(group, step)
-        rule.lr = float(group["lr"])
+        rule.lr = self.rate(group, step)
         rule.clip_value = group["clip_value"] or 0.0
         rule.clip_norm = group["clip_norm"] or 0.0
         rule.bound = group["weight_bound"] or 0.0
         return rule
+
+    def rate(self, group: Group, step: int) -> float:
+        """The learning rate of a table's step, counted from 1."""
+        return float(group["lr"])
 
     def check_group(self, group: Group) -> None:
         """Raise a ValueError if settings that are valid one by one cannot work together."""
@@ -226,7 +230,7 @@ def limits(
 
 
 _POSITIVE = ("clip_value", "clip_norm", "weight_bound")
-_NOT_NEGATIVE = ("lr", "eps", "weight_decay", "initial_accumulator_value", "beta", "l1", "l2")
+_NOT_NEGATIVE = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "beta", "l1", "l2")
 _SHARES = ("momentum", "decay")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from karvan.compat.recis.framework.hook_calls import HookCalls
 from karvan.compat.recis.framework.metrics import get_log_metrics, restore_metrics
-from karvan.compat.recis.io.orc_dataset import OrcDataset
+from karvan.compat.recis.io.dataset_base import DatasetBase
 from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
 from karvan.ragged import Batch
 
@@ -26,17 +26,17 @@ class ProgramData:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.batches: Iterable[Any] = dataset.loader if isinstance(dataset, OrcDataset) else _Pairs(dataset)
+        self.batches: Iterable[Any] = dataset.loader if isinstance(dataset, DatasetBase) else _Pairs(dataset)
 
     def present(self, batch: Mapping[str, Any]) -> Any:
         """A batch as the program knows it."""
-        if isinstance(self._dataset, OrcDataset):
+        if isinstance(self._dataset, DatasetBase):
             return self._dataset.present(batch)
         return {name: to_recis(entry) for name, entry in batch.items()}
 
     def first(self, count: int | None) -> Iterable[Any]:
         """The first batches, or all of them."""
-        if isinstance(self._dataset, OrcDataset):
+        if isinstance(self._dataset, DatasetBase):
             self._dataset.reset()
         return self.batches if count is None else _First(self.batches, count)
 

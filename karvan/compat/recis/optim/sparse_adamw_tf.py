@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from karvan.compat.recis.nn.modules.hashtable import SparseParameter, handles_of
-from karvan.compat.recis.optim.sparse_optim import Accumulating
+from karvan.compat.recis.nn.modules.hashtable import SparseParameter
+from karvan.compat.recis.optim.sparse_optim import AdamArguments
 from karvan.compat.unsupported import require_default
 from karvan.embedding.optim import AdamWTF
 
 
-class SparseAdamWTF(Accumulating, AdamWTF):
+class SparseAdamWTF(AdamArguments, AdamWTF):
     """Adam, with p *= 1 - weight_decay. Only rows with a gradient change."""
 
     def __init__(
@@ -24,4 +24,4 @@ class SparseAdamWTF(Accumulating, AdamWTF):
         use_nesterov: bool = False,
     ) -> None:
         require_default("use_nesterov", use_nesterov, False, "RecIS refuses it, too.")
-        super().__init__(handles_of(param_dict), lr, (beta1, beta2), eps, weight_decay)
+        super().__init__(param_dict, lr, beta1, beta2, eps, weight_decay)

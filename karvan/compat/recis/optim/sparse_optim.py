@@ -1,8 +1,13 @@
-"""`Accumulating`: what RecIS's sparse optimizers have beside those of `kv.optim`."""
+"""`Accumulating`, `AdamArguments`: what RecIS's sparse optimizers have beside those of `kv.optim`."""
 
 from __future__ import annotations
 
-from karvan.compat.unsupported import UnsupportedError, require_default
+import warnings
+from collections.abc import Mapping
+
+from karvan.compat.recis.nn.modules.hashtable import SparseParameter, handles_of
+from karvan.compat.unsupported import UnsupportedError
+from karvan.embedding.optim import Adam
 
 
 class Accumulating:
@@ -17,6 +22,26 @@ class Accumulating:
             )
 
 
-def require_no_decay(lr_decay: float) -> None:
-    """Raise for a learning rate that falls by itself."""
-    require_default("lr_decay", lr_decay, 0, "give the optimizer a scheduler of torch.")
+class AdamArguments(Accumulating, Adam):
+    """An Adam with RecIS's arguments; decays: whether weight_decay has a meaning."""
+
+    decays = True
+
+    def __init__(
+        self,
+        param_dict: Mapping[str, SparseParameter],
+        lr: float = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if not self.decays and weight_decay not in (0, 0.01):
+            warnings.warn(
+                f"weight_decay={weight_decay} of {type(self).__name__} changes nothing, as in RecIS: "
+                "SparseAdamW shrinks rows.",
+                stacklevel=2,
+            )
+        decay = weight_decay if self.decays else 0.0
+        super().__init__(handles_of(param_dict), lr, (beta1, beta2), eps, decay, amsgrad=amsgrad)

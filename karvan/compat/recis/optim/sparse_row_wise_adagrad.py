@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from karvan.compat.recis.nn.modules.hashtable import SparseParameter, handles_of
-from karvan.compat.recis.optim.sparse_optim import Accumulating, require_no_decay
+from karvan.compat.recis.nn.modules.hashtable import SparseParameter
+from karvan.compat.recis.optim.sparse_adagrad import SparseAdagrad
 from karvan.compat.unsupported import require_default
-from karvan.embedding.optim import Adagrad
 
 
-class SparseRowWiseAdagrad(Accumulating, Adagrad):
+class SparseRowWiseAdagrad(SparseAdagrad):
     """Adagrad with one accumulator for each row."""
+
+    row_wise = True
 
     def __init__(
         self,
@@ -25,12 +26,4 @@ class SparseRowWiseAdagrad(Accumulating, Adagrad):
         maximize: bool = False,
     ) -> None:
         require_default("maximize", maximize, False, "negate the loss.")
-        require_no_decay(lr_decay)
-        super().__init__(
-            handles_of(param_dict),
-            lr,
-            eps=eps,
-            initial_accumulator_value=initial_accumulator_value,
-            weight_decay=weight_decay,
-            row_wise=True,
-        )
+        super().__init__(param_dict, lr, lr_decay, initial_accumulator_value, eps, weight_decay)
