@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,18 @@ from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError
 from karvan.features import Feature as Chain
 from karvan.features import FeatureEngine
+from karvan.features.ops.base import Op
+from karvan.features.ops.layout import describe
+from karvan.ragged import Entry, NestedRagged, Ragged
 
 
 class FeatureOp(nn.Module):
     """An operation: what it adds to a chain."""
 
     suffixes: Sequence[str] = ()  # of its results, if it has several
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def add_to(self, chain: Chain) -> Chain:
         """The chain with this operation at its end."""
@@ -51,12 +58,16 @@ class SelectField(FeatureOp):
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
+        return chain.select(self.column(), raw=True)
+
+    def column(self) -> str:
+        """The name of the entry, of batches that are mappings."""
         if not self.from_dict:
             raise UnsupportedError(
                 f"SelectField('{self.name}', from_dict=False) in a FeatureEngine",
                 "expected batches that are mappings of names to entries.",
             )
-        return chain.select(self.name, raw=True)
+        return self.name
 
     def forward(self, data: Any) -> Any:
         """The entry of a batch."""
@@ -72,7 +83,7 @@ class SelectFields(FeatureOp):
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
-        return chain.select(*(each.name for each in self.input_list), raw=True)
+        return chain.select(*(each.column() for each in self.input_list), raw=True)
 
     def forward(self, data: Any) -> Any:
         """The entries of a batch."""
@@ -122,11 +133,38 @@ class FeatureCross(FeatureOp):
         return to_recis(made["x"])
 
 
+@dataclass(frozen=True)
+class _ExpectDims(Op):
+    """An error for lists of another depth."""
+
+    n_dims: int
+    name: ClassVar[str] = "SequenceTruncate"
+    sized_by_shapes: ClassVar[bool] = True
+
+    def check(self, *entries: Entry) -> None:
+        """See `Op.check`."""
+        (entry,) = entries
+        if isinstance(entry, Ragged | NestedRagged) and isinstance(entry, NestedRagged) != (self.n_dims == 3):
+            raise TypeError(
+                f"expected {'lists of lists' if self.n_dims == 3 else 'lists'} for n_dims={self.n_dims}, but "
+                f"received {describe(entry)}."
+            )
+
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """See `Op.fuse_key`."""
+        return self
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """The entries as they are."""
+        return [entry for (entry,) in arguments]
+
+
 class SequenceTruncate(FeatureOp):
     """Rows cut to a length: on the "left", so that the last values stay, or on the "right".
 
     check_length has a meaning without truncate only: then a longer row is an error. dtype, as in RecIS,
-    changes nothing. n_dims=3 cuts the lists of a row, of lists of lists.
+    changes nothing. n_dims=2 is for lists; n_dims=3 is for lists of lists, and cuts the lists of a row.
     """
 
     def __init__(
@@ -146,6 +184,7 @@ class SequenceTruncate(FeatureOp):
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
+        chain = chain.then(_ExpectDims(self.n_dims))
         if not self.truncate and not self.check_length:
             return chain
         return chain.truncate(self.seq_len, self.truncate_side, check=not self.truncate)
@@ -183,5 +222,6 @@ class StringMultiHash(FeatureOp):
 
     def __init__(self, num_buckets: Sequence[int], prefix: str = "str_multi_hash") -> None:
         raise UnsupportedError(
-            "StringMultiHash, with sdbm and djb2,", "use IDMultiHash, kv.Feature.multi_hash."
+            "StringMultiHash, with sdbm and djb2,",
+            "use IDMultiHash, or kv.Feature.to_text().hash(kind, bucket) with \"farm\" and \"murmur\".",
         )

@@ -17,14 +17,15 @@ class HookCalls(Callback):
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
         self._within_epoch = False
-        self._step = 0
+        self.step = 0
         self._computed = False  # whether this rank has had a batch since the last step
 
     def add(self, hook: Hook) -> None:
         """Add a hook."""
         if hasattr(hook, "after_backward"):
             raise UnsupportedError(
-                f"after_backward of {type(hook).__name__}", "gradients are clipped by options of optimizers."
+                f"after_backward of {type(hook).__name__}",
+                "clip gradients by ClipGradNormHook, or those of rows by kv.optim.AdamW(clip_norm=…).",
             )
         self.hooks.append(hook)
 
@@ -48,13 +49,13 @@ class HookCalls(Callback):
             "after_step",
             is_train=False,
             metrics=get_log_metrics(),
-            global_step=self._step,
+            global_step=self.step,
             eval_result=result,
         )
 
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
         """See `Callback.on_step_end`."""
-        self._step = trainer.step
+        self.step = trainer.step
         add_metric("epoch", logs.epoch)
         if self._computed:  # otherwise the data of this rank has ended
             add_metric("loss", logs.losses["loss"])

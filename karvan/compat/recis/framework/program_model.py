@@ -73,6 +73,7 @@ class ProgramModel:
         self._batch: Batch | None = None
         self._data: ProgramData | None = None
         self._metrics: dict[str, Any] = {}  # before a batch without samples
+        self.evaluates_loss = True  # whether it returns its loss in evaluations, too
 
     @contextmanager
     def computing(self, data: ProgramData) -> Iterator[None]:
@@ -106,11 +107,13 @@ class ProgramModel:
             return output
         if not batch.samples:
             restore_metrics(self._metrics)
+        is_loss = isinstance(output, Tensor) and output.numel() == 1
         if not module.training:
+            self.evaluates_loss = is_loss
             if batch.samples:
                 self._calls.end_evaluated_batch(output)
-            return output
-        if not isinstance(output, Tensor) or output.numel() != 1:
+            return torch.nan_to_num(output) if is_loss and not batch.samples else output
+        if not is_loss:
             got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise TypeError(
                 f"A model of RecIS returns its loss in training: expected a tensor of one number, got {got}."
@@ -119,6 +122,6 @@ class ProgramModel:
         return output if batch.samples else torch.nan_to_num(output)
 
 
-def model_loss(output: Tensor, batch: Any) -> Tensor:
-    """The loss that the model has returned."""
-    return output
+def model_loss(output: Any, batch: Any) -> Tensor:
+    """The loss that the model has returned; 0 if an evaluation has returned something else."""
+    return output if isinstance(output, Tensor) and output.numel() == 1 else torch.zeros(())

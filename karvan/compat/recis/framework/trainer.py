@@ -10,23 +10,18 @@ from torch import nn
 
 from karvan.compat.recis.connection import connect_ranks
 from karvan.compat.recis.framework.hook_calls import HookCalls
-from karvan.compat.recis.framework.metrics import get_log_metrics
+from karvan.compat.recis.framework.metrics import evaluated_metrics, get_log_metrics
 from karvan.compat.recis.framework.model_bank import load_bank
 from karvan.compat.recis.framework.program_model import ProgramData, ProgramModel, model_loss
 from karvan.compat.recis.framework.training_arguments import TrainingArguments
-from karvan.compat.recis.hooks import Hook, LoggerHook
-from karvan.compat.unsupported import UnsupportedError
+from karvan.compat.recis.hooks import Hook, LoggerHook, MetricReportHook
+from karvan.compat.recis.hooks.monitor_report_hook import ReportArguments
+from karvan.compat.recis.hooks.trainer_option import TrainerOption
+from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding.optim import SparseOptimizer
 from karvan.train import Trainer as KarvanTrainer
 
 __all__ = ["Trainer", "TrainingArguments"]
-
-_DDP = {
-    "ddp_broadcast_buffers": True,
-    "ddp_gradient_as_bucket_view": False,
-    "ddp_bucket_cap_mb": 25,
-    "ddp_static_graph": False,
-}
 
 
 class Trainer:
@@ -46,11 +41,25 @@ class Trainer:
         sparse_optimizer: SparseOptimizer | None = None,
         data_to_cuda: bool = False,
         ddp_find_unused_parameters: bool = True,
-        **options: Any,
+        ddp_broadcast_buffers: bool = True,
+        saver: Any = None,
+        ddp_gradient_as_bucket_view: bool = False,
+        ddp_bucket_cap_mb: int = 25,
+        ddp_static_graph: bool = False,
+        *,
+        monitor_report_args: ReportArguments | None = None,
+        **kwargs: Any,
     ) -> None:
-        for name, value in options.items():
-            if name not in _DDP or value != _DDP[name]:
-                raise UnsupportedError(f"Trainer {name}={value!r}", "leave it out.")
+        for name, value, default in (
+            ("ddp_broadcast_buffers", ddp_broadcast_buffers, True),
+            ("ddp_gradient_as_bucket_view", ddp_gradient_as_bucket_view, False),
+            ("ddp_bucket_cap_mb", ddp_bucket_cap_mb, 25),
+            ("ddp_static_graph", ddp_static_graph, False),
+        ):
+            require_default(f"Trainer {name}", value, default, "leave it out.")
+        for name, value in kwargs.items():
+            raise UnsupportedError(f"Trainer {name}={value!r}", "leave it out.")
+        require_default("Trainer saver", saver, None, "give TrainingArguments output_dir and save_steps.")
         connect_ranks()
         self.args = args = args or TrainingArguments()
         self.model = model
@@ -59,8 +68,13 @@ class Trainer:
         get_log_metrics().clear()  # of a Trainer before
         self._calls = HookCalls()
         self._program = ProgramModel(model, self._calls)
-        self.add_hooks([*(hooks or ()), LoggerHook(args.log_steps)])
         optimizer, scheduler = dense_optimizers
+        options: dict[str, Any] = {}
+        reports = [] if monitor_report_args is None else [MetricReportHook(model, monitor_report_args)]
+        for hook in (*(hooks or ()), *reports, LoggerHook(args.log_steps)):
+            self._calls.add(hook)
+            if isinstance(hook, TrainerOption):
+                options |= hook.options(optimizer)
         self.karvan_trainer = KarvanTrainer(
             model,
             model_loss,
@@ -75,6 +89,7 @@ class Trainer:
             checkpoints=args.checkpoints(),
             checkpoint_every=args.optimizer_steps(args.save_steps),
             checkpoint_seconds=None,
+            **options,
         )
 
     @property
@@ -83,7 +98,11 @@ class Trainer:
         return self._calls.hooks
 
     def add_hook(self, hook: Hook) -> None:
-        """Add a hook."""
+        """Add a hook; those that set options of training are given when the Trainer is made."""
+        if isinstance(hook, TrainerOption):
+            raise UnsupportedError(
+                f"add_hook of a {type(hook).__name__}", "give it to the Trainer when it is made: hooks=[…]."
+            )
         self._calls.add(hook)
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
@@ -105,16 +124,20 @@ class Trainer:
             self.karvan_trainer.fit(data.batches, epochs=epochs, max_steps=most)
 
     def evaluate(self, eval_steps: int | None = None) -> dict[str, Any]:
-        """Compute the batches of eval_dataset, or the first of them; returns what the model has reported."""
-        self._calls.call("start", is_train=False)
-        self._evaluate(eval_steps)
-        self._calls.call("end", is_train=False)
-        return dict(get_log_metrics())
+        """Compute the batches of eval_dataset, or the first of them.
 
-    def _evaluate(self, eval_steps: int | None) -> None:
+        Returns the means of the loss and of what the model reports, over the samples of all batches and
+        ranks. Metrics that count all batches themselves, as `AUROC` does, have their newest value.
+        """
+        self._calls.call("start", is_train=False)
+        found = self._evaluate(eval_steps)
+        self._calls.call("end", is_train=False)
+        return found
+
+    def _evaluate(self, eval_steps: int | None) -> dict[str, Any]:
         trainer = self.karvan_trainer
         if trainer.step == 0 and trainer.saver.latest() is not None:
-            trainer.load()
+            self._calls.step = trainer.load().step
         else:
             self._load_bank()
         data = _data_of("eval_dataset", self.eval_dataset)
@@ -122,11 +145,13 @@ class Trainer:
         get_log_metrics().clear()  # of training
         self._calls.call("before_epoch", is_train=False)
         with self._program.computing(data):
-            for _ in trainer.predict(data.first(most)):
-                pass  # hooks and metrics of the model have seen it
+            means = trainer.evaluate(data.first(most))
+        if not self._program.evaluates_loss:
+            del means["loss"]
         self._calls.call("out_off_data")
         self._calls.call("after_eval")
         self._calls.call("after_epoch", is_train=False)
+        return evaluated_metrics(means)
 
     def train_and_evaluate(self, train_steps: int | None = None, eval_steps: int | None = None) -> None:
         """Train, and evaluate after each epoch."""

@@ -1,20 +1,28 @@
 """Hooks of a Trainer."""
 
+from karvan.compat.recis.hooks.clip_grad_norm_hook import ClipGradNormHook
 from karvan.compat.recis.hooks.filter_hook import HashTableFilterHook
 from karvan.compat.recis.hooks.hook import Hook
 from karvan.compat.recis.hooks.logger_hook import LoggerHook
+from karvan.compat.recis.hooks.monitor_report_hook import MetricReportHook
 from karvan.compat.recis.hooks.profiler_hook import ProfilerHook
 from karvan.compat.unsupported import missing_names
 
-__all__ = ["HashTableFilterHook", "Hook", "LoggerHook", "ProfilerHook"]
+__all__ = [
+    "ClipGradNormHook",
+    "HashTableFilterHook",
+    "Hook",
+    "LoggerHook",
+    "MetricReportHook",
+    "ProfilerHook",
+]
 
 __getattr__ = missing_names(
     "recis.hooks",
     {
-        "ClipGradNormHook": "Karvan clips dense gradients by Trainer(clip_norm=…) and those of each row by "
-        "kv.optim.Adam(clip_norm=…).",
-        "MetricReportHook": "use kv.loggers, such as TensorBoardLogger.",
-        "MLTrackerHook": "use kv.loggers, such as TensorBoardLogger.",
-        "TraceToOdpsHook": "write predictions by kv.train.write_predictions.",
+        **dict.fromkeys(("MLTrackerHook", "add_to_ml_tracker"), "use kv.loggers, such as TensorBoardLogger."),
+        **dict.fromkeys(
+            ("TraceToOdpsHook", "add_to_trace"), "write predictions by kv.train.write_predictions."
+        ),
     },
 )

@@ -13,7 +13,7 @@ from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.data import Fixed, Loader, Raw, Varlen, read
 from karvan.data.columns.declarations import Column
-from karvan.ragged import Batch
+from karvan.ragged import Batch, Ragged
 
 Function = Callable[[Any], Any]
 
@@ -59,9 +59,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         )
         require_default("ragged_format", ragged_format, True, "use RaggedTensor.to_sparse() where needed.")
         if device not in ("cpu", "cuda", "pin"):
-            raise ValueError(
-                f"{type(self).__name__} expects device 'cpu', 'cuda' or 'pin', got {device!r}."
-            )
+            raise ValueError(f"{type(self).__name__} expects device 'cpu', 'cuda' or 'pin', got {device!r}.")
         self.options: dict[str, Any] = {
             "batch_size": batch_size,
             "rank": worker_idx,
@@ -80,6 +78,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         self._paths: list[str] = []
         self._columns: dict[str, Column] = {}
         self._widths: dict[str, int] = {}
+        self._texts: set[str] = set()
         self._loader: Loader | None = None
         self.listed = False  # whether batches are lists of one mapping, which only the first batch shows
 
@@ -94,12 +93,17 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
     def varlen_feature(
         self, name: str, hash_type: str | None = None, hash_bucket: int = 0, trans_int8: bool = False
     ) -> None:
-        """Read a column with any number of values in a row; strings are hashed, or read as bytes."""
+        """Read a column with any number of values in a row.
+
+        Strings are hashed. With trans_int8 they are read as bytes of int8, with the offsets of rows, which
+        are lists of strings, and those of strings. hash_bucket has a meaning with a hash_type only.
+        """
         self._declare()
         if hash_type is not None and hash_type not in ("farm", "murmur"):
             raise ValueError(f"varlen_feature expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
         if hash_type is None and trans_int8:
             self._columns.setdefault(name, Raw(name))
+            self._texts.add(name)
         elif hash_type is None:
             self._columns.setdefault(name, Varlen(name))
         else:
@@ -120,9 +124,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
 
     def filter(self, filter_func: Function) -> None:
         """Not supported."""
-        raise UnsupportedError(
-            f"{type(self).__name__}.filter", "filter the records before they are written."
-        )
+        raise UnsupportedError(f"{type(self).__name__}.filter", "filter the records before they are written.")
 
     def _declare(self) -> None:
         if self._loader is not None:
@@ -159,6 +161,8 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
 
     def _entry(self, name: str, entry: Any) -> Any:
         made = to_recis(entry)
+        if name in self._texts and isinstance(entry, Ragged):  # lists of one string, as ids are lists of one
+            made = RaggedTensor(made.values(), [torch.arange(entry.rows + 1), *made.offsets()])
         if name in self._widths:
             made = made.reshape(len(made), self._widths[name])
         values = made.values() if isinstance(made, RaggedTensor) else made

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
+from karvan.compat.recis.metrics.accumulated import accumulated_tensor
 from karvan.metrics import AUC
 
 _LEAST_BINS = 4096
@@ -42,7 +43,7 @@ class AUROC(nn.Module):
 
     def compute(self) -> Tensor:
         """The AUC; NaN while there is one class only."""
-        return torch.tensor(self._all.compute())
+        return accumulated_tensor(self._all.compute())
 
     def forward(self, predictions: Tensor, labels: Tensor) -> Tensor:
         """The AUC of these samples alone; nothing is counted."""

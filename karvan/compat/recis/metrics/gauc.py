@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
+from karvan.compat.recis.metrics.accumulated import AccumulatedFloat
 from karvan.metrics import GAUC
 
 
@@ -31,7 +32,7 @@ class Gauc(nn.Module):
         batch.add(predictions, labels, groups=indicators)
         totals = distributed.current().here.sum(torch.tensor(batch.totals(), dtype=torch.float64))
         self._totals = self._totals + totals
-        return _ratio(totals), _ratio(self._totals)
+        return _ratio(totals), AccumulatedFloat(_ratio(self._totals))
 
 
 def _ratio(totals: Tensor) -> float:

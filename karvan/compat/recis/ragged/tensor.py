@@ -103,9 +103,12 @@ class RaggedTensor:
         return self._values.device
 
     def to_dense(self, default_value: float = 0.0) -> Tensor:
-        """A tensor of the rows, filled up with a value, as `kv.Feature.to_dense` makes it."""
+        """A tensor of the rows, as long as the longest, filled up with a value.
+
+        `kv.Feature.to_dense` makes it. As in RecIS, the dense_shape does not count.
+        """
         fill = default_value if self._values.is_floating_point() else int(default_value)
-        shape = self.real_shape(1)
+        shape = RaggedTensor(self._values, self._offsets).real_shape(1)
         lengths = [max(1, length) for length in shape]
         feature = Feature("x").to_dense(lengths if len(lengths) > 1 else lengths[0], fill)
         dense = _run(feature, to_karvan(RaggedTensor(self._values, self._offsets)))
@@ -160,6 +163,10 @@ class RaggedTensor:
         weight = None if self._weight is None else change(self._weight)
         offsets = [change(each) for each in self._offsets]
         return RaggedTensor(change(self._values), offsets, weight, self._dense_shape)
+
+    def __getitem__(self, index: Any) -> RaggedTensor:
+        """Not supported."""
+        raise UnsupportedError("an index of a RaggedTensor", "use to_dense()[…], or kv.Feature.truncate.")
 
     def __repr__(self) -> str:
         return (

@@ -1,4 +1,6 @@
-"""RecIS's datasets of MaxCompute, against a tunnel server: tables, partitions, shares, positions, training."""
+"""RecIS's datasets of MaxCompute, against a tunnel server: partitions, shares, positions, training."""
+
+from itertools import pairwise
 
 import odps_tunnel
 import pytest
@@ -67,7 +69,7 @@ def test_a_table_is_read_as_files_are(clicks):
     first = given[0][1]
     items = first["items"]
     bounds = items.offsets()[0].tolist()
-    lists = [items.values()[a:b].tolist() for a, b in zip(bounds, bounds[1:], strict=False)]
+    lists = [items.values()[a:b].tolist() for a, b in pairwise(bounds)]
     assert lists == [row["items"] or [] for row in rows[:100]]
     assert first["words"].dtype is torch.int8
     assert bytes(first["words"].values()[:4].tolist()) == b"a0a1"
@@ -131,7 +133,7 @@ def test_tables_that_are_not_there_or_not_understood(clicks):
         dataset("clicks")
     with pytest.raises(DataError, match="There is no option 'start'"):
         ids(dataset("odps://shop/tables/clicks?start=0&end=10"))
-    with pytest.raises(UnsupportedError, match="OdpsDataset.filter is not supported"):
+    with pytest.raises(UnsupportedError, match=r"OdpsDataset\.filter is not supported"):
         dataset("shop.clicks").filter(bool)
     with pytest.raises(UnsupportedError, match="read_batch_size=7"):
         dataset("shop.clicks", read_batch_size=7)

@@ -1,67 +1,20 @@
-"""Datasets, the Trainer, its hooks and checkpoints under RecIS's names, and the same in Karvan's."""
+"""Datasets, the Trainer and its checkpoints under RecIS's names, and the same in Karvan's."""
 
 import re
 
-import pyarrow as pa
 import pytest
 import torch
-from pyarrow import orc
+from recis_clicks import RECORDS, Model, batches, dataset, make, state
 from torch import nn
 
 import karvan as kv
-from karvan.compat.recis.framework.metrics import add_metric
 from karvan.compat.recis.framework.trainer import Trainer, TrainingArguments
-from karvan.compat.recis.hooks import Hook, LoggerHook, ProfilerHook
+from karvan.compat.recis.hooks import Hook
 from karvan.compat.recis.io.orc_dataset import OrcDataset
-from karvan.compat.recis.nn import EmbeddingEngine, EmbeddingOption
-from karvan.compat.recis.nn.initializers import NormalInitializer
 from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
 from karvan.compat.recis.optim import SparseAdamW
-from karvan.compat.recis.utils.logger import Logger
 from karvan.compat.unsupported import UnsupportedError
 from karvan.data.loading.position import merge
-
-RECORDS = 40
-
-
-@pytest.fixture
-def files(tmp_path):
-    """Two files with two columns of numbers, two of ids, a string and a weighted column."""
-    folder = tmp_path / "data" / "day"
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    for part in range(2):
-        first = part * RECORDS // 2
-        rows = range(first, first + RECORDS // 2)
-        table = pa.table(
-            {
-                "label": [[float(i % 3 == 0)] for i in rows],
-                "dense": [[i / 10, i / 20] if i != 3 else None for i in rows],
-                "user": [[i] for i in rows],
-                "items": [torch.randint(50, (int(i % 4),), generator=generator).tolist() for i in rows],
-                "word": [f"word {i}" for i in rows],
-                "liked": pa.array(
-                    [[{"k": i, "v": 0.5}] for i in rows],
-                    pa.list_(pa.struct([("k", pa.int64()), ("v", pa.float32())])),
-                ),
-            }
-        )
-        orc.write_table(table, folder / f"part-{part}.orc")
-    return tmp_path / "data"
-
-
-def dataset(folder, batch_size=8, **options):
-    made = OrcDataset(batch_size, transform_fn=[lambda tables: tables[0]], **options)
-    made.add_path(str(folder))
-    made.fixedlen_feature("label", [0.0])
-    made.fixedlen_feature("dense", [1.0, 2.0])
-    made.varlen_feature("user")
-    made.varlen_feature("items")
-    return made
-
-
-def batches(data):
-    return [batch for is_end, batch in data if not is_end]
 
 
 def test_a_dataset_gives_its_batches_and_then_the_end(files):
@@ -123,54 +76,6 @@ def _rest_of(files, index, count, state):
 
 def _first_of(files, index, count):
     return batches(dataset(files, worker_idx=index, worker_num=count))[0]["user"].values().tolist()
-
-
-class Model(nn.Module):
-    """A model as RecIS's are: it returns its loss."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        init = NormalInitializer(std=0.1)
-        self.engine = EmbeddingEngine(
-            {
-                "user": EmbeddingOption(4, shared_name="user", initializer=init),
-                "items": EmbeddingOption(4, shared_name="items", initializer=init, combiner="mean"),
-            }
-        )
-        self.net = nn.Linear(10, 1)
-
-    def forward(self, samples):
-        made = self.engine(samples)
-        joined = torch.cat([made["user"], made["items"], made["dense"]], 1)
-        score = self.net(joined)
-        loss = nn.functional.binary_cross_entropy_with_logits(score, made["label"])
-        add_metric("mean", score.mean())
-        return loss
-
-
-def make(files, folder, *, eval_dataset=None, hooks=(), data=None, **arguments):
-    model = Model()
-    sparse = SparseAdamW(filter_out_sparse_param(model), lr=0.05)
-    dense = torch.optim.Adam(model.parameters(), lr=0.05)
-    settings = {"output_dir": str(folder), "log_steps": 2, **arguments}
-    return Trainer(
-        model,
-        TrainingArguments(**settings),
-        data or dataset(files),
-        eval_dataset,
-        hooks,
-        dense_optimizers=(dense, torch.optim.lr_scheduler.StepLR(dense, 2)),
-        sparse_optimizer=sparse,
-    )
-
-
-def state(model):
-    rows = {
-        name: sorted(zip(*(each.tolist() for each in table.ids_embeddings()), strict=True))
-        for name, table in filter_out_sparse_param(model).items()
-    }
-    return rows, {name: value.tolist() for name, value in model.net.state_dict().items()}
 
 
 def test_training_is_that_of_a_karvan_trainer(files, tmp_path, capsys):
@@ -247,104 +152,6 @@ def test_train_steps_of_several_epochs_is_the_whole(files, tmp_path):
     assert trainer.karvan_trainer.step == 7
 
 
-class Noting(Hook):
-    """Notes the moments at which it is called."""
-
-    def __init__(self):
-        self.calls = []
-        self.data = []
-
-    def start(self, is_train=True, *args, **options):
-        self.calls.append(("start", is_train))
-
-    def end(self, is_train=True, *args, **options):
-        self.calls.append(("end", is_train))
-
-    def before_epoch(self, is_train=True, *args, **options):
-        self.calls.append(("before_epoch", is_train))
-
-    def after_epoch(self, is_train=True, *args, **options):
-        self.calls.append(("after_epoch", is_train))
-
-    def after_data(self, is_train=True, *args, data, **options):
-        self.data.append(data)
-
-    def after_step(self, is_train=True, *args, metrics, global_step, **options):
-        self.calls.append(("step", is_train, global_step, "mean" in metrics))
-
-    def after_train(self, *args, **options):
-        self.calls.append(("after_train",))
-
-    def after_eval(self, *args, **options):
-        self.calls.append(("after_eval",))
-
-
-def test_hooks_are_called_in_training_and_evaluation(files, tmp_path):
-    hook = Noting()
-    trainer = make(files, tmp_path / "run", hooks=[hook], eval_dataset=dataset(files), train_steps=2)
-    trainer.train()
-    before = state(trainer.model)
-    found = trainer.evaluate(eval_steps=1)
-    assert set(found) == {"mean"}  # of the evaluation alone
-    assert hook.calls == [
-        ("start", True),
-        ("before_epoch", True),
-        ("step", True, 1, True),
-        ("step", True, 2, True),
-        ("after_train",),
-        ("after_epoch", True),
-        ("end", True),
-        ("start", False),
-        ("before_epoch", False),
-        ("step", False, 2, True),
-        ("after_eval",),
-        ("after_epoch", False),
-        ("end", False),
-    ]
-    assert hook.data[0]["user"].values().tolist() == list(range(8))
-    assert state(trainer.model) == before
-
-
-def test_two_trainers_of_one_model_have_their_own_hooks(files, tmp_path):
-    first, second = Noting(), Noting()
-    trainer = make(files, tmp_path / "run", hooks=[first], train_steps=1)
-    other = Trainer(
-        trainer.model,
-        TrainingArguments(output_dir=str(tmp_path / "run")),
-        eval_dataset=dataset(files),
-        hooks=[second],
-    )
-    trainer.train()
-    other.evaluate(eval_steps=1)
-    assert [call for call in first.calls if call[0] == "step"] == [("step", True, 1, True)]
-    assert [call[:2] for call in second.calls if call[0] == "step"] == [("step", False)]
-    assert trainer.model(batches(dataset(files))[0]).requires_grad  # called by itself, it takes samples
-
-
-def test_training_and_evaluation_take_turns(files, tmp_path):
-    hook = Noting()
-    trainer = make(
-        files, tmp_path / "run", hooks=[hook], eval_dataset=dataset(files), eval_steps=1, train_epoch=2
-    )
-    trainer.train_and_evaluate()
-    steps = [(call[1], call[2]) for call in hook.calls if call[0] == "step"]
-    assert steps == [
-        *((True, i) for i in range(1, 6)),
-        (False, 5),
-        *((True, i) for i in range(6, 11)),
-        (False, 10),
-    ]
-    assert [call for call in hook.calls if call[0] in ("start", "end")] == [("start", True), ("end", True)]
-
-
-def test_a_fresh_trainer_evaluates_the_newest_checkpoint(files, tmp_path):
-    trained = make(files, tmp_path / "run")
-    trained.train()
-    fresh = make(files, tmp_path / "run", eval_dataset=dataset(files))
-    fresh.evaluate()
-    assert state(fresh.model) == state(trained.model)
-
-
 def test_a_model_bank_starts_a_model_by_names(files, tmp_path):
     first = make(files, tmp_path / "first", train_steps=1)
     first.train()
@@ -397,25 +204,6 @@ def test_other_datasets_give_pairs(files, tmp_path):
     trainer = make(files, tmp_path / "run", data=pairs)
     trainer.train()
     assert trainer.karvan_trainer.step == 5
-
-
-def test_the_profiler_writes_traces(files, tmp_path):
-    hook = ProfilerHook(wait=1, warmup=1, active=1, repeat=1, output_dir=str(tmp_path / "traces"))
-    make(files, tmp_path / "run", hooks=[hook]).train()
-    assert list((tmp_path / "traces").glob("*.json"))
-
-
-def test_logs_of_a_rank(monkeypatch, capsys):
-    logger = Logger("test_logs_of_a_rank")
-    logger.info("told %d", 1)
-    logger.warning("careful")
-    monkeypatch.setenv("RANK", "1")
-    logger.info_rank0("not here")
-    told = capsys.readouterr()
-    assert told.out.endswith("[INFO] [test_logs_of_a_rank] told 1\n")
-    assert told.err.endswith("[WARNING] [test_logs_of_a_rank] careful\n")
-    line = LoggerHook().format_metrics({"auc": 0.5, "loss": torch.tensor(0.25), "epoch": 1})
-    assert line == " <epoch=1> <loss=0.25> <auc=0.5>"
 
 
 @pytest.mark.parametrize(

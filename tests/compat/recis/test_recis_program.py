@@ -12,7 +12,7 @@ from safetensors import safe_open
 import karvan as kv
 from karvan.cli.main import main
 
-PROGRAM = Path(__file__).parent / "programs" / "recis_deepctr.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "recis_deepctr.py"
 SMALL = {
     "bs = 2047": "bs = 70",
     "file_num = 10": "file_num = 3",

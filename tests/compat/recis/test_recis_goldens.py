@@ -380,27 +380,3 @@ def test_tables_and_tensors_are_saved_and_loaded(tmp_path):
 def test_what_has_no_counterpart_says_what_to_use(make, text):
     with pytest.raises(UnsupportedError, match=text):
         make()
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("hooks", "ClipGradNormHook"),
-        ("optim", "NamedAdam"),
-        ("nn", "NoReduceEmbedding"),
-        ("nn.modules.hashtable", "gen_slice"),
-        ("io.odps_dataset", "init_odps_session"),
-        ("io.window_io", "make_odps_window_io"),
-        ("io.lake_dataset", "LakeDataset"),
-        ("framework.checkpoint_manager", "Saver"),
-    ],
-)
-def test_names_without_a_counterpart_say_what_to_use(module, name):
-    from importlib import import_module
-
-    with pytest.raises(
-        UnsupportedError, match=f"recis.{module}.{name} is not supported: .* See docs/migrating"
-    ):
-        getattr(import_module(f"karvan.compat.recis.{module}"), name)
-    with pytest.raises(AttributeError, match="no attribute 'other'"):
-        _ = import_module(f"karvan.compat.recis.{module}").other
