@@ -14,7 +14,7 @@ from karvan.features.ops.decimals import ParseIds, ParseNumbers, ToText
 from karvan.features.ops.hashing import Hash
 from karvan.features.ops.ids import DropSign, HashStack, Mod, MultiHash, Prefix
 from karvan.features.ops.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
-from karvan.features.ops.ragged_shapes import FillEmpty, Flatten, ToDense, ToRagged
+from karvan.features.ops.ragged_shapes import FillEmpty, FillLists, Flatten, ToDense, ToRagged
 from karvan.features.ops.strings import Lower, Split, Strip, Substring, Upper
 from karvan.features.ops.truncate import Truncate
 from karvan.features.ops.vocabulary import Vocabulary, words_from_file
@@ -246,6 +246,10 @@ class Feature:
     def flatten(self) -> Feature:
         """Lists of lists as one list a row."""
         return self.then(Flatten())
+
+    def fill_lists(self, length: int) -> Feature:
+        """Rows of lists of lists filled up with empty lists, to `length` lists; a longer row is an error."""
+        return self.then(FillLists(length))
 
     def fill_empty(self, value: Number) -> Feature:
         """One value in each row that has none."""

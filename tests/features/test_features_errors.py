@@ -7,7 +7,7 @@ import torch
 from feature_helpers import ragged_text
 
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import OptionalRagged, Ragged
+from karvan.ragged import NestedRagged, OptionalRagged, Ragged
 
 
 def test_a_missing_column_is_named():
@@ -63,6 +63,12 @@ WEIGHTED = Ragged.from_lists([[1]], [[1.0]])
         (Feature("x").fill_empty(3), TEXT, "fill_empty: expected a Ragged of numbers"),
         (Feature("x").fill_empty(0.5), WEIGHTED, "fill_empty: expected an integer"),
         (Feature("x").flatten(), IDS, "flatten: expected lists of lists"),
+        (Feature("x").fill_lists(2), IDS, "fill_lists: expected lists of lists"),
+        (
+            Feature("x").fill_lists(1),
+            NestedRagged(torch.arange(2), torch.tensor([0, 1, 2]), torch.tensor([0, 2])),
+            "fill_lists: expected rows of at most 1 lists, but received a row of 2",
+        ),
         (Feature("x").lower(), IDS, "lower: expected strings"),
         (Feature("x").split(",").split(","), TEXT, "split: expected one string a row"),
         (Feature("x").select("x", "y").cross(), FLOAT, "cross: expected ids"),

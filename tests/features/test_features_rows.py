@@ -95,6 +95,13 @@ def test_flatten_drops_the_inner_lists(lists):
     ]
 
 
+@given(rows(st.lists(INT64, max_size=4), max_length=4), st.integers(0, 2))
+def test_fill_lists_adds_empty_lists_at_the_end(lists, more):
+    length = max(1, *map(len, lists), 0) + more
+    made = run(chain().fill_lists(length), nested(lists))
+    assert made.to_lists() == [[*row, *([[]] * (length - len(row)))] for row in lists]
+
+
 @st.composite
 def columns(draw, count=None):
     """Two or three columns of ids with equally many rows."""

@@ -41,6 +41,8 @@ def connect_ranks(grad_reduce_by: str | None = None, device: torch.device | str 
 def table_device(device: torch.device | str) -> str | None:
     """Where the rows of a table are, in the words of `kv.Table`."""
     kind, settings = device_of(device).type, distributed.current().settings
+    if kind not in ("cpu", "cuda"):
+        raise UnsupportedError(f'device="{kind}" of a table', 'expected "cpu" or "cuda".')
     if settings.kind != "sharded":
         return "cuda" if kind == "cuda" else None
     if kind != settings.device:

@@ -173,6 +173,43 @@ class Flatten(RowOp):
 
 
 @dataclass(frozen=True)
+class FillLists(RowOp):
+    """Rows of lists of lists, filled up with empty lists at the end, so that all have equally many."""
+
+    length: int
+    name: ClassVar[str] = "fill_lists"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"fill_lists expects a length of at least 1, but received {self.length}.")
+
+    def check(self, *entries: Entry) -> None:
+        """Lists of lists."""
+        (entry,) = entries
+        if not isinstance(entry, NestedRagged):
+            raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
+        check_rows(entry)
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """Sets the size of each list at its place among all places; on a GPU this waits for it."""
+        (entry,) = entries
+        assert isinstance(entry, NestedRagged)
+        lengths = entry.outer.diff()
+        longest = int(lengths.max()) if entry.rows else 0
+        if longest > self.length:
+            raise ValueError(
+                f"expected rows of at most {self.length} lists, but received a row of {longest}; truncate "
+                "cuts them."
+            )
+        sizes = entry.inner.diff()
+        row = row_numbers(lengths, sizes.shape[0])
+        column = torch.arange(sizes.shape[0], device=row.device) - entry.outer[row]
+        places = sizes.new_zeros(entry.rows * self.length).index_put((row * self.length + column,), sizes)
+        outer = torch.arange(entry.rows + 1, device=row.device) * self.length
+        return NestedRagged(entry.values, offsets_from(places), outer)
+
+
+@dataclass(frozen=True)
 class FillEmpty(RowOp):
     """One value, of weight 1, in each row that has none."""
 

@@ -1,4 +1,4 @@
-"""Every public name of RecIS is there with its arguments, their order and their defaults, or refused by name."""
+"""Every public name of RecIS is there with its arguments, in order, and their defaults, or is refused."""
 
 import importlib
 import inspect

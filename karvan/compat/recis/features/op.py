@@ -164,7 +164,8 @@ class SequenceTruncate(FeatureOp):
     """Rows cut to a length: on the "left", so that the last values stay, or on the "right".
 
     check_length has a meaning without truncate only: then a longer row is an error. dtype, as in RecIS,
-    changes nothing. n_dims=2 is for lists; n_dims=3 is for lists of lists, and cuts the lists of a row.
+    changes nothing. n_dims=2 is for lists; n_dims=3 is for lists of lists: it cuts the lists of a row, and
+    fills shorter rows up with empty lists.
     """
 
     def __init__(
@@ -187,7 +188,8 @@ class SequenceTruncate(FeatureOp):
         chain = chain.then(_ExpectDims(self.n_dims))
         if not self.truncate and not self.check_length:
             return chain
-        return chain.truncate(self.seq_len, self.truncate_side, check=not self.truncate)
+        chain = chain.truncate(self.seq_len, self.truncate_side, check=not self.truncate)
+        return chain.fill_lists(self.seq_len) if self.truncate and self.n_dims == 3 else chain
 
 
 class Hash(FeatureOp):

@@ -162,7 +162,8 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
     def _entry(self, name: str, entry: Any) -> Any:
         made = to_recis(entry)
         if name in self._texts and isinstance(entry, Ragged):  # lists of one string, as ids are lists of one
-            made = RaggedTensor(made.values(), [torch.arange(entry.rows + 1), *made.offsets()])
+            rows = torch.arange(entry.rows + 1, device=entry.values.device)
+            made = RaggedTensor(made.values(), [rows, *made.offsets()])
         if name in self._widths:
             made = made.reshape(len(made), self._widths[name])
         values = made.values() if isinstance(made, RaggedTensor) else made

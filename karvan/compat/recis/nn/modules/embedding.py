@@ -17,6 +17,7 @@ from karvan.compat.recis.ragged.tensor import to_karvan
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding import Table
 from karvan.presets import recis
+from karvan.ragged import Ragged
 
 _COMBINERS = ("sum", "mean", "tile")
 _LATER = {
@@ -87,6 +88,7 @@ class EmbeddingOption:
             admit=admission(self.admit_hook),
             evict=eviction(self.filter_hook),
             device=table_device(self.device),
+            missing="empty",
         )
 
 
@@ -102,5 +104,19 @@ class DynamicEmbedding(nn.Module):
 
     def forward(self, ids: Any) -> Tensor:
         """The vectors of ids, a tensor or a RaggedTensor."""
-        out: Tensor = self.engine({"ids": to_karvan(ids)})["ids"]
+        out = as_vectors("ids", self.engine({"ids": to_karvan(ids)})["ids"])
         return out if self._option.trainable else out.detach()
+
+
+def as_vectors(name: str, out: Tensor | Ragged) -> Tensor:
+    """The vectors of a feature; those of lists of lists as (rows, lists, dim)."""
+    if isinstance(out, Tensor):
+        return out
+    lengths = out.lengths()
+    count = int(lengths[0]) if out.rows else 0
+    if not bool((lengths == count).all()):
+        raise ValueError(
+            f"Feature '{name}' expects equally many lists in all rows, got {int(lengths.min())} to "
+            f"{int(lengths.max())}: SequenceTruncate(n_dims=3) cuts and fills rows."
+        )
+    return out.values.reshape(out.rows, count, out.values.shape[-1])

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from karvan.compat.recis.connection import connect_ranks
-from karvan.compat.recis.nn.modules.embedding import EmbeddingOption
+from karvan.compat.recis.nn.modules.embedding import EmbeddingOption, as_vectors
 from karvan.compat.recis.nn.modules.hashtable import make_engine
 from karvan.compat.recis.ragged.tensor import to_karvan
 
@@ -24,10 +24,14 @@ class EmbeddingEngine(nn.Module):
         self.engine = make_engine({name: option.table() for name, option in emb_options.items()})
 
     def forward(self, samples: Mapping[str, Any]) -> dict[str, Any]:
-        """The samples with vectors in place of ids."""
+        """The samples with vectors in place of ids; a feature that they lack is not in the result."""
         ids = {name: to_karvan(samples[name]) for name in self._options if name in samples}
+        if not ids:
+            expected = ", ".join(self._options)
+            raise KeyError(f"EmbeddingEngine expects samples with some of {expected}, got {list(samples)}.")
         made = self.engine(ids)
-        for name, option in self._options.items():
-            if not option.trainable:
-                made[name] = made[name].detach()
-        return {**samples, **made}
+        vectors = {name: as_vectors(name, made[name]) for name in ids}
+        for name in ids:
+            if not self._options[name].trainable:
+                vectors[name] = vectors[name].detach()
+        return {**samples, **vectors}
