@@ -153,19 +153,20 @@ def test_truncate_with_check_lets_short_rows_pass_and_refuses_long_ones(lists, l
     before = kernels.on_gpu
     kernels.on_gpu = lambda tensor: by_kernels
     try:
-        for feature, column, longest in [
-            (chain().truncate(length, check=True), entry, max(map(len, lists), default=0)),
-            (chain().truncate(length, check=True), flat, max(map(len, lists), default=0)),
+        for feature, column, longest, what in [
+            (chain().truncate(length, check=True), entry, max(map(len, lists), default=0), "lists"),
+            (chain().truncate(length, check=True), flat, max(map(len, lists), default=0), "values"),
             (
                 chain().truncate(length, level="inner", check=True),
                 entry,
                 max((len(values) for row in lists for values in row), default=0),
+                "values",
             ),
         ]:
             if longest <= length:
                 assert run(feature, column).to_lists() == column.to_lists()
             else:
-                with pytest.raises(ValueError, match=rf"'x', truncate: expected at most {length} values"):
+                with pytest.raises(ValueError, match=rf"'x', truncate: expected at most {length} {what}"):
                     run(feature, column)
     finally:
         kernels.on_gpu = before

@@ -216,7 +216,9 @@ class ToText(RowOp):
         if isinstance(entry, NestedRagged) or values.dim() > (2 if isinstance(entry, Tensor) else 1):
             raise TypeError(f"expected integers in plain rows, but received {describe(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:
-            raise ValueError(f"expected integers without weights, which strings lack, not {describe(entry)}.")
+            raise ValueError(
+                f"expected integers without weights, which strings cannot have, but received {describe(entry)}."
+            )
 
     def run_rows(self, *entries: Entry) -> Entry:
         """On a GPU this waits for it: the size of the text depends on the numbers."""

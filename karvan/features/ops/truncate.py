@@ -64,9 +64,9 @@ class Truncate(GroupRowOp):
         if self.check_length and isinstance(entry, Tensor) and entry.shape[1] > self.length:
             raise self._too_long(int(entry.shape[1]))
 
-    def _too_long(self, length: int, where: str = "rows") -> ValueError:
+    def _too_long(self, length: int, where: str = "rows", what: str = "values") -> ValueError:
         return ValueError(
-            f"expected at most {self.length} values, but received {where} of {length}; without check the "
+            f"expected at most {self.length} {what}, but received {where} of {length}; without check the "
             "step cuts them."
         )
 
@@ -105,7 +105,7 @@ class Truncate(GroupRowOp):
             each = limit.expand(entry.rows)
             limit = torch.repeat_interleave(each, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
         if first.check_length:
-            first._check_lengths(offsets.diff(), limit)
+            first._check_lengths(entry, offsets.diff(), limit)
             return entry
         if isinstance(entry, Ragged):
             return _top(entry, limit) if first.side == "top" else _truncate(entry, limit, left)
@@ -120,12 +120,14 @@ class Truncate(GroupRowOp):
             return as_offsets(entry)
         return entry.inner if self.level == "inner" else entry.outer
 
-    def _check_lengths(self, lengths: Tensor, limit: Tensor | int) -> None:
+    def _check_lengths(self, entry: Ragged | NestedRagged, lengths: Tensor, limit: Tensor | int) -> None:
         """Where ops run together, the error of each alone is the one that users see."""
         above = lengths > limit
         if bool(above.any()):
             first = int(above.nonzero()[0, 0])
-            raise self._too_long(int(lengths[first]), "a row" if self.level == "outer" else "a list")
+            outer = self.level == "outer"
+            what = "lists" if outer and isinstance(entry, NestedRagged) else "values"
+            raise self._too_long(int(lengths[first]), "a row" if outer else "a list", what)
 
 
 def _limits(offsets: Tensor, limit: Tensor, left: bool) -> tuple[Tensor, Tensor] | None:
@@ -216,7 +218,7 @@ def _cut(op: Truncate, entry: Ragged | NestedRagged, plan: tuple[_Slices, ...], 
     if op.check_length:
         parts = entry.inner[1:] if isinstance(entry, NestedRagged) and op.level == "outer" else entry.values
         if plan and totals[0] != parts.shape[0]:
-            op._check_lengths(op._limited(entry).diff(), op.length)
+            op._check_lengths(entry, op._limited(entry).diff(), op.length)
         return entry
     if isinstance(entry, Ragged):
         if not plan or totals[0] == entry.values.shape[0]:

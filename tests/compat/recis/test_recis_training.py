@@ -8,6 +8,8 @@ from recis_clicks import RECORDS, Model, batches, dataset, make, state
 from torch import nn
 
 import karvan as kv
+from karvan.checkpoint import CheckpointError
+from karvan.compat.recis.framework.model_bank import load_bank
 from karvan.compat.recis.framework.trainer import Trainer, TrainingArguments
 from karvan.compat.recis.hooks import Hook
 from karvan.compat.recis.io.orc_dataset import OrcDataset
@@ -170,11 +172,59 @@ def test_a_model_bank_starts_a_model_by_names(files, tmp_path):
     assert rows["items"] == state(first.model)[0]["items"]
     assert dense["weight"] == state(first.model)[1]["weight"]
     assert dense["bias"] == state(second.model)[1]["bias"]
-    renamed = [{"path": str(tmp_path / "second"), "load": ["user"], "oname": [{"user": "items"}]}]
-    other = make(files, tmp_path / "fourth", model_bank=renamed, eval_dataset=dataset(files))
-    other.evaluate(eval_steps=1)
-    assert state(other.model)[0]["items"] == state(second.model)[0]["user"]
-    assert state(other.model)[0]["user"] == []
+
+
+def test_a_model_bank_has_the_models_names_first(files, tmp_path):
+    """In `oname` the model's name is the key, and the checkpoint's the value."""
+    saved = make(files, tmp_path / "saved")
+    saved.train()
+    tables, dense = state(saved.model)
+
+    def started(name, **entry):
+        bank = [{"path": str(tmp_path / "saved"), **entry}]
+        trainer = make(files, tmp_path / name, model_bank=bank, eval_dataset=dataset(files))
+        trainer.evaluate(eval_steps=1)
+        return trainer.model
+
+    rows, _ = state(started("one", load=["items"], oname=[{"items": "user"}]))
+    assert rows == {"items": tables["user"], "user": []}
+    rows, same = state(started("two", load=["*"], oname=[{"items@*": "user@*"}]))  # one for two tables
+    assert rows == {"items": tables["user"], "user": tables["user"]}
+    assert same == dense
+    other = started("three", load=["net*"], exclude=["net.bias", "io_state"])
+    assert state(other) == ({"items": [], "user": []}, {**dense, "bias": Model().net.bias.tolist()})
+    model = started("four", load=["user*"], exclude=["user@*avg*"])
+    found = filter_out_sparse_param(model)["user"].handle.snapshot()
+    assert (len(found.keys), found.state.any()) == (RECORDS, False)
+    before = filter_out_sparse_param(saved.model)["user"].handle.snapshot()
+    assert before.state.any()
+
+    class Renamed(Model):
+        def __init__(self):
+            super().__init__()
+            self.deep = self.net
+            del self.net
+
+    model = Renamed()
+    load_bank(model, [{"path": str(tmp_path / "saved"), "load": ["deep*"], "oname": [{"deep*": "net*"}]}])
+    assert model.deep.weight.tolist() == dense["weight"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "text"),
+    [
+        ({"load": ["carts"]}, ValueError, "expects names of the model, got 'carts'"),
+        ({"load": ["user"], "oname": [{"user": "carts"}]}, CheckpointError, "'carts' for 'user'"),
+        ({"load": ["io_state"]}, UnsupportedError, "data starts at its beginning"),
+        ({"exclude": ["user@id"]}, UnsupportedError, "exclude the whole table"),
+        ({"oname": [{"user*": "items"}]}, ValueError, "one '\\*' in both names or none"),
+        ({"is_dynamic": True}, UnsupportedError, "before training alone"),
+    ],
+)
+def test_a_model_bank_says_what_it_cannot_load(files, tmp_path, entry, kind, text):
+    make(files, tmp_path / "saved", train_steps=1).train()
+    with pytest.raises(kind, match=text):
+        load_bank(Model(), [{"path": str(tmp_path / "saved"), **entry}])
 
 
 def test_batches_without_transforms_are_lists_of_tables(files, tmp_path):

@@ -225,5 +225,5 @@ class StringMultiHash(FeatureOp):
     def __init__(self, num_buckets: Sequence[int], prefix: str = "str_multi_hash") -> None:
         raise UnsupportedError(
             "StringMultiHash, with sdbm and djb2,",
-            "use IDMultiHash, or kv.Feature.to_text().hash(kind, bucket) with \"farm\" and \"murmur\".",
+            'use IDMultiHash, or kv.Feature.to_text().hash(kind, bucket) with "farm" and "murmur".',
         )
