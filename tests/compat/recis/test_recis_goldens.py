@@ -99,6 +99,33 @@ def test_multi_hash_of_ids():
     assert [made[f"a_multi_hash_{i}"].values().tolist() for i in range(4)] == expected
 
 
+def test_multi_hash_of_one_bucket_has_its_name_too():
+    ids = ragged([[1001, 1002]])
+    assert IDMultiHash([1000])(ids)["multi_hash_0"].values().tolist() == [1, 2]
+    feature = Feature("a").add_op(SelectField("x")).add_op(IDMultiHash([1000], prefix="h")).add_op(Mod(2))
+    made = FeatureEngine([feature])({"x": ids})
+    assert set(made) == {"x", "a_h_0"}
+    assert made["a_h_0"].values().tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: IDMultiHash([]), "from 1 to 4 bucket counts"),
+        (lambda: IDMultiHash([10] * 5), "from 1 to 4 bucket counts"),
+        (lambda: SequenceTruncate(2, truncate_side="top"), "truncate_side 'left' or 'right', got 'top'"),
+        (lambda: SequenceTruncate(0), "a length of at least 1"),
+        (lambda: SequenceTruncate(2, n_dims=4), "n_dims 2 or 3"),
+        (lambda: Bucketize([1, 0]), "increasing finite boundaries"),
+        (lambda: Mod(0), "mod expects"),
+        (lambda: Hash("md5"), "'farm' or 'murmur', got 'md5'"),
+    ],
+)
+def test_arguments_of_operations_are_checked_at_once(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
 def test_truncate_on_the_left_keeps_the_tails():
     rows = ragged([list(range(256)), list(range(1000, 1256))])
     made = SequenceTruncate(seq_len=128, truncate_side="left", check_length=False)(rows)

@@ -35,4 +35,5 @@ class Feature(nn.Module):
     def renamed(self) -> dict[str, str]:
         """Karvan's names of its results → RecIS's, where they differ."""
         suffixes = next((op.suffixes for op in self.ops if op.suffixes), ())
-        return {f"{self.name}_{i}": f"{self.name}_{suffix}" for i, suffix in enumerate(suffixes)}
+        names = [f"{self.name}_{suffix}" for suffix in suffixes]
+        return dict(zip(self.chain().outputs(), names, strict=False))

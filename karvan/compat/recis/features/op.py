@@ -35,10 +35,10 @@ class FeatureOp(nn.Module):
 
     def forward(self, data: Any) -> Any:
         """The operation on one entry."""
-        made = FeatureEngine([self.add_to(Chain("x"))])({"x": to_karvan(data)})
-        if not self.suffixes:
-            return to_recis(made["x"])
-        return {suffix: to_recis(made[f"x_{i}"]) for i, suffix in enumerate(self.suffixes)}
+        chain = self.add_to(Chain("x"))
+        made = FeatureEngine([chain])({"x": to_karvan(data)})
+        results = [to_recis(made[name]) for name in chain.outputs()]
+        return dict(zip(self.suffixes, results, strict=True)) if self.suffixes else results[0]
 
 
 _OP = FeatureOp  # its name in RecIS
@@ -96,6 +96,7 @@ class Mod(FeatureOp):
     def __init__(self, mod_value: int) -> None:
         super().__init__()
         self.mod_value = mod_value
+        self.add_to(Chain("x"))  # which checks the arguments
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
@@ -108,6 +109,7 @@ class Bucketize(FeatureOp):
     def __init__(self, boundary: Sequence[float] | Tensor) -> None:
         super().__init__()
         self.boundary = boundary
+        self.add_to(Chain("x"))  # which checks the arguments
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
@@ -180,8 +182,13 @@ class SequenceTruncate(FeatureOp):
         super().__init__()
         if n_dims not in (2, 3):
             raise ValueError(f"SequenceTruncate expects n_dims 2 or 3, got {n_dims}.")
+        if truncate_side not in ("left", "right"):
+            raise ValueError(
+                f"SequenceTruncate expects truncate_side 'left' or 'right', got {truncate_side!r}."
+            )
         self.seq_len, self.check_length, self.truncate = seq_len, check_length, truncate
         self.truncate_side, self.n_dims, self.dtype = truncate_side, n_dims, dtype
+        self.add_to(Chain("x"))  # which checks the arguments
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""
@@ -213,6 +220,7 @@ class IDMultiHash(FeatureOp):
         super().__init__()
         self.num_buckets = list(num_buckets)
         self.suffixes = [f"{prefix}_{i}" for i in range(len(self.num_buckets))]
+        self.add_to(Chain("x"))  # which checks the arguments
 
     def add_to(self, chain: Chain) -> Chain:
         """See `FeatureOp.add_to`."""

@@ -108,10 +108,11 @@ class RaggedTensor:
         `kv.Feature.to_dense` makes it. As in RecIS, the dense_shape does not count.
         """
         fill = default_value if self._values.is_floating_point() else int(default_value)
+        rows = to_karvan(RaggedTensor(self._values, self._offsets))
         shape = RaggedTensor(self._values, self._offsets).real_shape(1)
         lengths = [max(1, length) for length in shape]
         feature = Feature("x").to_dense(lengths if len(lengths) > 1 else lengths[0], fill)
-        dense = _run(feature, to_karvan(RaggedTensor(self._values, self._offsets)))
+        dense = _run(feature, rows)
         return cast(Tensor, dense)[(slice(None), *(slice(length) for length in shape))]
 
     def to_sparse(self) -> Tensor:
