@@ -217,7 +217,7 @@ class ToText(RowOp):
             raise TypeError(f"expected integers in plain rows, but received {describe(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:
             raise ValueError(
-                f"expected integers without weights, which strings cannot have, but received {describe(entry)}."
+                f"expected integers without weights, which strings lack, but received {describe(entry)}."
             )
 
     def run_rows(self, *entries: Entry) -> Entry:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from karvan.compat.cuda_fallback import cuda_fallback
 from karvan.compat.recis.features.feature import Feature
 from karvan.compat.recis.features.feature_engine import FeatureEngine
 from karvan.compat.recis.features.op import (
@@ -228,6 +229,23 @@ def test_read_only_inserts_nothing():
     assert len(filter_out_sparse_param(read)["embedding"].ids()) == 3
 
 
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda")])
+def test_rows_are_on_the_device_of_the_option(device):
+    option, ids = EmbeddingOption(2, device=device), torch.tensor([1])
+    if torch.cuda.is_available():
+        embedding = DynamicEmbedding(option)
+        assert embedding(ids.cuda()).is_cuda
+        assert filter_out_sparse_param(embedding)["embedding"].handle.stats()["device_bytes"] > 0
+        return
+    with pytest.raises(ValueError, match=r'Table\(device="cuda"\) of embedding expects a GPU'):
+        DynamicEmbedding(option)
+    with cuda_fallback():
+        with pytest.warns(UserWarning, match="asks for a GPU, but there is none"):
+            embedding = DynamicEmbedding(option)
+        assert embedding(ids).is_cpu
+        assert HashTable([2], device=device)(ids).is_cpu
+
+
 def test_what_is_not_trainable_has_no_gradient():
     engine = EmbeddingEngine({"a": EmbeddingOption(2, trainable=False)})
     assert not engine({"a": torch.tensor([1])})["a"].requires_grad
@@ -395,6 +413,7 @@ def test_tables_and_tensors_are_saved_and_loaded(tmp_path):
         (lambda: FilterHook("Frequency"), "kv.eviction"),
         (lambda: DynamicEmbedding(EmbeddingOption(grad_reduce_by="hdmp_group_sum")), "hdmp_group_sum"),
         (lambda: HashTable([2, 3]), "expected one dimension"),
+        (lambda: DynamicEmbedding(EmbeddingOption(device="mps")), 'device="mps" of a table'),
         (lambda: SparseRowWiseAdagrad({}, maximize=True), "negate the loss"),
         (
             lambda: DynamicEmbedding(

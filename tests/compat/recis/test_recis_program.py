@@ -142,8 +142,9 @@ def test_ranks_with_unequal_data_evaluate_and_reduce_by_id(tmp_path):
     )
     done = _run(tmp_path, *TORCHRUN)
     assert "nan" not in done.stdout
-    found = re.findall(r"found {'auc': tensor\(([\d.]+)\), 'loss': tensor\(([\d.]+)", done.stdout)
+    found = re.findall(r"found {'loss': ([\d.]+), 'auc': tensor\(([\d.]+)", done.stdout)
     assert len(found) == 2
+    assert found[0] == found[1]  # means over the samples of both ranks
     last = kv.Checkpoints(tmp_path / "ckpt").latest()
     assert last.step == 2
     assert last.manifest.tables["sparse2"].rows == 1  # those of the last step alone: the record that was left

@@ -1,20 +1,26 @@
 """Datasets, the Trainer and its checkpoints under RecIS's names, and the same in Karvan's."""
 
 import re
+from itertools import pairwise
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import orc
 from recis_clicks import RECORDS, Model, batches, dataset, make, state
 from torch import nn
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
+from karvan.compat.recis.features.op import Hash
 from karvan.compat.recis.framework.model_bank import load_bank
 from karvan.compat.recis.framework.trainer import Trainer, TrainingArguments
-from karvan.compat.recis.hooks import Hook
+from karvan.compat.recis.hooks import HashTableFilterHook, Hook
 from karvan.compat.recis.io.orc_dataset import OrcDataset
+from karvan.compat.recis.nn.hashtable_hook import AdmitHook
 from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
 from karvan.compat.recis.optim import SparseAdamW
+from karvan.compat.recis.serialize import Loader, Saver
 from karvan.compat.unsupported import UnsupportedError
 from karvan.data.loading.position import merge
 
@@ -49,6 +55,39 @@ def test_hashes_bytes_and_weights(files):
         ((_, (table,)), _) = list(hashed)
         expected = [wants(int(kv.ids.farm([f"word {i}"])[0])) for i in range(20)]
         assert table["word"].values().tolist() == expected
+
+
+def test_strings_as_bytes_have_the_offsets_of_rows_and_of_strings(tmp_path):
+    table = pa.table(
+        {
+            "word": ["ab", None, "", "cd"],
+            "bytes": pa.array([b"\xff\x00", b"", b"x", b"yy"]),
+            "words": [["a", "bc"], None, [], ["", None, "d"]],
+        }
+    )
+    orc.write_table(table, tmp_path / "words.orc")
+    found = {}
+    for size in (4, 1):  # batches with and without missing strings have one form
+        data = OrcDataset(size)
+        data.add_path(tmp_path)
+        for name in table.column_names:
+            data.varlen_feature(name, trans_int8=True)
+        rows = {name: [] for name in table.column_names}
+        for is_end, tables in data:
+            for name, entry in () if is_end else tables[0].items():
+                assert entry.dtype is torch.int8
+                outer, inner = (each.tolist() for each in entry.offsets())
+                text = bytes(entry.values().view(torch.uint8).tolist())
+                strings = [text[a:b] for a, b in pairwise(inner)]
+                rows[name] += [strings[a:b] for a, b in pairwise(outer)]
+                ids = Hash("farm")(entry)  # as many ids as strings, in the same rows
+                assert ids.offsets()[0].tolist() == outer
+                assert ids.values().tolist() == [int(kv.ids.farm([each])[0]) for each in strings]
+        found[size] = rows
+    assert found[4] == found[1]
+    assert found[4]["word"] == [[b"ab"], [], [b""], [b"cd"]]
+    assert found[4]["bytes"] == [[b"\xff\x00"], [b""], [b"x"], [b"yy"]]
+    assert found[4]["words"] == [[b"a", b"bc"], [], [], [b"", b"d"]]
 
 
 def test_a_position_survives_and_workers_have_shares(files):
@@ -264,6 +303,9 @@ def test_other_datasets_give_pairs(files, tmp_path):
         (lambda: TrainingArguments(save_end=False), "save_end=False is not supported"),
         (lambda: TrainingArguments(window_iter=2), "windows"),
         (lambda: Trainer(nn.Linear(1, 1), saver=object()), "Trainer saver"),
+        (lambda: Saver(filter_func=list), "save fewer tables or tensors"),
+        (lambda: Loader("checkpoint", filter_func=list), "model_bank"),
+        (lambda: Loader("checkpoint", parallel=2), "parallel=2"),
         (lambda: Trainer(nn.Linear(1, 1), hooks=[Clipping()]), "after_backward of Clipping"),
     ],
 )
@@ -275,3 +317,31 @@ def test_options_without_a_counterpart_are_refused(make_it, text):
 class Clipping(Hook):
     def after_backward(self, *args, **options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("make_it", "text"),
+    [
+        (
+            lambda: TrainingArguments(gradient_accumulation_steps=0),
+            "gradient_accumulation_steps of at least 1",
+        ),
+        (lambda: TrainingArguments(train_epoch=0), "train_epoch of at least 1, got 0"),
+        (lambda: HashTableFilterHook(0), "an interval of at least 1, got 0"),
+        (lambda: AdmitHook("ReadOnly", {"count": 2}), "ReadOnly expects no parameters"),
+        (lambda: OrcDataset(8, device="gpu"), "expects device 'cpu', 'cuda' or 'pin', got 'gpu'"),
+        (lambda: OrcDataset(8).varlen_feature("a", hash_bucket=5), "expects a hash_type with hash_bucket=5"),
+        (lambda: OrcDataset(8).varlen_feature("a", hash_type="md5"), "'farm' or 'murmur', got 'md5'"),
+        (lambda: declared_twice(), "Feature 'a' is declared twice, as Varlen"),
+    ],
+)
+def test_wrong_arguments_are_errors(make_it, text):
+    with pytest.raises(ValueError, match=text):
+        make_it()
+
+
+def declared_twice():
+    data = OrcDataset(8)
+    data.varlen_feature("a")
+    data.varlen_feature("a")  # the same again
+    data.fixedlen_feature("a", [0.0])

@@ -67,6 +67,10 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for name, (default, instead) in _REFUSED.items():
             require_default(f"TrainingArguments {name}", getattr(self, name), default, instead)
+        for name in ("gradient_accumulation_steps", "train_epoch", "train_steps", "save_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"TrainingArguments expects {name} of at least 1, got {value}.")
         if self.mixed_precision not in (None, "bf16", "fp16"):
             raise ValueError(f"mixed_precision expects 'bf16' or 'fp16', got {self.mixed_precision!r}.")
 

@@ -12,11 +12,13 @@ class HashTableFilterHook(Hook):
     """Applies the filters of all tables every filter_interval steps; None never does."""
 
     def __init__(self, filter_interval: int | None = 100) -> None:
-        self.filter_interval = filter_interval
+        self.reset_filter_interval(filter_interval)
         self._steps = 0
 
     def reset_filter_interval(self, interval: int | None = 100) -> None:
         """Filter at another interval from now on."""
+        if interval is not None and interval < 1:
+            raise ValueError(f"HashTableFilterHook expects an interval of at least 1, got {interval}.")
         self.filter_interval = interval
 
     def after_step(self, is_train: bool = True, *args: Any, **options: Any) -> None:

@@ -96,26 +96,32 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         """Read a column with any number of values in a row.
 
         Strings are hashed. With trans_int8 they are read as bytes of int8, with the offsets of rows, which
-        are lists of strings, and those of strings. hash_bucket has a meaning with a hash_type only.
+        are lists of strings, and those of strings.
         """
         self._declare()
         if hash_type is not None and hash_type not in ("farm", "murmur"):
             raise ValueError(f"varlen_feature expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
+        if hash_type is None and hash_bucket:
+            raise ValueError(f"varlen_feature expects a hash_type with hash_bucket={hash_bucket}, got none.")
         if hash_type is None and trans_int8:
-            self._columns.setdefault(name, Raw(name))
+            self._add_column(Raw(name))
             self._texts.add(name)
         elif hash_type is None:
-            self._columns.setdefault(name, Varlen(name))
+            self._add_column(Varlen(name))
         else:
-            self._columns.setdefault(name, Varlen(name, hash_type, hash_bucket))
+            self._add_column(Varlen(name, hash_type, hash_bucket))
 
     def fixedlen_feature(self, name: str, default_value: Sequence[float]) -> None:
         """Read a column with as many numbers in a row as there are defaults, which replace missing ones."""
         self._declare()
         if isinstance(default_value, int | float):
             default_value = [default_value]
-        self._columns[name] = Fixed(name, list(default_value), len(default_value))
+        self._add_column(Fixed(name, list(default_value), len(default_value)))
         self._widths[name] = len(default_value)
+
+    def _add_column(self, column: Column) -> None:
+        if (first := self._columns.setdefault(column.name, column)) != column:
+            raise ValueError(f"Feature '{column.name}' is declared twice, as {first} and as {column}.")
 
     def map(self, map_func: Function) -> None:
         """Add a function that is applied to each batch, before those of transform_fn."""

@@ -41,6 +41,8 @@ class AdmitHook(_Policy):
             raise UnsupportedError(
                 f'AdmitHook("{name}")', 'expected "ReadOnly"; see kv.admission for other rules.'
             )
+        if self.params:
+            raise ValueError(f"ReadOnly expects no parameters, got {self.params}.")
 
 
 class FilterHook(_Policy):
