@@ -27,7 +27,13 @@ from karvan.compat.recis.features.op import (
 from karvan.compat.recis.hooks import HashTableFilterHook
 from karvan.compat.recis.metrics.auroc import AUROC
 from karvan.compat.recis.metrics.gauc import Gauc
-from karvan.compat.recis.nn import DynamicEmbedding, EmbeddingEngine, EmbeddingOption, HashTable
+from karvan.compat.recis.nn import (
+    DynamicEmbedding,
+    EmbeddingEngine,
+    EmbeddingOption,
+    HashTable,
+    NoReduceEmbedding,
+)
 from karvan.compat.recis.nn.hashtable_hook import FilterHook
 from karvan.compat.recis.nn.initializers import ConstantInitializer, TruncNormalInitializer
 from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
@@ -259,6 +265,33 @@ def test_lists_of_lists_are_cut_filled_up_and_pooled_list_by_list():
         engine({"x": lists})
     with pytest.raises(TypeError, match="expected lists of lists for n_dims=3"):
         SequenceTruncate(2, n_dims=3)(RaggedTensor(torch.arange(3), torch.tensor([0, 3])))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_without_reduction_each_distinct_id_has_one_vector(trainable):
+    engine = EmbeddingEngine(
+        {
+            "seq": EmbeddingOption(2, shared_name="items", no_reduce=True, trainable=trainable),
+            "user": EmbeddingOption(2, shared_name="users"),
+        }
+    )
+    tables = filter_out_sparse_param(engine)
+    vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
+    tables["items"].insert(torch.tensor([10, 20, 30]), vectors)
+    optimizer = SparseAdagrad(tables, lr=1.0)
+    ids = torch.tensor([20, 10, 20, 30, 30, 30])
+    offsets = torch.tensor([0, 2, 2, 6])
+    out = engine({"seq": RaggedTensor(ids, offsets), "user": torch.tensor([1, 2, 3])})
+    found = out["seq"]
+    assert isinstance(found, NoReduceEmbedding)
+    assert found.emb.shape == (3, 2)
+    assert found.offsets.tolist() == offsets.tolist()
+    assert torch.equal(found.emb[found.reverse_index], vectors[ids // 10 - 1])
+    assert found.emb.requires_grad is trainable
+    (found.emb[found.reverse_index].sum() + out["user"].sum()).backward()  # gradients 1, 2 and 3
+    optimizer.step()
+    moved = vectors - 1.0 if trainable else vectors  # of Adagrad, g / sqrt(g²)
+    torch.testing.assert_close(tables["items"].handle.vectors(torch.tensor([10, 20, 30])), moved)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "tile"])

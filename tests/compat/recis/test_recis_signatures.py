@@ -100,6 +100,7 @@ SIGNATURES = {
         "EmbeddingEngine": {"emb_options": REQUIRED},
         "EmbeddingEngine.forward": {"samples": REQUIRED},
         "DynamicEmbedding": {"emb_opt": REQUIRED, "pg": None},
+        "NoReduceEmbedding": {"emb": REQUIRED, "reverse_index": REQUIRED, "offsets": REQUIRED},
     },
     "nn.modules.embedding": {
         "EmbeddingOption": {
@@ -321,7 +322,6 @@ def test_a_name_has_its_arguments(module, name):
         ("hooks", "TraceToOdpsHook"),
         ("optim", "NamedAdam"),
         ("optim", "wrapped_named_optimizer"),
-        ("nn", "NoReduceEmbedding"),
         ("nn.modules.hashtable", "gen_slice"),
         ("nn.modules.hashtable", "HashtableRegister"),
         ("io.odps_dataset", "init_odps_session"),

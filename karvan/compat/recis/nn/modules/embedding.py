@@ -17,14 +17,13 @@ from karvan.compat.recis.ragged.tensor import to_karvan
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding import Table
 from karvan.presets import recis
-from karvan.ragged import Ragged
+from karvan.ragged import IndexedRows, Ragged
 
 _COMBINERS = ("sum", "mean", "tile")
 _LATER = {
     "hdmp_group_size": None,
     "hdmp_group_reduce_by": None,
     "fp16_enabled": False,
-    "no_reduce": False,
     "pg": None,
     "max_partition_num": 65536,
 }
@@ -36,7 +35,7 @@ class EmbeddingOption:
 
     Features with one shared_name share rows. trainable=False: its vectors get no gradient. block_size is a
     fan of Xavier and Kaiming initializers; memory is allocated without it. "tile" has the first `tile_len`
-    vectors side by side, without weights.
+    vectors side by side, without weights. no_reduce gives a `NoReduceEmbedding`, whatever the combiner.
     """
 
     embedding_dim: int = 16
@@ -65,6 +64,8 @@ class EmbeddingOption:
         for name, default in _LATER.items():
             require_default(f"EmbeddingOption {name}", getattr(self, name), default, "leave it out.")
         require_unmerged(self.shared_name, self.coalesced, self.children)
+        if self.no_reduce:
+            return
         if self.combiner not in _COMBINERS:
             raise UnsupportedError(f"combiner {self.combiner!r}", f"expected one of {', '.join(_COMBINERS)}.")
         if self.combiner == "tile" and "tile_len" not in (self.combiner_kwargs or {}):
@@ -76,11 +77,11 @@ class EmbeddingOption:
     def table(self) -> Table:
         """Karvan's declaration."""
         made = self.initializer or ConstantInitializer()
-        tiled = self.combiner == "tile"
+        tiled = self.combiner == "tile" and not self.no_reduce
         return recis.table(
             self.embedding_dim,
             self.shared_name,
-            combiner=str(self.combiner),
+            combiner="index" if self.no_reduce else str(self.combiner),
             length=int((self.combiner_kwargs or {})["tile_len"]) if tiled else None,
             use_weights=bool(self.use_weight) and not tiled,
             dtype=self.dtype,
@@ -90,6 +91,18 @@ class EmbeddingOption:
             device=table_device(self.device),
             missing="empty",
         )
+
+
+@dataclass
+class NoReduceEmbedding:
+    """The vectors of a batch's distinct ids: those of all its ids are `emb[reverse_index]`.
+
+    `offsets` are those of the rows. Weights of ids are not in it.
+    """
+
+    emb: Tensor
+    reverse_index: Tensor
+    offsets: Tensor
 
 
 class DynamicEmbedding(nn.Module):
@@ -102,21 +115,25 @@ class DynamicEmbedding(nn.Module):
         self._option = emb_opt
         self.engine = make_engine({"ids": emb_opt.table()})
 
-    def forward(self, ids: Any) -> Tensor:
+    def forward(self, ids: Any) -> Tensor | NoReduceEmbedding:
         """The vectors of ids, a tensor or a RaggedTensor."""
-        out = as_vectors("ids", self.engine({"ids": to_karvan(ids)})["ids"])
-        return out if self._option.trainable else out.detach()
+        out = self.engine({"ids": to_karvan(ids)})["ids"]
+        return as_vectors("ids", out, self._option.trainable)
 
 
-def as_vectors(name: str, out: Tensor | Ragged) -> Tensor:
+def as_vectors(name: str, out: Tensor | Ragged | IndexedRows, trainable: bool) -> Tensor | NoReduceEmbedding:
     """The vectors of a feature; those of lists of lists as (rows, lists, dim)."""
-    if isinstance(out, Tensor):
-        return out
-    lengths = out.lengths()
-    count = int(lengths[0]) if out.rows else 0
-    if not bool((lengths == count).all()):
-        raise ValueError(
-            f"Feature '{name}' expects equally many lists in all rows, got {int(lengths.min())} to "
-            f"{int(lengths.max())}: SequenceTruncate(n_dims=3) cuts and fills rows."
-        )
-    return out.values.reshape(out.rows, count, out.values.shape[-1])
+    if isinstance(out, IndexedRows):
+        vectors = out.vectors[1:]  # without those of padding
+        offsets = torch.cat([out.index.new_zeros(1), out.lengths().cumsum(0)])
+        return NoReduceEmbedding(vectors if trainable else vectors.detach(), out.index[out.mask] - 1, offsets)
+    if isinstance(out, Ragged):
+        lengths = out.lengths()
+        count = int(lengths[0]) if out.rows else 0
+        if not bool((lengths == count).all()):
+            raise ValueError(
+                f"Feature '{name}' expects equally many lists in all rows, got {int(lengths.min())} to "
+                f"{int(lengths.max())}: SequenceTruncate(n_dims=3) cuts and fills rows."
+            )
+        out = out.values.reshape(out.rows, count, out.values.shape[-1])
+    return out if trainable else out.detach()

@@ -30,8 +30,5 @@ class EmbeddingEngine(nn.Module):
             expected = ", ".join(self._options)
             raise KeyError(f"EmbeddingEngine expects samples with some of {expected}, got {list(samples)}.")
         made = self.engine(ids)
-        vectors = {name: as_vectors(name, made[name]) for name in ids}
-        for name in ids:
-            if not self._options[name].trainable:
-                vectors[name] = vectors[name].detach()
+        vectors = {name: as_vectors(name, made[name], self._options[name].trainable) for name in ids}
         return {**samples, **vectors}
