@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from karvan.compat.recis.nn.modules.hashtable import SparseParameter, handles_of
-from karvan.compat.recis.optim.sparse_optim import Accumulating
+from karvan.compat.recis.nn.modules.hashtable import SparseParameter
+from karvan.compat.recis.optim.sparse_optim import AdagradArguments
 from karvan.compat.unsupported import require_default
-from karvan.embedding.optim import Adagrad
 
 
-class SparseAdagrad(Accumulating, Adagrad):
+class SparseAdagrad(AdagradArguments):
     """Adagrad on the rows with a gradient; weight_decay is added to gradients."""
-
-    row_wise = False
 
     def __init__(
         self,
@@ -28,12 +25,4 @@ class SparseAdagrad(Accumulating, Adagrad):
         require_default(
             "save_update_info_interval", save_update_info_interval, 0, "read rows by HashTable.embeddings()."
         )
-        super().__init__(
-            handles_of(param_dict),
-            lr,
-            lr_decay=lr_decay,
-            eps=eps,
-            initial_accumulator_value=initial_accumulator_value,
-            weight_decay=weight_decay,
-            row_wise=self.row_wise,
-        )
+        super().__init__(param_dict, lr, lr_decay, initial_accumulator_value, eps, weight_decay)

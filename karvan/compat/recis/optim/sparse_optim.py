@@ -1,4 +1,4 @@
-"""`Accumulating`, `AdamArguments`: what RecIS's sparse optimizers have beside those of `kv.optim`."""
+"""What RecIS's sparse optimizers have beside those of `kv.optim`: their arguments, `set_grad_accum_steps`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from karvan.compat.recis.nn.modules.hashtable import SparseParameter, handles_of
 from karvan.compat.unsupported import UnsupportedError
-from karvan.embedding.optim import Adam
+from karvan.embedding.optim import Adagrad, Adam
 
 
 class Accumulating:
@@ -45,3 +45,28 @@ class AdamArguments(Accumulating, Adam):
             )
         decay = weight_decay if self.decays else 0.0
         super().__init__(handles_of(param_dict), lr, (beta1, beta2), eps, decay, amsgrad=amsgrad)
+
+
+class AdagradArguments(Accumulating, Adagrad):
+    """An Adagrad with RecIS's arguments; weight_decay is added to gradients."""
+
+    row_wise = False
+
+    def __init__(
+        self,
+        param_dict: Mapping[str, SparseParameter],
+        lr: float = 1e-3,
+        lr_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+    ) -> None:
+        super().__init__(
+            handles_of(param_dict),
+            lr,
+            lr_decay=lr_decay,
+            eps=eps,
+            initial_accumulator_value=initial_accumulator_value,
+            weight_decay=weight_decay,
+            row_wise=self.row_wise,
+        )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from karvan.compat.recis.nn.modules.hashtable import SparseParameter
-from karvan.compat.recis.optim.sparse_adagrad import SparseAdagrad
+from karvan.compat.recis.optim.sparse_optim import AdagradArguments
 from karvan.compat.unsupported import require_default
 
 
-class SparseRowWiseAdagrad(SparseAdagrad):
+class SparseRowWiseAdagrad(AdagradArguments):
     """Adagrad with one accumulator for each row."""
 
     row_wise = True
