@@ -13,11 +13,6 @@ from karvan.compat.cuda_fallback import cuda_fallback
 from karvan.compat.import_aliases import import_aliases
 from karvan.compat.process_group import process_group
 
-
-class UsageError(ValueError):
-    """A command of another system was called, or is to run something, in a way that cannot be."""
-
-
 SYSTEMS: dict[str, dict[str, str]] = {
     "recis": {"recis": "karvan.compat.recis"},
     "persia": {"persia": "karvan.compat.persia"},

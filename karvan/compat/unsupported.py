@@ -1,4 +1,4 @@
-"""`UnsupportedError`: a name or an option of another system that Karvan has no counterpart for."""
+"""The errors of all adapters: `UnsupportedError`, what has no counterpart, and `UsageError`, wrong calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ class UnsupportedError(NotImplementedError):
 
     def __init__(self, what: str, instead: str) -> None:
         super().__init__(f"{what} is not supported: {instead} See docs/migrating.md.")
+
+
+class UsageError(ValueError):
+    """A command of another system was called, or is to run something, in a way that cannot be.
+
+    `karvan run` shows its text alone; other errors of a program have their traceback.
+    """
 
 
 def require_default(what: str, value: Any, default: Any, instead: str) -> None:

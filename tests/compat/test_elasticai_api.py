@@ -19,7 +19,7 @@ from karvan.compat.elasticai_api.common.data_shard_service import RecordIndexSer
 from karvan.compat.elasticai_api.pytorch.controller import create_elastic_controller
 from karvan.compat.elasticai_api.pytorch.dataset import ElasticDataset
 from karvan.compat.elasticai_api.pytorch.optimizer import DistributedOptimizer
-from karvan.compat.programs import UsageError
+from karvan.compat.unsupported import UsageError
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService

@@ -45,7 +45,8 @@ def run(
       torchrun --nproc_per_node 2 -m karvan run --as recis deepctr.py
       karvan run --as elasticdl train --model_zoo models --model_def mnist.CustomModel --training_data digits
     """
-    from karvan.compat.programs import SYSTEMS, UsageError, commands_of, run_command, run_program
+    from karvan.compat.programs import SYSTEMS, commands_of, run_command, run_program
+    from karvan.compat.unsupported import UsageError
 
     if system not in SYSTEMS:
         raise CommandError(f"Expected --as {' | '.join(SYSTEMS)}, got '{system}'.")

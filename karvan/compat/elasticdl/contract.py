@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from karvan.argument_checks import listed
-from karvan.compat.programs import UsageError
+from karvan.compat.unsupported import UsageError
 
 _OF_THE_MODEL = ("model", "net", "module")
 _OF_PARAMETERS = ("parameters", "params")

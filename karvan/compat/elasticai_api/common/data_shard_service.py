@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
-from karvan.compat.programs import UsageError
+from karvan.compat.unsupported import UsageError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.task_records import numbers_of, places_of
 from karvan.job.environment import JobEnvironment

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from karvan.compat.elasticai_api.common.data_shard_service import DataShardService, build_data_shard_service
-from karvan.compat.programs import UsageError
+from karvan.compat.unsupported import UsageError
 
 
 def require_one_worker() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from karvan.compat.elasticai_api.pytorch.controller import require_one_worker
-from karvan.compat.programs import UsageError
+from karvan.compat.unsupported import UsageError
 
 
 def DistributedOptimizer(  # noqa: N802

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+from karvan.compat.unsupported import UnsupportedError
+
 
 class Tuning(NamedTuple):
     """An option that changes how fast PERSIA is, not what it computes: its value, default and counterpart."""
@@ -24,6 +26,6 @@ def warn_of_tuning(*options: Tuning) -> None:
             )
 
 
-def unsupported(what: str, instead: str) -> NotImplementedError:
+def unsupported(what: str, instead: str) -> UnsupportedError:
     """The error for something that Karvan's adapter does not have."""
-    return NotImplementedError(f"{what} of PERSIA is not supported: {instead} See docs/migrating.md.")
+    return UnsupportedError(f"{what} of PERSIA", instead)
