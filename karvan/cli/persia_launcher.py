@@ -85,7 +85,7 @@ def embedding_worker(
 ) -> None:
     """Run an embedding worker until it is stopped."""
     _join(Role.EMBEDDING_WORKER, replica_index, replica_size, port)
-    _check(embedding_config, global_config)
+    _configure(Role.EMBEDDING_WORKER, embedding_config, global_config)
     wait_for_roles(Role.PARAMETER_SERVER)
     _continue_as(["role", Role.EMBEDDING_WORKER.value])
 
@@ -100,7 +100,7 @@ def embedding_parameter_server(
 ) -> None:
     """Run a parameter server until it is stopped; it saves below KARVAN_CHECKPOINTS."""
     _join(Role.PARAMETER_SERVER, replica_index, replica_size, port)
-    _check(embedding_config, global_config)
+    _configure(Role.PARAMETER_SERVER, embedding_config, global_config)
     _continue_as(["role", Role.PARAMETER_SERVER.value])
 
 
@@ -130,10 +130,10 @@ def _join(role: Role, index: int, count: int, port: int | None = None) -> None:
         )
 
 
-def _check(embedding_config: str | None, global_config: str | None) -> None:
+def _configure(role: Role, embedding_config: str | None, global_config: str | None) -> None:
     if embedding_config:  # trainers have it, and tell workers and servers what they need
         read_slots(embedding_config)
-    read_global_config(global_config).apply()
+    os.environ.update(read_global_config(global_config).variables(role))
 
 
 def _program(filepath: str, arguments: Sequence[str] | None) -> list[str]:

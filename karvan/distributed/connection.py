@@ -309,6 +309,7 @@ def connect(
     transport: str = "auto",
     device: str = "cpu",
     device_memory: str | int | None = None,
+    capacity: int | None = None,
     servers: Sequence[str] | None = None,
     workers: Sequence[str] | None = None,
     mode: str | None = None,
@@ -338,6 +339,8 @@ def connect(
     device_memory: the most memory that rows take on the GPU (of each rank), such as "20GB", "512MiB" or a
     number of bytes. Rows beyond it are in the memory of the machine, and rows that are used often come to the
     GPU. Without it all rows are on the GPU.
+    capacity: of "memory" and "sharded", how many rows this process has at most, over all tables; those that
+    were used least recently are evicted. Parameter servers have a capacity of their own.
     servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
     embedding workers, which hold the ids of batches that loaders send; without any, ids are in the batches.
     mode: how trainers synchronise, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
@@ -384,7 +387,9 @@ def connect(
             'device_memory is for connect("cuda") and connect("sharded", device="cuda"), got '
             f'connect("{kind}").'
         )
-    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most)
+    if capacity is not None:
+        _check_capacity(capacity, kind, device)
+    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most, capacity)
     if kind == "remote":
         require()  # before a connection is closed, and addresses are asked for
         chosen, staleness = choose_mode(mode, staleness)
@@ -396,7 +401,7 @@ def connect(
             on_server_loss=_choose_server_loss(on_server_loss),
         )
         chosen.check_server_loss(settings.on_server_loss)
-    if kind in IN_PROCESS and settings != ConnectionSettings(kind, device_memory=most):
+    if kind in IN_PROCESS and settings != ConnectionSettings(kind, device_memory=most, capacity=capacity):
         raise ValueError(
             f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
         )
@@ -440,6 +445,16 @@ def disconnect() -> None:
     if _store is not None:
         _store.close()
         _store = None
+
+
+def _check_capacity(capacity: int, kind: str, device: str) -> None:
+    if capacity < 1:
+        raise ValueError(f"connect expects a capacity of at least 1 row, got {capacity}.")
+    if kind not in ("memory", "sharded") or device == "cuda":
+        raise ValueError(
+            'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
+            f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for servers.'
+        )
 
 
 def _open_store(timeout: timedelta) -> tuple[Store, int, int]:

@@ -32,6 +32,7 @@ class ConnectionSettings:
     transport: str = "auto"
     device: str = "cpu"
     device_memory: int | None = None  # bytes that rows take on the GPU at most
+    capacity: int | None = None  # rows of this process, over all tables
     staleness: int = 1
     on_server_loss: ServerLoss = ServerLoss.ROLLBACK
     mode: SyncMode = SYNC

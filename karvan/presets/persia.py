@@ -20,9 +20,16 @@ from karvan.embedding.admission import Always, Probability
 from karvan.embedding.optim import SGD, Adagrad, Adam
 from karvan.embedding.optim.base import Targets
 
-__all__ = ["adagrad", "adam", "sgd", "table"]
+__all__ = ["INITIAL_ACCUMULATOR", "INITIAL_RANGE", "WEIGHT_BOUND", "adagrad", "adam", "sgd", "table"]
 
-_BOUND = 10.0  # of each element of a vector
+INITIAL_RANGE = (-0.01, 0.01)
+"""Between which the elements of a new row are."""
+
+WEIGHT_BOUND = 10.0
+"""The largest absolute value of an element."""
+
+INITIAL_ACCUMULATOR = 1e-2
+"""What the accumulators of Adagrad start with."""
 
 
 def table(dim: int, name: str | None = None, *, admit_probability: float = 1.0, **options: Any) -> Table:
@@ -38,7 +45,7 @@ def table(dim: int, name: str | None = None, *, admit_probability: float = 1.0, 
             f"persia.table expects admit or admit_probability, got both: {options['admit']} and "
             f"{admit_probability}."
         )
-    return Table(dim, name, **{"init": init.Uniform(-0.01, 0.01), **options})
+    return Table(dim, name, **{"init": init.Uniform(*INITIAL_RANGE), **options})
 
 
 def adagrad(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> Adagrad:
@@ -46,15 +53,19 @@ def adagrad(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> 
 
     PERSIA's `g_square_momentum` is the option decay, and `vectorwise_shared` is row_wise.
     """
-    usual = {"accumulate": "last", "initial_accumulator_value": 1e-2, "weight_bound": _BOUND}
+    usual = {
+        "accumulate": "last",
+        "initial_accumulator_value": INITIAL_ACCUMULATOR,
+        "weight_bound": WEIGHT_BOUND,
+    }
     return Adagrad(params, lr, **{**usual, **options})
 
 
 def adam(params: Targets | None = None, lr: float = 1e-3, **options: Any) -> Adam:
     """Adam whose elements stay within ±10."""
-    return Adam(params, lr, **{"weight_bound": _BOUND, **options})
+    return Adam(params, lr, **{"weight_bound": WEIGHT_BOUND, **options})
 
 
 def sgd(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> SGD:
     """SGD whose elements stay within ±10; momentum and weight_decay count, which PERSIA ignores."""
-    return SGD(params, lr, **{"weight_bound": _BOUND, **options})
+    return SGD(params, lr, **{"weight_bound": WEIGHT_BOUND, **options})

@@ -35,8 +35,14 @@ def make_store(devices: Mapping[str, str | None]) -> Store:
         return ShardedStore(connection)
     default = "cuda" if kind == "cuda" else "cpu"
     places = {name: device or default for name, device in devices.items()}
+    capacity = connection.settings.capacity
     if "cuda" not in places.values():
-        return MemoryStore()
+        return MemoryStore(capacity=capacity)
+    if capacity is not None:
+        raise ValueError(
+            f'kv.connect("memory", capacity={capacity}) counts the rows of tables in memory, got tables with '
+            'device="cuda": use evict of a table.'
+        )
     if asked := [name for name, device in devices.items() if device == "cuda"]:
         require_gpu(f'Table(device="cuda") of {", ".join(asked)}')
     from karvan.store.cuda.store import CudaStore  # imports triton

@@ -60,7 +60,7 @@ class ShardedStore(RankShare):
     """Tables that are spread over the ranks of a connection."""
 
     def __init__(self, connection: distributed.Connection) -> None:
-        self._memory = MemoryStore()
+        self._memory = MemoryStore(capacity=connection.settings.capacity)
         super().__init__(connection, self._memory)
         self._owner = Owner(self._memory)
 

@@ -1,12 +1,13 @@
 """The capacity of a store: rows over all tables, of which those used least recently leave."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan import _native
+from karvan import _native, distributed
 from karvan.store import MemoryStore
 
 TABLES = ("b", "a", "c")  # ties are decided by name, not by the order in which tables were added
@@ -105,3 +106,33 @@ def test_a_lookup_with_more_rows_than_the_capacity_still_has_all_of_its_vectors(
     assert found.vectors.shape == (10, 2)
     assert len(np.unique(found.vectors[:, 0])) == 10
     assert store.stats("t")["rows"] == 3
+
+
+def test_a_connection_in_memory_has_a_capacity():
+    expected = train(MemoryStore(capacity=20))
+    try:
+        kv.connect("memory", capacity=20)
+        received = train(None)
+    finally:
+        distributed.disconnect()
+    for name in ("user", "item"):
+        keys = [np.sort(each.store.snapshot(name).keys) for each in (received, expected)]
+        assert np.array_equal(*keys)
+    unlimited = kv.EmbeddingEngine({"user": kv.Table(4)})
+    unlimited({"user": torch.arange(30)})
+    assert unlimited.table("user").rows == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"capacity": 0}, "capacity of at least 1 row, got 0"),
+        ({"kind": "remote", "capacity": 5}, r'got connect\("remote"\): .*roles\.parameter_servers\.capacity'),
+        ({"kind": "cuda", "capacity": 5}, "use device_memory for a GPU"),
+        ({"capacity": 5, "timeout": 3.0}, 'timeout and transport are for connect\\("sharded"\\)'),
+    ],
+)
+def test_a_capacity_that_means_nothing_is_an_error(options, text):
+    with pytest.raises(ValueError, match=text):
+        kv.connect(**options)
+    assert distributed.current().settings.capacity is None

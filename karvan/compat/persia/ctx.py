@@ -121,9 +121,7 @@ class TrainCtx(EmbeddingCtx):
         embedded = EmbeddedModel(net, self.slots, config)
         context = TrainContext(
             embedded,
-            sparse_optimizer=self.embedding_optimizer.native(
-                config.weight_bound if config.weight_bound > 0 else None
-            ),
+            sparse_optimizer=self.embedding_optimizer.native(config.bound),
             dense_optimizer=self.dense_optimizer,
             precision=self.grad_scaler,
             label=None,

@@ -28,6 +28,7 @@ from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.compat.persia.embedding.optim import Optimizer
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.job.roles import Role
+from karvan.presets import persia
 from karvan.train.step.device_placement import device_of
 
 _LISTENS = "trainers ask for their batches, and listen at no port."
@@ -42,10 +43,10 @@ class FirstTrainCtx(EmbeddingCtx):
     def __init__(
         self,
         grad_scaler: torch.amp.GradScaler | None = None,
-        emb_initialization: tuple[float, float] = (-0.01, 0.01),
+        emb_initialization: tuple[float, float] = persia.INITIAL_RANGE,
         admit_probability: float = 1.0,
         sparse_optimizer: Optimizer | None = None,
-        weight_bound: float = 10,
+        weight_bound: float = persia.WEIGHT_BOUND,
         *,
         port: int | None = None,
         data_queue_size: int = 10,
@@ -79,8 +80,7 @@ class FirstTrainCtx(EmbeddingCtx):
             )
         config = self.embedding_config
         embedded = EmbeddedModel(nn.Identity(), self.slots, config)
-        bound = config.weight_bound if config.weight_bound > 0 else None
-        self._optimizer = self._rows.native(bound)
+        self._optimizer = self._rows.native(config.bound)
         self._optimizer.attach(embedded)
         embedded.train()
         return nullcontext(embedded), embedded

@@ -15,6 +15,7 @@ from typing import Any, Self
 from karvan import distributed
 from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
 from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
+from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.utils import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment
@@ -118,7 +119,7 @@ class PersiaServiceCtx:
         for index in range(self._counts[role]):
             chosen = 0 if port is None else find_free_port(port + index)
             place = JobEnvironment(role=role, index=index, count=self._counts[role], port=chosen)
-            environment = {**os.environ, **place.variables()}
+            environment = {**os.environ, **place.variables(), **read_global_config().variables(role)}
             if role is Role.TRAINER:
                 rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
                 environment |= rank

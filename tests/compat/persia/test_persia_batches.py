@@ -187,5 +187,31 @@ def test_limits_of_rows(configure):
     assert ((user >= 0.5) & (user < 0.6)).all()
     _, (user, _), _ = looked_up(batch, embedding_config=EmbeddingConfig(admit_probability=0))
     assert not user.any()
-    with pytest.raises(NotImplementedError, match=r"admit_probability=0\.5"):
-        looked_up(batch, embedding_config=EmbeddingConfig(admit_probability=0.5))
+    with pytest.raises(ValueError, match=r"p from 0 to 1, got 1\.5"):
+        looked_up(batch, embedding_config=EmbeddingConfig(admit_probability=1.5))
+
+
+def admitted(times):
+    """How many of 500 ids have rows after each was seen some times, at a probability of 0.1."""
+    from persia.ctx import TrainCtx
+    from persia.embedding import EmbeddingConfig
+    from persia.embedding.optim import SGD
+
+    net = torch.nn.Linear(4, 1)
+    batch = make_batch({"user": ids(*([number] for number in range(500)))})
+    with TrainCtx(
+        embedding_optimizer=SGD(lr=1.0),
+        dense_optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        embedding_config=EmbeddingConfig(admit_probability=0.1),
+        mixed_precision=False,
+    ) as ctx:
+        for _ in range(times):
+            _, (user,), _ = ctx.prepare_features(ctx.get_embedding_from_data(batch))
+            ctx.backward(net(user).mean())
+        return ctx.get_embedding_size()
+
+
+def test_an_id_is_admitted_with_a_probability_at_every_miss(configure):
+    configure({"slots_config": {"user": {"dim": 4}}})
+    assert 20 <= admitted(1)[0] <= 90  # 50, give or take four to six standard deviations
+    assert admitted(200) == [500]

@@ -160,9 +160,9 @@ def test_a_configuration_that_is_refused_ends_a_role(tmp_path, monkeypatch, caps
     for name in ("ROLE", "INDEX", "COUNT", "PORT", "REGISTRY"):
         monkeypatch.setenv(f"KARVAN_{name}", "")
     monkeypatch.setenv("PERSIA_NATS_IP", "localhost:4222")
-    (tmp_path / "global.yml").write_text("embedding_parameter_server_config: {capacity: 5}\n")
+    (tmp_path / "global.yml").write_text("common_config: {job_type: Infer}\n")
     assert main(["embedding-parameter-server", "--global-config", str(tmp_path / "global.yml")]) == 2
-    assert "capacity: 5 of PERSIA is not supported" in capsys.readouterr().err
+    assert "job_type: Infer, and infer_config of PERSIA is not supported" in capsys.readouterr().err
 
 
 def test_commands_for_kubernetes_say_what_to_use(capsys):

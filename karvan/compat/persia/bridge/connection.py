@@ -10,6 +10,7 @@ import logging
 import os
 
 from karvan import distributed
+from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.env import get_world_size
 from karvan.discovery.directory import Directory
 from karvan.job.environment import JobEnvironment, set_variables
@@ -77,6 +78,7 @@ def connect(staleness: int | None) -> None:
     every lookup sees all gradients before it, as with 1.
     """
     current = distributed.current()
+    capacity = read_global_config().capacity
     if current.chosen and current.settings.kind != "memory":  # which is also what `disconnect` leaves
         return
     if join_job():
@@ -84,4 +86,6 @@ def connect(staleness: int | None) -> None:
         mode = None if staleness is None else "sync" if staleness == 1 else "hybrid"
         distributed.connect("remote", mode=mode, staleness=staleness)
     elif get_world_size() > 1:
-        distributed.connect("sharded")
+        distributed.connect("sharded", capacity=capacity)
+    elif current.settings.capacity != capacity:
+        distributed.connect("memory", capacity=capacity)

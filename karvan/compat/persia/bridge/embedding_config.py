@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from karvan.compat.persia.bridge.unsupported import unsupported
 from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.embedding import Table
-from karvan.embedding.admission import Admission, Always, Probability
 from karvan.embedding.init import Uniform
 from karvan.embedding.table import HashStack
+from karvan.presets import persia
 from karvan.settings.schema import Count, CountOrZero, Section, checked_settings, read_tree
 
 VARIABLE = "PERSIA_EMBEDDING_CONFIG"
@@ -47,13 +46,13 @@ class SlotConfig(Section):
         """Its table; slots of one group share the one of that name."""
         stack = self.hash_stack_config
         raw = not self.embedding_summation
-        return Table(
+        return persia.table(
             self.dim,
             name,
+            admit_probability=config.admit_probability,
             combiner="sequence" if raw else "sqrtn" if self.sqrt_scaling else "sum",
             length=self.sample_fixed_size if raw else None,
             init=Uniform(*config.emb_initialization),
-            admit=_admission(config.admit_probability),
             hash_stack=HashStack(stack.hash_stack_rounds, stack.embedding_size)
             if stack.hash_stack_rounds
             else None,
@@ -112,15 +111,3 @@ def slots_of(content: Any, where: str = "The embedding configuration") -> Slots:
     if isinstance(content, Mapping):
         content = {_OLDER.get(key, key): value for key, value in content.items()}
     return checked_settings(Slots, content, where)
-
-
-def _admission(probability: float) -> Admission:
-    if probability == 1:
-        return Always()
-    if probability == 0:
-        return Probability(0.0)
-    raise unsupported(
-        f"EmbeddingConfig(admit_probability={probability:g})",
-        "PERSIA draws a probability between 0 and 1 at every miss of an id. Use 1 or 0, or "
-        "kv.Table(admit=kv.admission.Probability(p)), which decides once for an id.",
-    )

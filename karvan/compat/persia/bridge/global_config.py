@@ -14,10 +14,10 @@ from pydantic import Field
 
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
 from karvan.job.environment import set_variables
+from karvan.job.roles import Role
 from karvan.settings.schema import Count, Positive, Section, checked_settings, read_tree
 
 VARIABLE = "PERSIA_GLOBAL_CONFIG"
-_CAPACITY = 1_000_000_000
 _SHARDS = 100
 _WRITERS = 4
 _BUFFER = 1_000_000
@@ -62,9 +62,9 @@ class EmbeddingWorkerConfig(Section):
 
 
 class EmbeddingParameterServerConfig(Section):
-    """Rows of a server."""
+    """Rows of a server. capacity: how many, over all tables; without it there is no limit."""
 
-    capacity: Count = _CAPACITY
+    capacity: Count | None = None
     num_hashmap_internal_shards: Count = _SHARDS
     enable_incremental_update: bool = False
     incremental_buffer_size: Count = _BUFFER
@@ -94,11 +94,6 @@ class GlobalConfig(Section):
                 "global_config.common_config.job_type: Infer, and infer_config",
                 "use kv.InferContext(model, checkpoint), whose unknown ids give zeros and insert nothing.",
             )
-        if server.capacity != _CAPACITY:
-            raise unsupported(
-                f"global_config.embedding_parameter_server_config.capacity: {server.capacity}",
-                "leave it out, or bound each table by kv.Table(evict=kv.eviction.LRU(capacity)).",
-            )
         if server.enable_incremental_update or server.incremental_dir is not None:
             raise unsupported(
                 "global_config.embedding_parameter_server_config.enable_incremental_update",
@@ -122,17 +117,25 @@ class GlobalConfig(Section):
             ),
         )
 
-    def apply(self) -> None:
-        """Set the variables of this process, which becomes a role; unsupported keys are errors."""
+    @property
+    def capacity(self) -> int | None:
+        """The rows of a server, or of a process without servers, over all tables."""
+        return self.embedding_parameter_server_config.capacity
+
+    def variables(self, role: Role) -> dict[str, str]:
+        """The environment variables of a process of this role; unsupported keys are errors."""
         self.check()
         worker = self.embedding_worker_config
-        set_variables(
-            os.environ,
-            {
+        of_role: dict[Role, dict[str, object]] = {
+            Role.PARAMETER_SERVER: {"capacity": self.capacity},
+            Role.EMBEDDING_WORKER: {
                 "embedding_worker_batches": worker.forward_buffer_size,
                 "embedding_worker_expire": worker.buffered_data_expired_sec,
             },
-        )
+        }
+        made: dict[str, str] = {}
+        set_variables(made, of_role.get(role, {}))
+        return made
 
 
 def read_global_config(path: str | os.PathLike[str] | None = None) -> GlobalConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from karvan.presets import persia
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
@@ -12,9 +14,14 @@ class EmbeddingConfig:
     admit_probability: with which probability an unknown id gets a row, each time it occurs.
     """
 
-    emb_initialization: tuple[float, float] = (-0.01, 0.01)
+    emb_initialization: tuple[float, float] = persia.INITIAL_RANGE
     admit_probability: float = 1.0
-    weight_bound: float = 10
+    weight_bound: float = persia.WEIGHT_BOUND
+
+    @property
+    def bound(self) -> float | None:
+        """The bound of values; None without one."""
+        return self.weight_bound if self.weight_bound > 0 else None
 
 
 def get_default_embedding_config() -> EmbeddingConfig:

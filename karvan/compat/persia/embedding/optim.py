@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from karvan.embedding import optim
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.presets import persia
 
 
 class Optimizer(ABC):
@@ -27,7 +27,13 @@ class SGD(Optimizer):
 
     def native(self, weight_bound: float | None) -> SparseOptimizer:
         """See `Optimizer.native`."""
-        return optim.SGD(None, self.lr, self.momentum, self.weight_decay, weight_bound=weight_bound)
+        return persia.sgd(
+            None,
+            self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            weight_bound=weight_bound,
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,14 @@ class Adam(Optimizer):
 
     def native(self, weight_bound: float | None) -> SparseOptimizer:
         """See `Optimizer.native`."""
-        return optim.Adam(None, self.lr, self.betas, self.eps, self.weight_decay, weight_bound=weight_bound)
+        return persia.adam(
+            None,
+            self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            weight_bound=weight_bound,
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Adagrad(Optimizer):
     """Adagrad that scales by the accumulator before the gradient is added to it."""
 
     lr: float = 1e-2
-    initial_accumulator_value: float = 1e-2
+    initial_accumulator_value: float = persia.INITIAL_ACCUMULATOR
     weight_decay: float = 0.0
     g_square_momentum: float = 1.0
     eps: float = 1e-10
@@ -57,7 +70,7 @@ class Adagrad(Optimizer):
 
     def native(self, weight_bound: float | None) -> SparseOptimizer:
         """See `Optimizer.native`."""
-        return optim.Adagrad(
+        return persia.adagrad(
             None,
             self.lr,
             eps=self.eps,
@@ -65,6 +78,5 @@ class Adagrad(Optimizer):
             weight_decay=self.weight_decay,
             decay=self.g_square_momentum,
             row_wise=self.vectorwise_shared,
-            accumulate="last",
             weight_bound=weight_bound,
         )
