@@ -25,6 +25,7 @@ from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
+from karvan.launch.engines.parent_death import ending_with_parent
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -147,7 +148,8 @@ def _continue_as(words: list[str]) -> NoReturn:
 
 def _run_together(command: list[str], environments: Sequence[dict[str, str]]) -> int:
     """Run a program several times at once; the exit code of the first that fails, which ends the others."""
-    processes = [subprocess.Popen(command, env=environment) for environment in environments]
+    words = ending_with_parent(command)
+    processes = [subprocess.Popen(words, env=environment) for environment in environments]
 
     def stop(number: int, frame: object) -> None:
         for process in processes:

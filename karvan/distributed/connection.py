@@ -32,6 +32,7 @@ from karvan.distributed.settings import (
     TRANSPORTS,
     WIRES,
     ConnectionSettings,
+    check_capacity,
 )
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
@@ -388,7 +389,7 @@ def connect(
             f'connect("{kind}").'
         )
     if capacity is not None:
-        _check_capacity(capacity, kind, device)
+        check_capacity(capacity, kind, device)
     settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most, capacity)
     if kind == "remote":
         require()  # before a connection is closed, and addresses are asked for
@@ -445,16 +446,6 @@ def disconnect() -> None:
     if _store is not None:
         _store.close()
         _store = None
-
-
-def _check_capacity(capacity: int, kind: str, device: str) -> None:
-    if capacity < 1:
-        raise ValueError(f"connect expects a capacity of at least 1 row, got {capacity}.")
-    if kind not in ("memory", "sharded") or device == "cuda":
-        raise ValueError(
-            'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
-            f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for servers.'
-        )
 
 
 def _open_store(timeout: timedelta) -> tuple[Store, int, int]:

@@ -55,3 +55,14 @@ class ConnectionSettings:
                 "An elastic run has neither grads_to_wait nor tolerance: gradients that wait for others are "
                 "lost with their trainer."
             )
+
+
+def check_capacity(capacity: int, kind: str, device: str) -> None:
+    """Raise a ValueError if a connection of this kind, with rows on this device, cannot have the capacity."""
+    if capacity < 1:
+        raise ValueError(f"connect expects a capacity of at least 1 row, got {capacity}.")
+    if kind not in ("memory", "sharded") or device == "cuda":
+        raise ValueError(
+            'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
+            f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for servers.'
+        )

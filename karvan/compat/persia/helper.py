@@ -20,6 +20,7 @@ from karvan.compat.persia.utils import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.launch.engines.parent_death import ending_with_parent
 
 _PROGRAM = """
 import pickle, sys
@@ -123,7 +124,7 @@ class PersiaServiceCtx:
             if role is Role.TRAINER:
                 rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
                 environment |= rank
-            command = [sys.executable, "-m", "karvan", *words]
+            command = ending_with_parent([sys.executable, "-m", "karvan", *words])
             self._processes.append((role, subprocess.Popen(command, env=environment)))
 
     def _stop(self) -> None:

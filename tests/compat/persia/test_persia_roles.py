@@ -1,10 +1,12 @@
 """All roles of a PERSIA job, started by hand in any order; loaders whose program simply ends."""
 
 import re
+from pathlib import Path
 from subprocess import Popen
 
 import pytest
 from persia_job import PersiaJob
+from wire_helpers import wait_for
 
 SLOTS = "slots_config: {user: {dim: 4}, item: {dim: 4, embedding_summation: false, sample_fixed_size: 2}}\n"
 LOADER = """
@@ -134,6 +136,27 @@ def test_the_error_of_a_loader_reaches_the_trainer(job):
                 trainer = process
     assert trainer.wait(300) == 1
     assert "ValueError: spoiled" in job.output(trainer)
+
+
+def is_running(process):
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_trainers_die_with_a_launcher_that_is_killed(job, tmp_path):
+    (job.folder / "trainer.py").write_text("print('started', flush=True)\nimport time; time.sleep(600)")
+    job.program = Popen
+    launcher = job.start("nn-worker", tmp_path / "trainer.py", "--nproc-per-node", 2)
+    wait_for(lambda: job.output(launcher).count("started") == 2)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert len(children) == 2
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(map(is_running, children)))
 
 
 @pytest.mark.parametrize(
