@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -188,9 +188,17 @@ def named(losses: Losses, total: Tensor) -> dict[str, Tensor]:
 
 def nothing_of(output: Any) -> Tensor:
     """Zero, with a gradient of zero for everything that all outputs depend on."""
-    entries = output.values() if isinstance(output, Mapping) else [output]
-    tensors = [each for each in entries if isinstance(each, Tensor) and each.requires_grad]
+    tensors = [each for each in _tensors(output) if each.requires_grad]
     return sum((tensor.sum() for tensor in tensors), start=torch.zeros(())) * 0
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors of an output, also of lists, tuples and mappings in it."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
 
 
 def _scalar(what: str, loss: Any) -> Tensor:

@@ -118,7 +118,7 @@ class TrainCtx(EmbeddingCtx):
         connect(staleness)
         config = self.embedding_config
         net = self.model or nn.ParameterList(_parameters(self.dense_optimizer))
-        embedded = EmbeddedModel(net, self.slots, config)
+        embedded = EmbeddedModel(net, self.slots, config, called=self.model is not None)
         context = TrainContext(
             embedded,
             sparse_optimizer=self.embedding_optimizer.native(config.bound),
@@ -140,21 +140,24 @@ class TrainCtx(EmbeddingCtx):
         """The output of the model for a batch, which `backward` then trains on, and the labels."""
         if self.model is None:
             raise ValueError("forward expects a context with a model, got one without: model=….")
-        _check_trained(batch)
-        context, _ = self.open()
+        context = self._begin_step(batch)
         output, _ = context.forward(batch.columns)
         return output, batch.labels(context.device)
 
     def prepare_features(self, batch: PersiaTrainingBatch) -> Prepared:
         """See `EmbeddingCtx.prepare_features`; the program then calls its model, and `backward`."""
-        _check_trained(batch)
-        context, _ = self.open()
-        if context.connection.world_size > 1:
-            raise unsupported(
-                "prepare_features with several trainers",
-                "use output, labels = ctx.forward(batch), which averages the dense gradients.",
-            )
+        self._begin_step(batch)
         return super().prepare_features(batch)
+
+    def _begin_step(self, batch: PersiaTrainingBatch) -> TrainContext:
+        if not batch.requires_grad:
+            raise ValueError(
+                "TrainCtx expects batches with requires_grad=True, got one without: use it in eval_ctx()."
+            )
+        context: TrainContext = self.open()[0]
+        if context.connection.joint_steps:
+            self.dumps.join()
+        return context
 
     def backward(self, loss: Tensor, embedding_gradient_check_frequency: int = 20) -> Tensor:
         """Train on the batch of the last forward; returns the scaled loss.
@@ -208,10 +211,3 @@ def init_backend(
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _check_trained(batch: PersiaTrainingBatch) -> None:
-    if not batch.requires_grad:
-        raise ValueError(
-            "TrainCtx expects batches with requires_grad=True, got one without: use it in eval_ctx()."
-        )

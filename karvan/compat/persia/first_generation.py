@@ -79,7 +79,7 @@ class FirstTrainCtx(EmbeddingCtx):
                 "pass model, embedding_optimizer and dense_optimizer, as the second generation does.",
             )
         config = self.embedding_config
-        embedded = EmbeddedModel(nn.Identity(), self.slots, config)
+        embedded = EmbeddedModel(nn.Identity(), self.slots, config, called=False)
         self._optimizer = self._rows.native(config.bound)
         self._optimizer.attach(embedded)
         embedded.train()

@@ -147,6 +147,11 @@ class TrainContext:
         return self.counts.skipped
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step is in progress: after a forward, until the backward that completes it."""
+        return self._steps.in_step
+
+    @property
     def epoch(self) -> int:
         """How often a loader has reached the end of its data."""
         return self.counts.epoch
@@ -254,7 +259,7 @@ class TrainContext:
         All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
         and `error` of the result says why; see `tolerate_failed_saves`.
         """
-        if self._steps.in_step:
+        if self.in_step:
             raise RuntimeError("save was called in the middle of a step: expected it after its backward.")
         self._steps.settle()
         return self._state.save(folder, extra, metrics, block)
@@ -280,7 +285,7 @@ class TrainContext:
         not trained to its end is an error, unless drop_unfinished; so is an epoch that was started with
         another kind of data, such as `kv.data.from_loaders()`, which drop_unfinished starts again.
         """
-        if self._iteration() is not None or self._steps.in_step:
+        if self._iteration() is not None or self.in_step:
             raise RuntimeError("load was called inside of a loop over a loader: expected it before or after.")
         self._steps.settle()
         return self._state.load(checkpoint, data, data_name, drop_unfinished)

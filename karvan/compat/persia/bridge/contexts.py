@@ -15,13 +15,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from karvan.checkpoint import Checkpoints, Pending, find, is_imported
+from karvan.checkpoint import is_imported
 from karvan.cluster.loader.context import LoaderContext
 from karvan.cluster.loader_stream.stream import LoaderStream
 from karvan.cluster.task_stream.loaded_data import LoadedData
 from karvan.compat.cuda_fallback import device_of
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, columns_of, local_batch, meta_of
 from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
+from karvan.compat.persia.bridge.dumps import Dumps
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
 from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
 from karvan.compat.persia.bridge.global_config import read_global_config
@@ -120,9 +121,21 @@ class EmbeddingCtx(BaseCtx):
         self.preprocess_mode = preprocess_mode
         self.model = model
         self._given_config = embedding_config
-        self._pending: Pending | None = None  # a dump in flight
         self._embedded: EmbeddedModel | None = None
         self._context: EvalContext | TrainContext | None = None
+        self._dumps: Dumps | None = None
+        self._shares_rows = False  # with the enclosing context, whose dumps these are
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None or self._dumps is None or self._shares_rows:
+            super().__exit__(kind, error, trace)
+            return
+        with ExitStack() as stack:
+            stack.push(super().__exit__)
+            self._dumps.join()
+            self._dumps.wait()
 
     @property
     def embedding_config(self) -> EmbeddingConfig:
@@ -159,15 +172,26 @@ class EmbeddingCtx(BaseCtx):
                 )
             self._context, self._embedded = self._open(staleness, prefetch)
             self._stack.enter_context(self._context)
+            self._dumps = self._dumps or Dumps(self._context, self._embedded)
         assert self._embedded is not None
         return self._context, self._embedded
+
+    @property
+    def dumps(self) -> Dumps:
+        """Saves and loads the model and its rows."""
+        self.open()
+        assert self._dumps is not None
+        return self._dumps
 
     def _open(self, staleness: int | None, prefetch: int) -> tuple[Any, EmbeddedModel]:
         outer = self._outer()
         if outer is not None and self.model in (None, outer.model):
+            self._dumps, self._shares_rows = outer.dumps, True
             return outer.evaluation(), outer.open()[1]
         connect(staleness)
-        embedded = EmbeddedModel(self.model or nn.Identity(), self.slots, self.embedding_config)
+        embedded = EmbeddedModel(
+            self.model or nn.Identity(), self.slots, self.embedding_config, called=self.model is not None
+        )
         return EvalContext(embedded, label=None, device=self.device, prefetch=prefetch), embedded
 
     def evaluation(self) -> EvalContext:
@@ -187,6 +211,7 @@ class EmbeddingCtx(BaseCtx):
     def batches(self, data: Any) -> Iterator[PersiaTrainingBatch]:
         """The batches of data that gives Karvan's."""
         context, _ = self.open()
+        self.dumps.join()
         for batch in context.loader(data):
             yield PersiaTrainingBatch(batch)
 
@@ -223,17 +248,17 @@ class EmbeddingCtx(BaseCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Save the model, its optimizers and all rows as a checkpoint of Karvan. All trainers call it."""
+        """Save the model, its optimizers and all rows as a checkpoint of Karvan.
+
+        A trainer that calls it alone waits until the others have come to their next batch, and all save.
+        """
         if with_jit_model:
             raise unsupported(
                 "dump_checkpoint(with_jit_model=True)", "use torch.jit.script(model).save(path)."
             )
         _check_names(dense_filename, jit_dense_filename)
-        context, embedded = self.open()
-        if isinstance(context, TrainContext):
-            self._pending = context.save(dst_dir, block=blocking)
-        else:
-            self._save(dst_dir, {"model": embedded.state_dict()}, blocking)
+        method = "dump_checkpoint" if isinstance(self.open()[0], TrainContext) else "dump_model"
+        self.dumps.make(method, folder=str(dst_dir), blocking=blocking)
 
     def load_checkpoint(
         self,
@@ -242,7 +267,7 @@ class EmbeddingCtx(BaseCtx):
         dense_filename: str = "dense.pt",
         blocking: bool = True,
     ) -> None:
-        """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run of Karvan.
+        """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run of Karvan; all trainers do.
 
         Of a checkpoint that `karvan import-checkpoint` has made, load the net and the rows, as PERSIA does.
         Tensors are loaded to where the model is, and loading always blocks.
@@ -252,33 +277,21 @@ class EmbeddingCtx(BaseCtx):
             Tuning("map_location", map_location, None, "tensors are loaded to where the model is."),
             Tuning("blocking", blocking, True, "a load always blocks."),
         )
-        context, embedded = self.open()
-        if isinstance(context, TrainContext) and not is_imported(src_dir):
-            context.load(src_dir)
-        else:
-            embedded.load_state_dict(find(src_dir).load(embedded)["model"])
+        trains = isinstance(self.open()[0], TrainContext) and not is_imported(src_dir)
+        self.dumps.make("load_checkpoint" if trains else "load_model", folder=str(src_dir))
 
     def dump_embedding(self, dst_dir: str, blocking: bool = False) -> None:
-        """Save all rows. All trainers call it."""
-        self._save(dst_dir, {}, blocking)
-
-    def _save(self, folder: str, state: dict[str, Any], blocking: bool) -> None:
-        _, embedded = self.open()
-        self.wait_for_dump_embedding()
-        self._pending = Checkpoints(folder).save(embedded.embeddings.step, state, embedded)
-        if blocking:
-            self.wait_for_dump_embedding()
+        """Save all rows; see `dump_checkpoint` for several trainers."""
+        self.dumps.make("dump_embedding", folder=str(dst_dir), blocking=blocking)
 
     def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
         """Load all rows."""
         warn_of_tuning(Tuning("blocking", blocking, True, "a load always blocks."))
-        find(src_dir).load(self.open()[1])
+        self.dumps.make("load_embedding", folder=str(src_dir))
 
     def wait_for_dump_embedding(self) -> None:
         """Wait until the rows are saved."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self.dumps.wait()
 
     def wait_for_load_embedding(self) -> None:
         """Nothing to do: `load_embedding` has waited."""
@@ -294,9 +307,8 @@ class EmbeddingCtx(BaseCtx):
         return [sum(each["rows"] for each in answer.head["stats"].values()) for answer in answers]
 
     def clear_embeddings(self) -> None:
-        """Remove all rows. All trainers call it."""
-        for table in self.open()[1].embeddings.tables():
-            table.clear()
+        """Remove all rows."""
+        self.dumps.make("clear_embeddings")
 
 
 def cnt_ctx() -> BaseCtx | None:

@@ -27,21 +27,32 @@ class EmbeddedModel(nn.Module):
     """Ids to vectors, then the net: `net(non_id_tensors, embedding_tensors)`.
 
     Vectors come in the order of the batch's features. A raw slot gives (samples, sample_fixed_size, dim + 1):
-    its last column is 1 where there is an id.
+    its last column is 1 where there is an id. called: False for a net that only has the parameters.
     """
 
-    def __init__(self, net: nn.Module, slots: Slots, config: EmbeddingConfig) -> None:
+    def __init__(self, net: nn.Module, slots: Slots, config: EmbeddingConfig, called: bool = True) -> None:
         super().__init__()
         self.embeddings = _engine_of(net, slots, config)
         self.net = net
-        self._slots = slots
-        self._features_only = False
+        self._features_only = not called
         self._order = list(slots.slots_config)  # of the batch that came last
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
         """The output of the net; its inputs, within `features_only`."""
-        features = self._features(batch)
-        return features if self._features_only else self.net(*features)
+        non_ids, vectors = self._features(batch)
+        if not self._features_only:
+            return self.net(non_ids, vectors)
+        if self.training and torch.is_grad_enabled() and not samples_of(batch):
+            vectors = [self._with_parameters(vectors[0]), *vectors[1:]]
+        return non_ids, vectors
+
+    def _with_parameters(self, empty: Tensor) -> Tensor:
+        """A tensor without elements, on which the gradients of the net depend: all of them are zero.
+
+        Trainers that have samples wait for these gradients, but the program's loss for no samples is ignored.
+        """
+        parameters = [each for each in self.net.parameters() if each.requires_grad]
+        return empty + torch.stack([each.sum() for each in parameters]).sum() if parameters else empty
 
     @contextmanager
     def features_only(self) -> Iterator[None]:
