@@ -6,7 +6,9 @@ PERSIA_NATS_IP): `karvan role master --port 4222 --checkpoints FOLDER` in place 
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_C
 from karvan.compat.persia.bridge.embedding_config import read_slots
 from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
 from karvan.compat.persia.bridge.global_config import read_global_config
+from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE
+from karvan.compat.persia.logger import log_level
 from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
@@ -33,6 +37,7 @@ _INDEX = typer.Option(0, envvar="REPLICA_INDEX", help="The index of this process
 _SIZE = typer.Option(1, envvar="REPLICA_SIZE", help="How many processes of this role the job has.")
 _EMBEDDING = typer.Option(None, envvar=EMBEDDING_CONFIG, help="The path of embedding_config.yml.")
 _GLOBAL = typer.Option(None, envvar=GLOBAL_CONFIG, help="The path of global_config.yml.")
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _POLL = 0.2  # seconds between two looks at the processes
 
 
@@ -135,6 +140,7 @@ def _configure(role: Role, embedding_config: str | None, global_config: str | No
     if embedding_config:  # trainers have it, and tell workers and servers what they need
         read_slots(embedding_config)
     os.environ.update(read_global_config(global_config).variables(role))
+    logging.basicConfig(level=log_level(), format=_FORMAT)
 
 
 def _program(filepath: str, arguments: Sequence[str] | None) -> list[str]:
@@ -143,11 +149,18 @@ def _program(filepath: str, arguments: Sequence[str] | None) -> list[str]:
 
 def _continue_as(words: list[str]) -> NoReturn:
     """Run a command of Karvan in this process, in its own right."""
+    _tell(["karvan", *words])
     raise typer.Exit(run_command(words))
+
+
+def _tell(words: Sequence[str]) -> None:
+    if PERSIA_LAUNCHER_VERBOSE:
+        print(f"execute command: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
 def _run_together(command: list[str], environments: Sequence[dict[str, str]]) -> int:
     """Run a program several times at once; the exit code of the first that fails, which ends the others."""
+    _tell(command)
     words = ending_with_parent(command)
     processes = [subprocess.Popen(words, env=environment) for environment in environments]
 

@@ -370,7 +370,7 @@ def test_the_batches_of_a_step_belong_together(tmp_path):
     [
         ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, auto, got 'fp8'"),
         ({"precision": "fp16"}, "'fp16' needs a CUDA device"),
-        ({"nonfinite": "hope"}, 'nonfinite must be "skip", "raise" or "apply", got \'hope\''),
+        ({"nonfinite": "hope"}, "nonfinite must be one of skip, raise, skip_tables, apply, got 'hope'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
         ({"prefetch": -1}, "prefetch must not be negative, got -1"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0 or None, got 0.0"),

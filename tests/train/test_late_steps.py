@@ -156,8 +156,8 @@ def test_the_host_decides_where_a_device_cannot():
     in_memory = Steps(store=MemoryStore())
     without_fused = Steps()
     without_fused.dense.param_groups[0]["fused"] = None  # as a checkpoint of another program may have it
-    raises, applies = Steps(nonfinite="raise"), Steps(nonfinite="apply")
-    for steps in (in_memory, without_fused, raises, applies):
+    others = [Steps(nonfinite=nonfinite) for nonfinite in ("raise", "skip_tables", "apply")]
+    for steps in (in_memory, without_fused, *others):
         steps.gradients(batch)
         assert steps.update.apply_late() is None
         assert steps.update.apply()

@@ -162,6 +162,51 @@ def test_nonfinite_means_the_same_for_a_trainer_and_a_train_context():
     assert any(parameter.isnan().any() for parameter in ctx.model.parameters())
 
 
+class TwoTables(torch.nn.Module):
+    """Its output is the sum of a dense weight and two vectors, the factors of which are in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = kv.EmbeddingEngine({"a": kv.Table(1), "b": kv.Table(1)})
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch):
+        out = self.embeddings(batch)
+        return batch["of_a"] * out["a"][:, 0] + out["b"][:, 0] + batch["of_weight"] * self.weight
+
+    def values(self):
+        vectors = [self.embeddings.table(name).vectors([1]).item() for name in "ab"]
+        return [*vectors, self.weight.item()]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_bad_gradient_of_rows_skips_its_table_alone_and_a_dense_one_the_step(scaled):
+    net = TwoTables()
+    one = torch.tensor([1])
+    make = kv.TrainContext(
+        net,
+        sparse_optimizer=kv.optim.SGD(lr=0.5),
+        dense_optimizer=torch.optim.SGD(net.parameters(), lr=0.5),
+        nonfinite="skip_tables",
+        precision=torch.amp.GradScaler("cpu", init_scale=2.0) if scaled else "fp32",
+        label=None,
+    )
+    with make as ctx:
+        for of_a, of_weight, changes in [
+            (1.0, 1.0, [True, True, True]),
+            (NAN, 1.0, [False, not scaled, not scaled]),
+            (1.0, NAN, [False, False, False]),
+        ]:
+            batch = {"a": one, "b": one, "of_a": torch.tensor([of_a]), "of_weight": torch.tensor([of_weight])}
+            output, _ = ctx.forward(kv.Batch(batch))
+            before = net.values()
+            ctx.backward(output.sum())
+            assert [now != then for now, then in zip(net.values(), before, strict=True)] == changes
+        assert ctx.skipped == (2 if scaled else 1)
+    skipped = [net.embeddings.table(name).stats()["skipped_updates"] for name in "ab"]
+    assert skipped == ([0, 0] if scaled else [1, 0])
+
+
 def test_a_loader_brings_its_error_to_the_step():
     made = with_values([5.0])
     columns = {name: torch.cat([batch[name] for batch in made]).numpy() for name in made[0]}

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from karvan.compat.persia.bridge.contexts import (
     EmbeddingCtx,
     Prepared,
     PreprocessMode,
+    check_filenames,
     cnt_ctx,
 )
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
@@ -62,7 +63,14 @@ class TrainCtx(EmbeddingCtx):
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """A context of the first generation, if its options are."""
-        return FirstTrainCtx(*args, **options) if not _FIRST.isdisjoint(options) else super().__new__(cls)
+        if _FIRST.isdisjoint(options):
+            return super().__new__(cls)
+        if "dense_optimizer" in options:
+            raise unsupported(
+                "TrainCtx with dense_optimizer and options of the first generation",
+                "sparse_optimizer is called embedding_optimizer, and DataLoader takes embedding_staleness.",
+            )
+        return FirstTrainCtx(*args, **options)
 
     def __init__(
         self,
@@ -125,6 +133,7 @@ class TrainCtx(EmbeddingCtx):
             dense_optimizer=self.dense_optimizer,
             precision=self.grad_scaler,
             label=None,
+            nonfinite="skip_tables",
             dense_reduce=self.distributed_option.dense_reduce,
             device=self.device,
             prefetch=prefetch,
@@ -174,11 +183,42 @@ class TrainCtx(EmbeddingCtx):
         context.backward(loss)
         return scaled
 
+    def dump_checkpoint(
+        self,
+        dst_dir: str,
+        dense_model_filename: str = "dense.pt",
+        jit_dense_model_filename: str = "jit_dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+        **filenames: str,
+    ) -> None:
+        """See `EmbeddingCtx.dump_checkpoint`, whose names of arguments are known here, too."""
+        check_filenames(
+            dense_model_filename=dense_model_filename,
+            jit_dense_model_filename=jit_dense_model_filename,
+            opt_filename=opt_filename,
+        )
+        super().dump_checkpoint(dst_dir, blocking=blocking, with_jit_model=with_jit_model, **filenames)
+
+    def load_checkpoint(
+        self,
+        src_dir: str,
+        map_location: str | None = None,
+        dense_model_filename: str = "dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        **filenames: str,
+    ) -> None:
+        """See `EmbeddingCtx.load_checkpoint`, whose names of arguments are known here, too."""
+        check_filenames(dense_model_filename=dense_model_filename, opt_filename=opt_filename)
+        super().load_checkpoint(src_dir, map_location, blocking=blocking, **filenames)
+
 
 class InferCtx(EmbeddingCtx):
     """PERSIA's context for a server of inference, which is not supported."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, embedding_worker_address_list: Sequence[str], *args: Any, **options: Any) -> None:
         raise unsupported(
             "InferCtx", "use kv.InferContext(model, checkpoint), or inference_ctx(model=…) in a job."
         )

@@ -10,14 +10,14 @@ from karvan.argument_checks import check_counts
 from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
 from karvan.compat.persia.bridge.connection import wait_for_roles
-from karvan.compat.persia.bridge.contexts import EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.bridge.contexts import PREFETCH, EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.bridge.unsupported import Tuning, warn_of_tuning
 from karvan.compat.persia.embedding.data import PersiaBatch
 from karvan.job.roles import Role
 
 
 class IterableDatasetBase:
-    """Batches for a DataLoader; buffer_size: how many are requested in advance."""
+    """Batches for a DataLoader; buffer_size: how many are requested from loaders in advance."""
 
     def __init__(self, buffer_size: int) -> None:
         check_counts(1, buffer_size=buffer_size)
@@ -47,7 +47,7 @@ class DataLoader:
     def __init__(
         self,
         dataset: IterableDatasetBase,
-        forward_buffer_size: int = 10,
+        forward_buffer_size: int = PREFETCH,
         timeout_ms: int = 600_000,
         num_workers: int = 10,
         reproducible: bool = False,
@@ -74,6 +74,15 @@ class DataLoader:
         self._timeout = timeout_ms / 1000
         self._data: Any = None
         context.open(embedding_staleness, forward_buffer_size)
+        if forward_buffer_size != PREFETCH:
+            warn_of_tuning(
+                Tuning(
+                    "forward_buffer_size",
+                    forward_buffer_size,
+                    context.prefetch,
+                    f"this context prepares {context.prefetch} batches in advance since its first use.",
+                )
+            )
         _check_staleness(embedding_staleness)
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:

@@ -36,6 +36,31 @@ def get_replica_index() -> int:
     return int(os.environ.get("REPLICA_INDEX") or _job().index)
 
 
+def set_env(
+    replica_size: int | None = None,
+    replica_index: int | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    local_rank: int | None = None,
+) -> None:
+    """Set the place of this process, in its environment; what is None is unset."""
+    for name, value in {
+        "REPLICA_SIZE": replica_size,
+        "REPLICA_INDEX": replica_index,
+        "WORLD_SIZE": world_size,
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+    }.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)
+
+
+def reload_env() -> None:
+    """Nothing to do: the environment is read by every call."""
+
+
 def _job() -> JobEnvironment:
     job = JobEnvironment.read()
     return JobEnvironment() if job.role is Role.TRAINER else job

@@ -113,7 +113,8 @@ class FirstTrainCtx(EmbeddingCtx):
     def on_after_backward(self, loss_scale: float, batch_idx: int, emb_grad_check_interval: int = 20) -> bool:
         """Apply the rows' gradients, divided by the scale of the loss; False if some are not finite.
 
-        They are then dropped, all of them. Gradients are checked for every batch.
+        Then the slots that have them are skipped; all are if the loss is scaled, because a scaler skips the
+        dense step as well. Gradients are checked for every batch.
         """
         if batch_idx < 0 or emb_grad_check_interval < 1:
             raise ValueError(
@@ -130,10 +131,9 @@ class FirstTrainCtx(EmbeddingCtx):
             )
         assert self._optimizer is not None
         finite = self._optimizer.gradients_finite()
-        if finite:
+        if finite or self._scaler is None:
             self._optimizer.step()
-        else:
-            self._optimizer.zero_grad()
+        self._optimizer.zero_grad()
         return finite
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:

@@ -118,8 +118,8 @@ class PersiaServiceCtx:
 
     def _start(self, role: Role, words: list[str], port: int | None = None) -> None:
         for index in range(self._counts[role]):
-            chosen = 0 if port is None else find_free_port(port + index)
-            place = JobEnvironment(role=role, index=index, count=self._counts[role], port=chosen)
+            port = None if port is None else find_free_port(port + 1 if index else port)
+            place = JobEnvironment(role=role, index=index, count=self._counts[role], port=port or 0)
             environment = {**os.environ, **place.variables(), **read_global_config().variables(role)}
             if role is Role.TRAINER:
                 rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import yaml
 
+from karvan.argument_checks import check_counts
 from karvan.settings.yaml_text import parse
 
 
@@ -34,13 +36,11 @@ def dump_yaml(content: Any, filepath: str) -> None:
     Path(filepath).write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-def find_free_port(port: int = 0) -> int:
-    """This port of the local machine if it is free, else another one that is."""
-    for wanted in (port, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", wanted))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise OSError("Expected a free port on this machine, found none.")
+def find_free_port(port: int = 10000, interval: int = 1) -> int:
+    """The first port of the local machine that is free: this one, or the next ones at this interval."""
+    check_counts(1, interval=interval)
+    for wanted in range(port, 65536, interval):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", wanted))
+            return wanted
+    raise ValueError(f"Expected a free port from {port} to 65535, found none.")

@@ -20,6 +20,8 @@ from karvan.torch_internals import has_step_hooks
 from karvan.train.checks.frozen import Frozen, names_text, tables_of
 from karvan.train.step.precision import Precision
 
+_NONFINITE = ("skip", "raise", "skip_tables", "apply")
+
 
 @dataclass(frozen=True)
 class OptimizerStepSettings:
@@ -29,7 +31,8 @@ class OptimizerStepSettings:
     the dense gradients, then clip_norm the L2 norm of all of them together; sparse optimizers have their own
     limits. nonfinite: what happens if a gradient has an infinity or a NaN. "skip" skips the step, dense and
     sparse; "raise" does so, too, and then raises a FloatingPointError, except for the overflows that are a
-    part of fp16; "apply" does not check.
+    part of fp16; "skip_tables" skips the step if a dense gradient is not finite, and else the tables of whose
+    gradients that is true, as PERSIA does; "apply" does not check. A scaled loss makes "skip" of both.
 
     With "skip", a GPU checks and skips steps by itself, while the host continues, if the rows and the dense
     parameters are both there, and the dense optimizer is one of torch's with fused=True. "raise" waits for
@@ -47,8 +50,8 @@ class OptimizerStepSettings:
             raise ValueError(
                 f"gradient_accumulation_steps must be at least 1, got {self.gradient_accumulation_steps}."
             )
-        if self.nonfinite not in ("skip", "raise", "apply"):
-            raise ValueError(f'nonfinite must be "skip", "raise" or "apply", got {self.nonfinite!r}.')
+        if self.nonfinite not in _NONFINITE:
+            raise ValueError(f"nonfinite must be one of {', '.join(_NONFINITE)}, got {self.nonfinite!r}.")
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -83,6 +86,8 @@ class OptimizerStep:
         self._stepping = stepping or LocalDense(dense)
         self._frozen = frozen
         self._checks = settings.nonfinite != "apply" or precision.always_checks
+        # A sparse optimizer skips, and counts, the tables whose gradients are not finite by itself.
+        self._checks_rows = self._checks and (settings.nonfinite != "skip_tables" or precision.always_checks)
 
     @property
     def sparse(self) -> SparseOptimizer | None:
@@ -125,7 +130,7 @@ class OptimizerStep:
         answer, so the steps of tables count a step that is skipped; those of the dense optimizer do not.
         """
         raises = self._settings.nonfinite == "raise" and not self._precision.always_checks
-        if not self._checks or raises or not self._stepping.skips_on_device:
+        if not self._checks_rows or raises or not self._stepping.skips_on_device:
             return None
         of_rows = [] if self._sparse is None else self._sparse.late_gradients()
         if of_rows is None:
@@ -148,7 +153,7 @@ class OptimizerStep:
 
     def unscale(self) -> bool:
         """Undo the scale of mixed precision; whether the gradients that were computed are finite."""
-        sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
+        sparse_finite = not self._checks_rows or self._sparse is None or self._sparse.gradients_finite()
         self._precision.unscale(self._dense, sparse_finite)
         return sparse_finite and (not self._checks or all_finite(self._gradients()))
 

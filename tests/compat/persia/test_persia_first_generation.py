@@ -69,18 +69,21 @@ def test_gradients_of_rows_are_unscaled_and_applied(configure, scale):
         assert torch.equal(after[1], sparse[1])
 
 
-def test_gradients_that_are_not_finite_are_dropped(configure):
-    with make_context() as ctx:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_are_not_finite_skip_their_slot_or_with_a_scaled_loss_all(configure, scaled):
+    from persia.ctx import eval_ctx
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if scaled else None
+    with make_context(grad_scaler=scaler) as ctx:
         batch = ctx.get_embedding_from_data(make_data())
         (_, sparse), _ = ctx.prepare_features(batch)
-        (sparse[0].sum() + sparse[1].sum() * torch.inf).backward()
-        assert ctx.on_after_backward(1.0, 1) is False
+        (2 * sparse[0].sum() + sparse[1].sum() * torch.inf).backward()
+        assert ctx.on_after_backward(2.0 if scaled else 1.0, 1) is False
         (_, after), _ = ctx.prepare_features(batch)
-        assert all(map(torch.equal, sparse, after))
-        from persia.ctx import eval_ctx
-
+        assert torch.equal(sparse[1], after[1])
+        assert torch.allclose(after[0], sparse[0] if scaled else sparse[0] - 2)
         with eval_ctx() as evaluation:
-            assert all(map(torch.equal, sparse, evaluation.prepare_features(batch)[1]))
+            assert all(map(torch.equal, after, evaluation.prepare_features(batch)[1]))
 
 
 def test_options(configure):

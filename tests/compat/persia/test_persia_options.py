@@ -1,12 +1,15 @@
 """Options of PERSIA that map to something, and those that are refused by name; small modules."""
 
 import os
+import socket
 
 import numpy as np
 import pytest
 import torch
+from persia_job import PersiaJob
 
 import karvan as kv
+from karvan.compat.unsupported import UnsupportedError
 
 
 def test_distributed_options():
@@ -44,21 +47,36 @@ def test_options_of_contexts(configure):
         make_context(embedding_optimizer=kv.optim.Adam())
     with pytest.raises(ValueError, match="above 1, got 1"):
         make_context(grad_scalar_update_factor=1)
+    with pytest.raises(UnsupportedError, match="sparse_optimizer is called embedding_optimizer"):
+        make_context(sparse_optimizer=None)
+    assert make_context(device_id=-1).device_id is None
     with pytest.raises(NotImplementedError, match="lookup_emb_directly=False"):
         make_context(lookup_emb_directly=False)
-    with pytest.warns(UserWarning, match=r"backward_workers_size=2 .* no effect here: .*THREADS"):
+    with pytest.warns(UserWarning, match=r"backward_workers_size=2 .* no effect here: .*KARVAN_THREADS"):
         make_context(backward_workers_size=2)
     with make_context() as ctx:
         with pytest.raises(NotImplementedError, match=r"torch.jit.script\(model\)"):
             ctx.dump_checkpoint("out", with_jit_model=True)
-        with pytest.raises(NotImplementedError, match=r"dense_filename='x\.pt'"):
-            ctx.dump_checkpoint("out", dense_filename="x.pt")
+        for name in ("dense_filename", "dense_model_filename", "jit_dense_model_filename", "opt_filename"):
+            with pytest.raises(UnsupportedError, match=rf"{name}='x\.pt'"):
+                ctx.dump_checkpoint("out", **{name: "x.pt"})
+        for name in ("dense_filename", "dense_model_filename", "opt_filename"):
+            with pytest.raises(UnsupportedError, match=rf"{name}='x\.pt'"):
+                ctx.load_checkpoint("out", **{name: "x.pt"})
+        with pytest.raises(UnsupportedError, match=r"dump_torch_state_dict .* use torch\.save"):
+            ctx.dump_torch_state_dict(ctx.model, "out", "x.pt")
+        with pytest.raises(UnsupportedError, match=r"load_torch_state_dict .* use model\.load_state_dict"):
+            ctx.load_torch_state_dict(ctx.model, "out")
+        with pytest.raises(UnsupportedError, match="device_id=1 of a single batch"):
+            ctx.get_embedding_from_data(None, device_id=1)
         with pytest.raises(TypeError, match="expects a StreamingDataset or an IterableDataset, got list"):
             DataLoader([1])
         with pytest.raises(ValueError, match="embedding_staleness must be at least 1"):
             DataLoader(StreamingDataset(4), embedding_staleness=0)
         with pytest.warns(UserWarning, match="num_workers=3"):
             loader = DataLoader(StreamingDataset(4), num_workers=3)
+        with pytest.warns(UserWarning, match="forward_buffer_size=7 .* prepares 10 batches in advance"):
+            DataLoader(StreamingDataset(4), forward_buffer_size=7)
         with pytest.raises(ValueError, match="expects loaders"):
             iter(loader)
     with pytest.raises(RuntimeError, match="inside of `with TrainCtx"):
@@ -117,6 +135,11 @@ def test_small_modules(tmp_path, monkeypatch):
 
     monkeypatch.setenv("LOG_LEVEL", "warning")
     assert logger.get_default_logger("quiet").level == 30
+    monkeypatch.setenv("LOG_LEVEL", "trace")
+    assert logger.get_logger("chatty").level == 10
+    monkeypatch.setenv("LOG_LEVEL", "loud")
+    with pytest.raises(ValueError, match="LOG_LEVEL expects trace, debug, info, warn or error, got 'loud'"):
+        logger.get_default_logger("unknown")
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "REPLICA_INDEX": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("REPLICA_SIZE", "5")
@@ -130,7 +153,15 @@ def test_small_modules(tmp_path, monkeypatch):
     assert utils.load_yaml(str(tmp_path / "a.yml")) == {"a": [1, 2]}
     with pytest.raises(FileNotFoundError, match=r"b\.yml does not exist"):
         utils.load_yaml(str(tmp_path / "b.yml"))
-    assert 0 < utils.find_free_port() < 65536
+    env.set_env(rank=1, world_size=2)
+    env.reload_env()
+    assert (env.get_rank(), env.get_world_size(), env.get_local_rank()) == (1, 2, 0)
+    assert (env.get_replica_index(), env.get_replica_size()) == (0, 1)
+    port = utils.find_free_port()
+    assert port >= 10000
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        assert utils.find_free_port(port) > port
     try:
         utils.setup_seed(3)
         first = (torch.rand(1).item(), np.random.rand())
@@ -138,3 +169,34 @@ def test_small_modules(tmp_path, monkeypatch):
         assert (torch.rand(1).item(), np.random.rand()) == first
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_checks_of_data_can_be_skipped(monkeypatch):
+    from persia import env
+    from persia.embedding.data import IDTypeFeatureWithSingleID, Label
+
+    with pytest.raises(TypeError, match="ids of uint64, got int64"):
+        IDTypeFeatureWithSingleID("user", np.ones(2, np.int64))
+    monkeypatch.setattr(env, "PERSIA_SKIP_CHECK_DATA", True)
+    assert IDTypeFeatureWithSingleID("user", np.ones(2, np.int64)).batch_size == 2
+    assert Label(np.ones(2, np.float16)).batch_size == 2
+
+
+def test_variables_of_the_launcher(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import sys; from persia.env import get_rank, get_replica_index\n"
+        "print('runs', sys.argv[1:], get_rank(), get_replica_index(), flush=True)\n"
+    )
+    entry = str(tmp_path / "program.py")
+    entries = {"PERSIA_NN_WORKER_ENTRY": entry, "PERSIA_DATALOADER_ENTRY": entry}
+    job = PersiaJob(tmp_path, {}, PERSIA_LAUNCHER_VERBOSE="1", **entries)
+    try:
+        trainer = job.start("nn-worker", "--nnodes", 3, "--node-rank", 2)
+        loader = job.start("data-loader", "--replica-index", 4, "--replica-size", 5)
+        outputs = [job.wait(process) for process in (trainer, loader)]
+    finally:
+        job.close()
+    told = f"execute command: karvan run --as persia {entry}"
+    assert [output.count(told) for output in outputs] == [1, 1]
+    assert "runs [] 2 0" in outputs[0]
+    assert "runs [] 0 4" in outputs[1]

@@ -86,6 +86,11 @@ def non_ids_of(columns: Mapping[str, Any]) -> list[Tensor]:
     return _numbered(columns, _NON_ID)
 
 
+def no_ids(samples: int) -> Ragged:
+    """The column of a slot that a batch does not have."""
+    return Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(samples + 1, dtype=torch.int64))
+
+
 def _numbered(columns: Mapping[str, Any], prefix: str) -> list[Tensor]:
     found: list[Tensor] = []
     while (entry := columns.get(f"{prefix}{len(found)}")) is not None:

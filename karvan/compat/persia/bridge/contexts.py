@@ -6,6 +6,7 @@ job and makes its tables at the first thing that needs them: a DataLoader, a bat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
@@ -20,10 +21,17 @@ from karvan.cluster.loader.context import LoaderContext
 from karvan.cluster.loader_stream.stream import LoaderStream
 from karvan.cluster.task_stream.loaded_data import LoadedData
 from karvan.compat.cuda_fallback import device_of
-from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, columns_of, local_batch, meta_of
+from karvan.compat.persia.bridge.batch_layout import (
+    PersiaTrainingBatch,
+    columns_of,
+    local_batch,
+    meta_of,
+    no_ids,
+)
 from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
 from karvan.compat.persia.bridge.dumps import Dumps
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
+from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
 from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
 from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
@@ -37,7 +45,8 @@ from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 
 Prepared = tuple[list[Tensor], list[Tensor], list[Tensor] | None]
 
-THREADS = "Karvan uses the cores that it has; KARVANTHREADS sets another number."
+THREADS = "Karvan uses the cores that it has; KARVAN_THREADS sets another number."
+PREFETCH = 10  # batches that are prepared in advance
 _entered: list[BaseCtx] = []
 
 
@@ -52,12 +61,12 @@ class PreprocessMode(Enum):
 class BaseCtx:
     """A context; `cnt_ctx()` is the one that was entered last.
 
-    device_id: the GPU of this process; None for the device that the model is on.
+    device_id: the GPU of this process; None, or below 0, for the device that the model is on.
     """
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
         warn_of_tuning(Tuning("threadpool_worker_size", threadpool_worker_size, 10, THREADS))
-        self.device_id = device_id
+        self.device_id = None if device_id is None or device_id < 0 else device_id
         self._stack = ExitStack()
         self._in_job = join_job()
         read_global_config().check()
@@ -79,7 +88,11 @@ class BaseCtx:
 
 
 class DataCtx(BaseCtx):
-    """Sends batches to the trainers of the job; the end of the context, or of the program, ends the epoch."""
+    """Sends batches to the trainers of the job; the end of the context, or of the program, ends the epoch.
+
+    Slots of PERSIA_EMBEDDING_CONFIG that a batch does not have are sent without ids. Without the variable,
+    every batch has to have all slots of the trainers.
+    """
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
         super().__init__(threadpool_worker_size, device_id)
@@ -90,6 +103,7 @@ class DataCtx(BaseCtx):
                 "PERSIA_NATS_URL, the address of the job's registry."
             )
         wait_for_roles(Role.EMBEDDING_WORKER)
+        self._slots = list(read_slots().slots_config) if os.environ.get(EMBEDDING_CONFIG) else []
         self._loader = LoaderContext()
         self._stack.push(self._loader)
         first_at_exit(self._end)  # of a program that does not enter the context
@@ -102,7 +116,8 @@ class DataCtx(BaseCtx):
     def send_data(self, data: PersiaBatch | PyPersiaBatchData) -> None:
         """Send a batch; waits while the queue of its trainer is full."""
         batch = data.batch() if isinstance(data, PyPersiaBatchData) else data
-        self._loader.send(columns_of(batch), meta_of(batch))
+        absent = dict.fromkeys(self._slots, no_ids(batch.batch_size))
+        self._loader.send({**absent, **columns_of(batch)}, meta_of(batch))
 
 
 class EmbeddingCtx(BaseCtx):
@@ -124,6 +139,7 @@ class EmbeddingCtx(BaseCtx):
         self._embedded: EmbeddedModel | None = None
         self._context: EvalContext | TrainContext | None = None
         self._dumps: Dumps | None = None
+        self.prefetch = 0  # batches that are prepared in advance; the first DataLoader decides
         self._shares_rows = False  # with the enclosing context, whose dumps these are
 
     def __exit__(
@@ -163,13 +179,14 @@ class EmbeddingCtx(BaseCtx):
     def _labels(self, batch: PersiaTrainingBatch, device: torch.device) -> list[Tensor] | None:
         return None if self.preprocess_mode is PreprocessMode.INFERENCE else batch.labels(device)
 
-    def open(self, staleness: int | None = None, prefetch: int = 2) -> tuple[Any, EmbeddedModel]:
+    def open(self, staleness: int | None = None, prefetch: int = PREFETCH) -> tuple[Any, EmbeddedModel]:
         """Karvan's context, and the model with its tables; made by the first call."""
         if self._context is None:
             if self not in _entered:
                 raise RuntimeError(
                     f"{type(self).__name__} is used outside of the context: expected it inside of `with`."
                 )
+            self.prefetch = prefetch
             self._context, self._embedded = self._open(staleness, prefetch)
             self._stack.enter_context(self._context)
             self._dumps = self._dumps or Dumps(self._context, self._embedded)
@@ -187,6 +204,7 @@ class EmbeddingCtx(BaseCtx):
         outer = self._outer()
         if outer is not None and self.model in (None, outer.model):
             self._dumps, self._shares_rows = outer.dumps, True
+            self.prefetch = outer.prefetch
             return outer.evaluation(), outer.open()[1]
         connect(staleness)
         embedded = EmbeddedModel(
@@ -231,14 +249,21 @@ class EmbeddingCtx(BaseCtx):
             )
         self._given_config = embedding_config
 
-    def get_embedding_from_data(self, data: PersiaBatch | PyPersiaBatchData) -> PersiaTrainingBatch:
+    def get_embedding_from_data(
+        self, persia_batch: PersiaBatch | PyPersiaBatchData, device_id: int | None = None
+    ) -> PersiaTrainingBatch:
         """A batch of this process, for `forward` or `prepare_features`."""
-        batch = data.batch() if isinstance(data, PyPersiaBatchData) else data
+        if device_id is not None and device_id != self.device_id:
+            raise unsupported(
+                f"device_id={device_id} of a single batch",
+                f"features are made where the model is; this context has device_id={self.device_id}.",
+            )
+        batch = persia_batch.batch() if isinstance(persia_batch, PyPersiaBatchData) else persia_batch
         return PersiaTrainingBatch(local_batch(batch))
 
-    def get_embedding_from_bytes(self, data: bytes) -> PersiaTrainingBatch:
+    def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> PersiaTrainingBatch:
         """The same for the bytes of a batch."""
-        return self.get_embedding_from_data(PersiaBatch.from_bytes(data))
+        return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
 
     def dump_checkpoint(
         self,
@@ -256,7 +281,7 @@ class EmbeddingCtx(BaseCtx):
             raise unsupported(
                 "dump_checkpoint(with_jit_model=True)", "use torch.jit.script(model).save(path)."
             )
-        _check_names(dense_filename, jit_dense_filename)
+        check_filenames(dense_filename=dense_filename, jit_dense_filename=jit_dense_filename)
         method = "dump_checkpoint" if isinstance(self.open()[0], TrainContext) else "dump_model"
         self.dumps.make(method, folder=str(dst_dir), blocking=blocking)
 
@@ -267,12 +292,12 @@ class EmbeddingCtx(BaseCtx):
         dense_filename: str = "dense.pt",
         blocking: bool = True,
     ) -> None:
-        """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run of Karvan; all trainers do.
+        """Load what `dump_checkpoint` has saved, or the newest checkpoint of a run, on all trainers.
 
         Of a checkpoint that `karvan import-checkpoint` has made, load the net and the rows, as PERSIA does.
         Tensors are loaded to where the model is, and loading always blocks.
         """
-        _check_names(dense_filename)
+        check_filenames(dense_filename=dense_filename)
         warn_of_tuning(
             Tuning("map_location", map_location, None, "tensors are loaded to where the model is."),
             Tuning("blocking", blocking, True, "a load always blocks."),
@@ -280,7 +305,7 @@ class EmbeddingCtx(BaseCtx):
         trains = isinstance(self.open()[0], TrainContext) and not is_imported(src_dir)
         self.dumps.make("load_checkpoint" if trains else "load_model", folder=str(src_dir))
 
-    def dump_embedding(self, dst_dir: str, blocking: bool = False) -> None:
+    def dump_embedding(self, dst_dir: str, blocking: bool = True) -> None:
         """Save all rows; see `dump_checkpoint` for several trainers."""
         self.dumps.make("dump_embedding", folder=str(dst_dir), blocking=blocking)
 
@@ -288,6 +313,14 @@ class EmbeddingCtx(BaseCtx):
         """Load all rows."""
         warn_of_tuning(Tuning("blocking", blocking, True, "a load always blocks."))
         self.dumps.make("load_embedding", folder=str(src_dir))
+
+    def dump_torch_state_dict(self, *args: Any, **options: Any) -> None:
+        """Not supported."""
+        raise unsupported("dump_torch_state_dict", "use torch.save(model.state_dict(), path).")
+
+    def load_torch_state_dict(self, *args: Any, **options: Any) -> None:
+        """Not supported."""
+        raise unsupported("load_torch_state_dict", "use model.load_state_dict(torch.load(path)).")
 
     def wait_for_dump_embedding(self) -> None:
         """Wait until the rows are saved."""
@@ -316,12 +349,11 @@ def cnt_ctx() -> BaseCtx | None:
     return _entered[-1] if _entered else None
 
 
-def _check_names(dense: str = "dense.pt", jit: str = "jit_dense.pt") -> None:
-    for name, given, default in (
-        ("dense_filename", dense, "dense.pt"),
-        ("jit_dense_filename", jit, "jit_dense.pt"),
-    ):
-        if given != default:
+def check_filenames(**given: str) -> None:
+    """Raise if a file of a checkpoint has another name than PERSIA's default."""
+    for name, filename in given.items():
+        default = "opt.pt" if name.startswith("opt") else "jit_dense.pt" if "jit" in name else "dense.pt"
+        if filename != default:
             raise unsupported(
-                f"{name}={given!r}", "the net and its optimizer are part of Karvan's checkpoint."
+                f"{name}={filename!r}", "the net and its optimizer are part of Karvan's checkpoint."
             )

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, non_ids_of
+from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, no_ids, non_ids_of
 from karvan.compat.persia.bridge.embedding_config import Slots
 from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.embedding import EmbeddingEngine
-from karvan.ragged import REFERENCE, Padded, Ragged
+from karvan.ragged import REFERENCE, Padded
 from karvan.train.types import samples_of
 
 Features = tuple[list[Tensor], list[Tensor]]
@@ -79,9 +79,7 @@ class EmbeddedModel(nn.Module):
         absent = [name for name in self.embeddings.features if name not in batch]
         if not absent or REFERENCE in batch:
             return batch
-        starts = torch.zeros(samples_of(batch) + 1, dtype=torch.int64)
-        none = Ragged(torch.empty(0, dtype=torch.int64), starts)
-        return {**batch, **dict.fromkeys(absent, none)}
+        return {**batch, **dict.fromkeys(absent, no_ids(samples_of(batch)))}
 
 
 def _shown(vectors: Tensor | Padded) -> Tensor:

@@ -89,10 +89,6 @@ class Slots(Section):
         groups = {slot: group for group, slots in self.feature_groups.items() for slot in slots}
         return {name: slot.table(groups.get(name, name), config) for name, slot in self.slots_config.items()}
 
-    def raw(self, name: str) -> bool:
-        """Whether a slot gives the vectors of all ids of a sample, instead of their sum."""
-        return not self.slots_config[name].embedding_summation
-
 
 def read_slots(path: str | os.PathLike[str] | None = None) -> Slots:
     """The slots of a file; without one, of that which PERSIA_EMBEDDING_CONFIG names."""
