@@ -68,6 +68,8 @@ with TrainCtx(
             non_ids, embeddings, labels = ctx.prepare_features(data)
             output = net(non_ids, embeddings)
         loss = torch.nn.functional.binary_cross_entropy(output, labels[0])
+        if style == "nan" and number == 2 and get_rank() == 1:
+            loss = loss + (embeddings[1] * torch.nan).sum()
         if labels[0].shape[0]:
             losses.append(float(ctx.backward(loss)))
         else:
@@ -75,6 +77,11 @@ with TrainCtx(
         if style == "dump" and number == 2 and get_rank() == 0:
             ctx.dump_checkpoint(folder + "/middle")
     sizes.append(ctx.get_embedding_size())
+    if style == "nan":
+        for name in ("user", "item"):
+            table = ctx.open()[1].embeddings.table(name)
+            values = table.vectors(table.keys())
+            sizes.append([bool(values.isfinite().all()), table.stats()["skipped_updates"]])
     if style == "conflict":
         ctx.dump_embedding(f"{folder}/rank{get_rank()}")
     if style == "dump":
@@ -225,3 +232,15 @@ def test_trainers_without_servers_do_the_same(tmp_path):
     assert sum(json.loads(words[2])[0] for words in last) == 9
     assert "dump_checkpoint was called in the middle of a step" in results[1][0]
     assert find(tmp_path / "run").step == 2
+
+
+@pytest.mark.slow
+def test_a_bad_gradient_of_one_trainer_skips_its_slot(tmp_path, expected):
+    results = run(tmp_path, "nan")
+    for (_, losses, (_, *tables), parameters), (_, same, *_) in zip(results, expected, strict=True):
+        assert losses[:2] == same[:2]
+        assert losses[3:] != same[3:]
+        assert all(finite for finite, _ in tables)
+        assert all(value == value for value in parameters)
+    mine, others = (sizes[1:] for _, _, sizes, _ in results)
+    assert [one + other for (_, one), (_, other) in zip(mine, others, strict=True)] == [1, 0]
