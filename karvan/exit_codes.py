@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE, DAMAGED, TEMPORARY, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 75, 130, 143
 _PACKAGE = str(Path(__file__).parent)
-_CHECKS = (ValueError, TypeError, KeyError)  # raised for wrong arguments
+_CHECKS = (ValueError, TypeError, KeyError, NotImplementedError)  # raised for wrong arguments
 
 
 class _Training:

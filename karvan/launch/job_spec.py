@@ -210,11 +210,12 @@ class Dense(Section):
 
 
 class JobSpec(Section):
-    """A complete job."""
+    """A complete job. system: what its programs are written for, if that is not Karvan."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     entry: Path
     loader_entry: Path | None = None
+    system: Literal["persia"] | None = None
     data: dict[str, Any] | None = None
     mode: Literal["sync", "hybrid", "async"] = "hybrid"
     staleness: Count = 4
@@ -258,6 +259,8 @@ class JobSpec(Section):
         mode = MODES[self.mode]
         mode.check_staleness(self.staleness)
         mode.check_dense(() if self.dense is None else ("dense",))
+        if self.system is not None and self.sharding == "dynamic":
+            raise ValueError(f"system: {self.system} needs sharding: static")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is set, but roles.loaders has no replicas")
         mode.check_server_loss(self.on_server_loss)

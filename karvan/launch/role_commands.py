@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from karvan.job.roles import START_ORDER, Role
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from karvan.launch.job_spec import JobSpec
 
 Commands = dict[Role, tuple[str, ...]]
@@ -20,11 +22,13 @@ def commands_of(spec: JobSpec) -> Commands:
     for role in START_ORDER:
         section = spec.of_role(role)
         program = programs.get(role)
-        own = (
-            ("-m", "karvan", "role", role)
-            if program is None
-            else ("-m", "karvan.launch.program", str(program))
-        )
+        own = ("karvan", "role", role) if program is None else _program(spec, program)
         if section.replicas:
-            commands[role] = (sys.executable, *own, *section.args)
+            commands[role] = (sys.executable, "-m", *own, *section.args)
     return commands
+
+
+def _program(spec: JobSpec, program: Path) -> tuple[str, ...]:
+    if spec.system is not None:
+        return "karvan", "run", "--as", spec.system, str(program)
+    return "karvan.launch.program", str(program)

@@ -15,6 +15,8 @@ from karvan.launch.role_commands import commands_of
 
 WRONG = {
     "an unknown key": ("mod: sync", "unknown key 'mod'; there are: name, entry"),
+    "an unknown system": ("system: other", "system: input should be 'persia', got 'other'"),
+    "a system with leases": ("system: persia\nsharding: dynamic", "system: persia needs sharding: static"),
     "an unknown role": ("roles: {masters: 1}", "roles: unknown key 'masters'; there are: trainers"),
     "a role's unknown key": ("roles: {trainers: {replica: 1}}", "roles.trainers: unknown key 'replica'"),
     "a port of a trainer": ("roles: {trainers: {port: 1}}", "roles.trainers: unknown key 'port'"),
@@ -137,6 +139,11 @@ def test_loaders_run_a_program_of_the_job_if_it_has_one():
         }
     )
     assert commands_of(spec)["loader"] == (sys.executable, "-m", "karvan.launch.program", "l.py", "7")
+    other = commands_of(spec.model_copy(update={"system": "persia"}))
+    run = (sys.executable, "-m", "karvan", "run", "--as", "persia")
+    assert other["loader"] == (*run, "l.py", "7")
+    assert other["trainer"][:6] == run
+    assert other["parameter-server"] == commands_of(spec)["parameter-server"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import typer
 
 from karvan.cli.errors import FAILED, OK, CommandError
 from karvan.cli.output import help_of
+from karvan.exit_codes import code_of_program
+from karvan.job.environment import JobEnvironment
 
 
 def add_to(app: typer.Typer) -> None:
@@ -62,7 +64,7 @@ def run(
         raise CommandError(str(error)) from error
     except Exception as error:  # of the program: its author needs the place
         traceback.print_exception(error.with_traceback(_within(error.__traceback__, str(program))))
-        return FAILED
+        return code_of_program(error) if JobEnvironment.read().job else FAILED
     return OK
 
 

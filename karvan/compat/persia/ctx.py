@@ -183,7 +183,7 @@ class TrainCtx(EmbeddingCtx):
         context.backward(loss)
         return scaled
 
-    def dump_checkpoint(
+    def dump_checkpoint(  # type: ignore[override]  # as in PERSIA
         self,
         dst_dir: str,
         dense_model_filename: str = "dense.pt",
@@ -201,7 +201,7 @@ class TrainCtx(EmbeddingCtx):
         )
         super().dump_checkpoint(dst_dir, blocking=blocking, with_jit_model=with_jit_model, **filenames)
 
-    def load_checkpoint(
+    def load_checkpoint(  # type: ignore[override]  # as in PERSIA
         self,
         src_dir: str,
         map_location: str | None = None,

@@ -1,10 +1,13 @@
 """All roles of a PERSIA job, started by hand in any order; loaders whose program simply ends."""
 
+import os
 import re
+import sys
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from forked_programs import run_forked
 from persia_job import PersiaJob
 from wire_helpers import wait_for
 
@@ -136,6 +139,49 @@ def test_the_error_of_a_loader_reaches_the_trainer(job):
                 trainer = process
     assert trainer.wait(300) == 1
     assert "ValueError: spoiled" in job.output(trainer)
+
+
+JOB = """
+name: from-one-file
+system: persia
+entry: {folder}/trainer.py
+loader_entry: {folder}/loader.py
+roles: {{trainers: 2, parameter_servers: 2, embedding_workers: 1, loaders: 2}}
+max_restarts: 0
+"""
+
+
+def launch(job, **environment):
+    """What `karvan launch` prints for the job of one file, and its exit code."""
+    (job.folder / "job.yaml").write_text(JOB.format(folder=job.folder))
+    variables = {
+        **os.environ,
+        "PERSIA_EMBEDDING_CONFIG": str(job.folder / "embedding.yml"),
+        "KARVAN_JOBS": str(job.folder / "jobs"),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    command = [sys.executable, "-m", "karvan", "launch", str(job.folder / "job.yaml")]
+    return run_forked(command, timeout=300, env=variables)
+
+
+@pytest.mark.slow
+def test_one_file_launches_a_whole_job(job):
+    ended = launch(job)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    results = results_of(ended.stdout)
+    assert sorted(results) == [0, 1]
+    taken = [number for numbers, _, _ in results.values() for number in numbers]
+    assert sorted(number for number in taken if number is not None) == list(range(20))
+    assert sum(results[0][2]) == 18
+
+
+@pytest.mark.slow
+def test_a_launched_job_says_where_its_limits_are(job):
+    (job.folder / "global.yml").write_text("embedding_parameter_server_config: {capacity: 5}\n")
+    ended = launch(job, PERSIA_GLOBAL_CONFIG=str(job.folder / "global.yml"))
+    assert ended.returncode == 2  # the same error at every start
+    assert "capacity in a job of karvan launch of PERSIA is not supported: set roles.param" in ended.stdout
 
 
 def is_running(process):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
-from karvan.job.environment import set_variables
+from karvan.job.environment import JobEnvironment, set_variables
 from karvan.job.roles import Role
 from karvan.settings.schema import Count, Positive, Section, checked_settings, read_tree
 
@@ -84,6 +84,8 @@ class GlobalConfig(Section):
         """Raise for unsupported keys, and warn of those that only tune."""
         common = self.common_config
         server = self.embedding_parameter_server_config
+        if JobEnvironment.read().job:
+            self._check_launched()
         if common.metrics_config.enable_metrics:
             raise unsupported(
                 "global_config.common_config.metrics_config.enable_metrics: true",
@@ -116,6 +118,20 @@ class GlobalConfig(Section):
                 "incremental_buffer_size", server.incremental_buffer_size, _BUFFER, "there are no increments."
             ),
         )
+
+    def _check_launched(self) -> None:
+        """Raise for keys of roles that `karvan launch` has started, and not persia-launcher."""
+        if self.capacity is not None:
+            raise unsupported(
+                "embedding_parameter_server_config.capacity in a job of karvan launch",
+                "set roles.parameter_servers.capacity of the job.",
+            )
+        if self.embedding_worker_config != EmbeddingWorkerConfig():
+            raise unsupported(
+                "embedding_worker_config in a job of karvan launch",
+                "set KARVAN_EMBEDDING_WORKER_BATCHES and KARVAN_EMBEDDING_WORKER_EXPIRE in "
+                "roles.embedding_workers.env of the job.",
+            )
 
     @property
     def capacity(self) -> int | None:

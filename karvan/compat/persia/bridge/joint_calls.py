@@ -46,7 +46,7 @@ class JointCalls:
         if not int(channel.sum(torch.tensor([int(mine is not None)]))[0]):
             return None
         asked = {rank: call for rank, call in enumerate(channel.gather_json(mine)) if call is not None}
-        first = next(iter(asked.values()))
+        first: Call = next(iter(asked.values()))
         if any(call != first for call in asked.values()):
             shown = ", ".join(f"{_shown(call)} of rank {rank}" for rank, call in asked.items())
             raise RuntimeError(
