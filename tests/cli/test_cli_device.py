@@ -29,10 +29,11 @@ def test_without_a_choice_the_connection_of_the_program_stays():
     assert distributed.current() is before
 
 
-@pytest.mark.parametrize("given", ["memory", {"name": "memory"}])
+@pytest.mark.parametrize("given", ["memory", {"name": "memory"}, {"name": "memory", "capacity": 9}])
 def test_a_connection_is_chosen_by_name(given):
     connect_tables(config(connect=given).connect)
     assert distributed.current().chosen
+    assert distributed.current().settings.capacity == (9 if "capacity" in given else None)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,8 @@ def test_a_connection_is_chosen_by_name(given):
     [
         ("gpu", "connect: connect expects one of memory, cuda, sharded, remote, got 'gpu'."),
         ({"name": "memory", "wire": "bfloat16"}, 'are for connect("sharded"), got "memory"'),
-        ({"name": "memory", "capacity": 1}, "connect: unknown key 'capacity'; there are: wire, "),
+        ({"name": "memory", "rows": 1}, "connect: unknown key 'rows'; there are: wire, "),
+        ({"name": "cuda", "capacity": 1}, 'capacity is for connect("memory")'),
         ({"name": "memory", "kind": "cuda"}, "connect: unknown key 'kind'; there are: wire, "),
     ],
 )
