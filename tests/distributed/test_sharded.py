@@ -25,6 +25,7 @@ SCENARIOS = {
     "sum over ranks": {"grad_reduce": "sum", "optimizer": "momentum"},
     "mean over those that have the key": {"grad_reduce": "key", "optimizer": "sgd", "steps": 1},
     "at most so many rows": {"evict": 30, "rows": 60},
+    "at most so many rows of all tables": {"capacity": 50, "rows": 60},
 }
 
 
@@ -112,6 +113,13 @@ def test_every_rank_keeps_its_share_of_the_rows_that_are_allowed(trained, world)
     for result in trained(world)["at most so many rows"]:
         assert all(stats["rows"] <= -(-30 // world) for stats in result["stats"].values())
         assert any(stats["evicted"] for stats in result["stats"].values())
+
+
+@pytest.mark.parametrize("world", [1, 2, FOUR])
+def test_every_rank_has_the_capacity_for_all_of_its_tables(trained, world):
+    for result in trained(world)["at most so many rows of all tables"]:
+        assert sum(stats["rows"] for stats in result["stats"].values()) == 50
+        assert sum(stats["evicted"] for stats in result["stats"].values()) > 0
 
 
 @pytest.mark.parametrize("world", [2, FOUR])

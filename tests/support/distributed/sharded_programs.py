@@ -91,6 +91,7 @@ def train(
     idle=False,
     admit=None,
     evict=None,
+    capacity=None,
     passes=1,
     batches=None,
     servers=None,
@@ -102,7 +103,7 @@ def train(
             "remote", servers=servers, staleness=staleness, wire=wire, grad_reduce=grad_reduce
         )
     elif shared:
-        connection = distributed.connect("sharded", wire=wire, grad_reduce=grad_reduce)
+        connection = distributed.connect("sharded", wire=wire, grad_reduce=grad_reduce, capacity=capacity)
     else:
         connection = distributed.current()
     rank, world = connection.rank, connection.world_size
