@@ -136,3 +136,14 @@ def test_unknown_keys_and_wrong_values_are_errors(apply, content, text):
 def test_tuning_of_persias_machinery_warns(apply):
     with pytest.warns(UserWarning, match="num_hashmap_internal_shards=7 of PERSIA has no effect here"):
         apply({"embedding_parameter_server_config": {"num_hashmap_internal_shards": 7}})
+
+
+def test_workers_write_checkpoints(configure, apply, tmp_path):
+    from persia.ctx import eval_ctx
+
+    apply({"common_config": {"checkpointing_config": {"num_workers": 3}}})
+    with eval_ctx() as ctx:
+        checkpoints = ctx.dumps.checkpoints(str(tmp_path / "rows"))
+        ctx.dump_embedding(tmp_path / "rows")
+    assert checkpoints.writers == 3
+    assert checkpoints.latest() is not None

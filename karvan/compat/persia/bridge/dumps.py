@@ -7,6 +7,7 @@ from typing import Any
 from karvan import distributed
 from karvan.checkpoint import Checkpoints, Pending, find
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
+from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.bridge.joint_calls import JointCalls
 from karvan.train import TrainContext
 
@@ -21,6 +22,7 @@ class Dumps:
         self._context = context
         self._embedded = embedded
         self._pending: Pending | None = None  # a dump in flight
+        self._folders: dict[str, Checkpoints] = {}
         self._calls = JointCalls(
             {
                 "dump_checkpoint": self._dump_training,
@@ -51,7 +53,7 @@ class Dumps:
 
     def _dump_training(self, folder: str, blocking: bool) -> None:
         self.wait()
-        self._pending = self._context.save(folder, block=blocking)
+        self._pending = self._context.save(self.checkpoints(folder), block=blocking)
 
     def _dump_model(self, folder: str, blocking: bool) -> None:
         self._save(folder, {"model": self._embedded.state_dict()}, blocking)
@@ -61,9 +63,17 @@ class Dumps:
 
     def _save(self, folder: str, state: dict[str, Any], blocking: bool) -> None:
         self.wait()
-        self._pending = Checkpoints(folder).save(self._embedded.embeddings.step, state, self._embedded)
+        step = self._embedded.embeddings.step
+        self._pending = self.checkpoints(folder).save(step, state, self._embedded)
         if blocking:
             self.wait()
+
+    def checkpoints(self, folder: str) -> Checkpoints:
+        """Those in a folder, as the global configuration says how to write them."""
+        if folder not in self._folders:
+            writers = read_global_config().common_config.checkpointing_config.num_workers
+            self._folders[folder] = Checkpoints(folder, writers=writers)
+        return self._folders[folder]
 
     def _load_training(self, folder: str) -> None:
         self._context.load(folder)

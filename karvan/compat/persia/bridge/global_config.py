@@ -19,7 +19,6 @@ from karvan.settings.schema import Count, Positive, Section, checked_settings, r
 
 VARIABLE = "PERSIA_GLOBAL_CONFIG"
 _SHARDS = 100
-_WRITERS = 4
 _BUFFER = 1_000_000
 _INTERVAL = 10
 
@@ -42,7 +41,7 @@ class InferConfig(Section):
 class CheckpointingConfig(Section):
     """Threads that write checkpoints."""
 
-    num_workers: Count = _WRITERS
+    num_workers: Count = 4
 
 
 class CommonConfig(Section):
@@ -107,12 +106,6 @@ class GlobalConfig(Section):
                 server.num_hashmap_internal_shards,
                 _SHARDS,
                 "tables have 32 shards; kv.EmbeddingEngine(shards=…) sets another number.",
-            ),
-            Tuning(
-                "checkpointing_config.num_workers",
-                common.checkpointing_config.num_workers,
-                _WRITERS,
-                "checkpoints are written by as many threads as disks need.",
             ),
             Tuning(
                 "incremental_buffer_size", server.incremental_buffer_size, _BUFFER, "there are no increments."
