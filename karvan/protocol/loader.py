@@ -41,6 +41,8 @@ LOADER_HELLO = Fields(
         "taken": ListOf(NUMBER),
         "end": Nullable(_KNOWN),
         "positions": ListOf(_KNOWN),
+        "unfinished": ListOf(TupleOf(NUMBER, NUMBER)),  # epoch and index
+        "before_unfinished": Nullable(TupleOf(NUMBER, NUMBER, _POSITION)),
     }
 )
 
@@ -86,7 +88,11 @@ LOADER_CALLS = table_of(
     ),
     Call("stay"),
     Call("done", Fields({"references": ListOf(_REFERENCE)})),
-    Call("resend", Fields({"reference": _REFERENCE, "worker": _INDEX})),
+    Call(
+        "resend",
+        Fields({"reference": _REFERENCE, "worker": _INDEX}),
+        answer=Variant("wait", _WAITING, Fields({}, {"statistics": _DIGEST})),
+    ),
     Call("identity", answer=Variant("wait", _WAITING, Fields({"identity": Nullable(MapOf(Plain()))}))),
     STATISTICS,
     Call("leave"),

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from chaos_helpers import ROWS, LaunchedJob, mutual_tls
 
-# The first two die together, and each is replaced alone; the last two cost a rollback.
-DEATHS = (("loader", 6), ("embedding-worker", 0), ("parameter-server", 6), ("trainer", 0))
-
 
 def test_a_job_outlives_the_death_of_each_role(tmp_path):
     with LaunchedJob(tmp_path, "hybrid", 4, loaders=1, workers=1, rows=1001) as job:
-        for role, after in DEATHS:
+        job.kill_together(["loader", "embedding-worker"], 6)  # each is replaced alone
+        job.wait_for_step(job.step() + 12)  # after the batches whose ids both had
+        assert "Generation" not in job.log.read_text()
+        for role, after in (("parameter-server", 0), ("trainer", 0)):  # which cost a rollback
             job.kill(role, after)
         job.finish()
         times, _ = job.records()
@@ -61,6 +61,23 @@ def test_a_role_is_killed_twenty_times(tmp_path, role):
         np.testing.assert_array_equal(job.records()[0], 1)
         if role in ("loader", "embedding-worker"):  # which are replaced, while the others go on
             assert "Generation" not in job.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainers", "times"), [(1, 8), (2, 4)])
+def test_loaders_and_embedding_workers_are_killed_together(tmp_path, trainers, times):
+    gathered = {}
+    for kills in (0, times):
+        folder = tmp_path / f"{kills}"
+        folder.mkdir()
+        with LaunchedJob(folder, "hybrid", 4, trainers=trainers, loaders=2, workers=2) as job:
+            for _ in range(kills):
+                job.kill_together(["loader", "embedding-worker"], random.randint(9, 14))
+            job.finish()
+            assert "Generation" not in job.log.read_text()  # each was replaced alone
+            gathered[kills], _ = job.records()
+    assert gathered[0].all()
+    np.testing.assert_array_equal(gathered[times], gathered[0])
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ HUGE = 10**9
 WHO = {"trainer": 0, "trainers": 1, "run": "a"}
 TRAINER = {**WHO, "staleness": 1, "grad_reduce": "mean", "servers": 1, "divisor": 1}
 NEEDS = {"kind": "control", "ids": [], "epoch": 0, "next": 0, "taken": [], "end": None, "positions": []}
+NEEDS |= {"unfinished": [], "before_unfinished": None}
 SERVICES = {
     "parameter server": (ParameterServer, {**TRAINER, "server": 0}),
     "embedding worker": (EmbeddingWorker, {**TRAINER, "worker": 0}),

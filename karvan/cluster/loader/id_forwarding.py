@@ -2,7 +2,8 @@
 
 A job with embedding workers splits each batch: its id features go to one of W workers, by the batch's number
 modulo W, under a `BatchName`; the trainer gets the rest, with the name and the worker. The loader holds the
-ids until the trainer reports that it is done with the batch, to send them again if a worker is replaced.
+ids until the trainer reports that it is done with the batch, to send them again if a worker is replaced. A
+loader that replaces another reads the batches again that trainers are not done with, and holds their ids.
 """
 
 from __future__ import annotations
@@ -99,6 +100,12 @@ class SentIds:
             self._held[reference] = (trainer, ids)
         self._workers[worker].put(reference.name, ids)
         return Batch(rest), worker
+
+    def hold(self, reference: BatchName, trainer: int, batch: Batch, names: Sequence[str]) -> None:
+        """Hold a batch's ids without sending them: its worker has them, or requests them."""
+        ids, _ = self._split(batch, names)
+        with self._lock:
+            self._held[reference] = (trainer, ids)
 
     def resend(self, reference: BatchName, worker: int) -> None:
         """Send the ids of a batch to a worker again."""

@@ -5,14 +5,16 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
 
     trainer                                          loader
     hello: from which epoch and index on it          waits until all W trainers have come, begins to read at
-      needs batches, and the positions it knows        the oldest index, drops what its trainer has already
+      needs batches, which earlier ones it is          the oldest index, drops what its trainer has already
+      not done with, and the positions it knows
     stay, always one                                 is answered now and then, so that a trainer notices that
                                                        its loader was replaced, even without another call
     next(epoch), several at a time                   sends the next batch of the trainer's queue: index,
                                                        position after it, arrays; or "end" with the number
                                                        of its batches; or "wait" after a second
     next(epoch + 1)                                  reads the next epoch once one trainer has asked for it
-    resend(reference, worker), done(references)      see `id_forwarding.py`
+    resend(reference, worker), done(references)      see `id_forwarding.py`; "wait" after a second, if the
+                                                       batch has still to be read again
     identity                                         the identity of its data, once its program has set it;
                                                        "wait" after a second
     statistics(whole)                                see `statistics.py`
@@ -22,7 +24,9 @@ A queue holds a bounded number of batches, and reading waits while that of the n
 
 **A loader dies.** Another takes its index; trainers find it and say hello, with what they need by then.
 Reading resumes at a position of the source; without positions the epoch is read from its start, and the
-batches that were sent are dropped, so such a source has to give the same batches every time.
+batches that were sent are dropped, so such a source has to give the same batches every time. If the job has
+embedding workers, reading resumes earlier, at the oldest batch that a trainer is not done with: the ids of
+such batches are held again, for a worker that is replaced at the same time, or later.
 
 **A trainer restarts**, in a new session. It may need batches that were handed out before: reading then
 goes back. A newer generation of trainers (`generations.py`) starts with empty queues; older ones are refused.
@@ -126,6 +130,10 @@ class LoaderService(Service):
         given, trainer, world, run = (hello[name] for name in ("generation", "trainer", "trainers", "run"))
         requested = hello["loader"], hello["loaders"]
         queue = TrainerQueue.of(hello) if hello["kind"] != "control" else None
+        if queue is not None and queue.unread and max(queue.unread) >= queue.filled:
+            raise RefusedError(
+                f"expected unfinished batches before the next one, {queue.filled}, got {max(queue.unread)}."
+            )
         if requested != (self._index, self._count):
             mine, asked = (f"{index} of {count}" for index, count in ((self._index, self._count), requested))
             raise RefusedError(f"expected to be asked for as loader {mine}, got {asked}.")
@@ -167,12 +175,35 @@ class LoaderService(Service):
         return Message({})
 
     def _done(self, call: Request) -> Message:
-        self._sent.done(call.caller.hello["trainer"], call.head["references"])
+        number, references = call.caller.hello["trainer"], call.head["references"]
+        with self._changed:
+            trainer = self._trainers.get(number)
+            if trainer is not None:
+                trainer.unread -= {(epoch, each // self._count) for _, epoch, each in references}
+        self._sent.done(number, references)
         return Message({})
 
     def _resend(self, call: Request) -> Message:
-        self._sent.resend(BatchName(*call.head["reference"]), call.head["worker"])
-        return Message({})
+        reference = BatchName(*call.head["reference"])
+        with self._changed:
+            read = lambda: self._closed or self._error or self._has_read(call.caller, reference)  # noqa: E731
+            self._changed.wait_for(read, _WAIT)
+            if not self._has_read(call.caller, reference):
+                if self._error:
+                    raise self._failure()
+                return Message({"wait": True})
+        self._sent.resend(reference, call.head["worker"])
+        return Message({"statistics": digest} if (digest := self._statistics.digest) else {})
+
+    def _has_read(self, caller: Caller, reference: BatchName) -> bool:
+        """Whether a batch of this trainer has been read; False before it has said what it needs."""
+        if caller.hello["run"] in self._gone:
+            raise RefusedError("expected a call of the newest trainers, got one of an earlier run.")
+        trainer = self._trainers.get(caller.hello["trainer"])
+        if trainer is None or trainer.run != caller.hello["run"]:
+            return False
+        begin = reference.epoch, reference.number // self._count
+        return begin < trainer.filled and begin not in trainer.unread
 
     def _answer_identity(self, call: Request) -> Message:
         known = self._wait_for_program()
@@ -184,7 +215,9 @@ class LoaderService(Service):
 
     def _leave(self, call: Request) -> Message:
         with self._changed:
-            self._of(call.caller).left = True
+            trainer = self._of(call.caller)
+            trainer.left = True
+            trainer.unread.clear()
             self._changed.notify_all()
         return Message({})
 
@@ -320,6 +353,7 @@ class LoaderService(Service):
             number = index * self._count + self._index
             owner = number % self._world
             needed = self._trainers[owner].wants(cursor)
+            unread = cursor in self._trainers[owner].unread
             if needed:
                 room = lambda: self._stopped() or len(self._trainers[owner].items) < self._bound  # noqa: E731
                 activity.wait_for(self._changed, TRAINERS, room)
@@ -327,8 +361,10 @@ class LoaderService(Service):
                     return False
             generation, names = self._generation, self._trainers[owner].ids
         item = None
-        if needed:  # outside of the lock: a worker may be slow
-            reference = BatchName(generation, epoch, number)
+        reference = BatchName(generation, epoch, number)
+        if unread:
+            self._sent.hold(reference, owner, batch, names)
+        elif needed:  # outside of the lock: a worker may be slow
             rest, worker = self._sent.put(reference, owner, batch, names)
             packed = pack(rest)
             head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.samples}
@@ -342,6 +378,10 @@ class LoaderService(Service):
                 return False
             if item is not None:
                 self._trainers[owner].items.append(item)
+            if unread:
+                if cursor not in self._trainers[owner].unread:  # the trainer is done with it since
+                    self._sent.done(owner, [reference])
+                self._trainers[owner].unread.discard(cursor)
             for each in self._trainers.values():
                 each.filled = max(each.filled, (epoch, index + 1))
             self._cursor = (epoch, index + 1)
@@ -358,12 +398,15 @@ class LoaderService(Service):
             assert self._cursor is not None
             epoch, total = self._cursor
             for each in self._trainers.values():
+                had = max((index + 1 for begun, index in each.unread if begun == epoch), default=0)
                 if each.filled[0] == epoch:
-                    if each.filled[1] > total:
-                        raise RuntimeError(
-                            f"Epoch {epoch} expected {each.filled[1]} batches, as before, got {total}: "
-                            "a source without positions must give the same batches every time."
-                        )
+                    had = max(had, each.filled[1])
+                if had > total:
+                    raise RuntimeError(
+                        f"Epoch {epoch} expected {had} batches, as before, got {total}: "
+                        "a source without positions must give the same batches every time."
+                    )
+                if each.filled[0] == epoch:
                     each.end(epoch, total, position)
             self._cursor = (epoch + 1, 0)
             self._positions.append(Known(self._cursor, position))
@@ -410,16 +453,17 @@ class LoaderService(Service):
         return 0 < self._world == len(self._trainers) and all(map(true_of, self._trainers.values()))
 
     def _target(self) -> EpochIndex | None:
-        """The oldest batch that trainers need, if one of them has asked for its epoch."""
+        """The oldest batch that trainers need, if one of them has asked for its epoch or has it."""
         if self._error or not self._all(lambda one: True):
             return None
-        target = min(each.filled for each in self._trainers.values())
-        return target if max(each.asked for each in self._trainers.values()) >= target[0] else None
+        target = min(each.oldest for each in self._trainers.values())
+        asked = max(each.asked for each in self._trainers.values()) >= target[0]
+        return target if asked or any(each.unread for each in self._trainers.values()) else None
 
     def _behind(self) -> bool:
         if len(self._trainers) < self._world or self._cursor is None:
             return True
-        return min(each.filled for each in self._trainers.values()) < self._cursor
+        return min(each.oldest for each in self._trainers.values()) < self._cursor
 
     def _stopped(self) -> bool:
         return self._closed or self._behind()

@@ -33,7 +33,8 @@ class TrainerQueue:
 
     filled: all batches before it are in the queue, or not needed. taken: later batches that trainers of an
     earlier run have had. asked: the newest epoch that it has asked for. error_sent: whether it has received
-    the error. watches: whether it has called `stay`.
+    the error. watches: whether it has called `stay`. unread: batches that it has, but is not done with, and
+    whose ids this loader has still to read, because it replaces the one that sent them.
     """
 
     run: str
@@ -46,11 +47,12 @@ class TrainerQueue:
     error_sent: bool = False
     watches: bool = False
     left: bool = False
+    unread: set[EpochIndex] = field(default_factory=set)
 
     @classmethod
     def of(cls, hello: Mapping[str, Any]) -> TrainerQueue:
         """The queue of a trainer, from what its hello asks for."""
-        epoch, end = hello["epoch"], hello["end"]
+        epoch, end, before = hello["epoch"], hello["end"], hello["before_unfinished"]
         queue = cls(
             hello["run"],
             hello["ids"],
@@ -61,7 +63,15 @@ class TrainerQueue:
         if end is not None:
             queue.end(epoch, *end)
             queue.positions.append(Known(queue.filled, end[1]))
+        queue.unread = {(epoch, index) for epoch, index in hello["unfinished"]}
+        if before is not None:
+            queue.positions.append(Known((before[0], before[1]), before[2]))
         return queue
+
+    @property
+    def oldest(self) -> EpochIndex:
+        """The first batch that has to be read for this trainer."""
+        return min(self.filled, *self.unread) if self.unread else self.filled
 
     def wants(self, begin: EpochIndex) -> bool:
         """Whether the trainer has not had this batch yet."""

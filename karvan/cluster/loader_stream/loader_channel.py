@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from karvan.clock import clock
+from karvan.cluster.loader.id_forwarding import BatchName
 from karvan.cluster.loader_stream.position import Known, StreamBase, base_of, loader_state
 from karvan.protocol.loader import LOADER_CALLS
+from karvan.ragged import IdsReference
 from karvan.wire import Client, Message, RefusedError, Reply, Security, WireError
 
 _LEAVE_WITHIN = 2.0  # seconds
@@ -33,6 +36,19 @@ class ChannelSettings:
     timeout: float
     find: Callable[[int], str]
     security: Security
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A batch whose ids an embedding worker has. before: where its loader can start to read it again.
+
+    alive: whether the trainer is not done with it yet.
+    """
+
+    epoch: int
+    index: int
+    before: Known
+    alive: Callable[[], object]
 
 
 class LoaderChannel:
@@ -59,6 +75,10 @@ class LoaderChannel:
         self._next = next_index  # the index after the last batch that was handed out
         self._received = next_index
         self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
+        # The last position received of the epoch, and the one before each batch that waits.
+        self._last = self._positions[-1] if self._positions else self._base.position
+        self._before: deque[Known] = deque()
+        self._unfinished: list[_Unfinished] = []  # of the batches handed out
         self._run = secrets.token_hex(8)
         self._asked = 0
         self._left = False
@@ -132,14 +152,37 @@ class LoaderChannel:
                 self.error = error
                 self._changed.notify_all()
 
-    def take(self) -> Message:
-        """The next batch, which then counts as handed out."""
+    def take(self) -> tuple[Message, IdsReference | None]:
+        """The next batch, which then counts as handed out, and the reference to its ids if a worker has them.
+
+        The batch is unfinished for as long as the reference exists.
+        """
         with self._changed:
-            answer = self.waiting.popleft()
-            self._next = int(answer.head["index"]) + 1
-            self._positions.append((self._next, answer.head["position"]))
+            answer, before = self.waiting.popleft(), self._before.popleft()
+            head, reference = answer.head, None
+            self._next = int(head["index"]) + 1
+            self._positions.append((self._next, head["position"]))
+            if "reference" in head:
+                name = BatchName(*head["reference"]).name
+                reference = IdsReference(int(head["worker"]), name, int(head["rows"]))
+                self._unfinished = [each for each in self._unfinished if each.alive() is not None]
+                alive = weakref.ref(reference)
+                self._unfinished.append(_Unfinished(self.epoch, int(head["index"]), before, alive))
         self.ask()
-        return answer
+        return answer, reference
+
+    def resend(self, reference: BatchName, worker: int) -> str:
+        """Have the loader send the ids of a batch to a worker again; returns when the worker has them.
+
+        A loader that was replaced has to read the batch first. Returns the digest of its statistics.
+        """
+        assert self._caller is not None
+        deadline = clock.now() + self._caller.timeout
+        head = {"reference": list(reference), "worker": worker}
+        while "wait" in (answer := self.call("resend", head).wait()).head:
+            if clock.now() > deadline:
+                raise WireError(f"{self.name} expected to read batch {reference} again in time.")
+        return str(answer.head.get("statistics", ""))
 
     def check(self, late: bool) -> None:
         """Raise if no batch will come."""
@@ -156,6 +199,7 @@ class LoaderChannel:
             self._base = StreamBase(position=(0, self.end[1]))
             self._next = self._received = 0
             self._positions.clear()
+            self._last = self._base.position
             self.epoch += 1
             self.end = None
 
@@ -220,6 +264,8 @@ class LoaderChannel:
         }
         with self._changed:
             received = [(int(each.head["index"]) + 1, each.head["position"]) for each in self.waiting]
+            unfinished = [each for each in self._all_unfinished() if each.alive() is not None]
+            oldest = min(unfinished, key=lambda each: (each.epoch, each.index), default=None)
             return {
                 **who,
                 "ids": list(caller.ids),
@@ -228,7 +274,17 @@ class LoaderChannel:
                 "taken": sorted(self._base.taken),
                 "end": self.end,
                 "positions": [self._base.position, *self._positions, *received],
+                "unfinished": [(each.epoch, each.index) for each in unfinished],
+                "before_unfinished": None if oldest is None else (oldest.epoch, *oldest.before),
             }
+
+    def _all_unfinished(self) -> list[_Unfinished]:
+        """Batches with a reference that were received, also those that wait to be taken."""
+        return self._unfinished + [
+            _Unfinished(self.epoch, int(each.head["index"]), before, lambda: self)
+            for each, before in zip(self.waiting, self._before, strict=True)
+            if "reference" in each.head
+        ]
 
     def _arrived(self, epoch: int, reply: Reply) -> None:
         with self._changed:
@@ -258,6 +314,8 @@ class LoaderChannel:
         elif "index" in head and int(head["index"]) >= self._received:
             self._received = int(head["index"]) + 1
             self.waiting.append(answer)
+            self._before.append(self._last)
+            self._last = self._received, head["position"]
 
 
 def leave_all(channels: Iterable[LoaderChannel]) -> None:

@@ -275,7 +275,7 @@ class LoaderStream:
     def _resend(self, ids: ragged.IdsReference) -> None:
         reference = BatchName.named(ids.name)
         channel = self._channels[reference.number % len(self._channels)]
-        channel.call("resend", {"reference": list(reference), "worker": ids.worker}).wait()
+        self._check_statistics(channel, channel.resend(reference, ids.worker))
 
     def _release(self) -> None:
         """Tell the loaders which ids they may release."""
@@ -380,27 +380,30 @@ class LoaderStream:
             self._changed.wait(_WAKE)
 
     def _take(self, channel: LoaderChannel) -> LoadedBatch:
-        answer = channel.take()
+        answer, reference = channel.take()
         head = answer.head
-        if self._digest is not None and head.get("statistics", "") != self._digest:
+        self._check_statistics(channel, head.get("statistics", ""))
+        entries: dict[str, Any] = dict(unpack(answer))
+        if reference is not None:
+            entries[REFERENCE] = reference
+        batch = LoadedBatch.trusted(entries, int(head["rows"]))
+        assert isinstance(batch, LoadedBatch)
+        batch.epoch, batch.meta = self._epoch, head["meta"]
+        batch.number = int(head["index"]) * len(self._channels) + channel.loader
+        if reference is not None:
+            batch.reference, batch.worker = BatchName.named(reference.name), reference.worker
+            self._release()
+        return batch
+
+    def _check_statistics(self, channel: LoaderChannel, digest: str) -> None:
+        """Raise if a loader that replaces another has other statistics than when training started."""
+        if self._digest is not None and digest != self._digest:
             raise ValueError(
                 f"{channel.name} transforms batches with other statistics than when training started: its "
                 "process was replaced, and fitted its engine to data that changed since. Expected the same "
                 "statistics: name the folder of checkpoints in the job (checkpoints), from which data.read "
                 "of the loader program takes them, or fit to data that does not change."
             )
-        entries: dict[str, Any] = dict(unpack(answer))
-        if "reference" in head:
-            name, worker = BatchName(*head["reference"]).name, int(head["worker"])
-            entries[REFERENCE] = ragged.IdsReference(worker, name, int(head["rows"]))
-        batch = LoadedBatch.trusted(entries, int(head["rows"]))
-        assert isinstance(batch, LoadedBatch)
-        batch.epoch, batch.meta = self._epoch, head["meta"]
-        batch.number = int(head["index"]) * len(self._channels) + channel.loader
-        if "reference" in head:
-            batch.reference, batch.worker = BatchName(*head["reference"]), int(head["worker"])
-            self._release()
-        return batch
 
     def _next_epoch(self) -> None:
         self._finished = False

@@ -96,14 +96,19 @@ class LaunchedJob:
 
     def kill(self, role, after, how=signal.SIGKILL):
         """Send a signal to one of a role once training has gone on for some steps."""
+        self.kill_together([role], after, how)
+
+    def kill_together(self, roles, after, how=signal.SIGKILL):
+        """Send a signal to one of each role at the same moment, once training has gone on for some steps."""
         begun = None
         until = time.monotonic() + 150  # a busy machine takes a while to start all roles
         while time.monotonic() < until:
             step = self.step()
             begun = step if begun is None or step < begun else begun
-            if step and step >= begun + after and (pids := self.pids(role)):
+            if step and step >= begun + after and all(pids := [self.pids(role) for role in roles]):
                 with suppress(ProcessLookupError):  # one that has just ended is not the one to disturb
-                    os.kill(random.choice(pids), how)
+                    for each in pids:
+                        os.kill(random.choice(each), how)
                     return
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.01)

@@ -114,9 +114,10 @@ class LoaderSubject(Subject):
 
     def __init__(self, folder):
         hello = {"generation": 0, "run": "run", "trainer": 0, "trainers": 1, "kind": "batches", "loader": 0}
-        hello |= {"loaders": 1, "ids": ["id"], "epoch": 0, "next": 0, "taken": [3], "end": None}
+        hello |= {"loaders": 1, "ids": ["id"], "epoch": 0, "next": 1, "taken": [3], "end": None}
+        hello |= {"positions": [[0, None]], "unfinished": [[0, 0]], "before_unfinished": [0, 0, None]}
         service = LoaderService(workers=[_Workers()])
-        super().__init__("loader", service, {**hello, "positions": [[0, None]]})
+        super().__init__("loader", service, hello)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         self.makers = {
