@@ -218,6 +218,16 @@ def test_a_copy_for_another_process_has_no_account(server):
     assert [number for batch in copy for number in batch["id"].to_pylist()] == list(range(90, 100))
 
 
+def test_an_answer_with_more_records_than_requested_is_an_error(server):
+    rows = add_clicks(server, 100)
+    server.fail(short=20)
+    with pytest.raises(DataError, match="Expected 10 records from record 5 on, but the answer has more"):
+        list(source(columns=["id"]).read(Split(URL, 5, 10)))
+    server.fail(short=20)
+    retried = RetryingSource(source(columns=["id"]), 30)
+    assert pa.Table.from_batches(retried.read(Split(URL, 5, 10))).equals(rows.select(["id"]).slice(5, 10))
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_range_is_that_of_the_table_whatever_goes_wrong(server, data):

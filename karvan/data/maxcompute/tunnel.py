@@ -177,6 +177,11 @@ class Download:
                             path=self._path,
                         )
                     done += batch.num_rows
+                    if done > count:
+                        raise DamagedAnswerError(
+                            f"Expected {count} records from record {first} on, but the answer has more.",
+                            path=self._path,
+                        )
                     yield batch
             finally:
                 reader.close()
