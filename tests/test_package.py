@@ -50,7 +50,13 @@ def _imports(tree, typing=False):
             assert node.level == 0, "imports are absolute"
             if node.module.split(".")[0] == "karvan":
                 yield from ((node.module, a.name) for a in node.names)
-        pending.extend(ast.iter_child_nodes(node))
+        pending.extend(_statements(node))
+
+
+def _statements(node):
+    """The statements right below a node: imports and classes are among them, and not in expressions."""
+    below = ast.stmt, ast.excepthandler, ast.match_case
+    return [each for each in ast.iter_child_nodes(node) if isinstance(each, below)]
 
 
 @cache
@@ -129,6 +135,21 @@ def test_no_folder_holds_more_than_about_a_dozen_files():
     assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
+def _path(module):
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _classes(tree):
+    """All classes of a module, also those inside of functions and classes."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ClassDef):
+            yield node
+        pending.extend(_statements(node))
+
+
 def _bases(node):
     for base in node.bases:
         base = base.value if isinstance(base, ast.Subscript) else base
@@ -137,25 +158,27 @@ def _bases(node):
 
 def test_no_class_is_spread_over_files_by_inheritance():
     """A base class in another file is an interface, has several subclasses, or is used by itself, too."""
-    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
-    words = {path: set(re.findall(r"\w+", text)) for path, text in sources.items()}
     classes, subclasses = {}, {}
-    for path, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = path, node
-                for base in _bases(node):
-                    subclasses.setdefault(base, set()).add(path)
+    for module, tree in _modules().items():
+        for node in _classes(tree):
+            classes[node.name] = module, node
+            for base in _bases(node):
+                subclasses.setdefault(base, set()).add(module)
+    sources = {module: _path(module) for module in _modules()}
+    words = {
+        module: set(re.findall(r"\w+", path.read_text()))
+        for module, path in sources.items()
+        if path.name != "__init__.py"
+    }
     spread = []
-    for name, (path, node) in classes.items():
+    for name, (module, node) in classes.items():
         among = subclasses.get(name, set())
-        if len(among) != 1 or path in among:
+        if len(among) != 1 or module in among:
             continue
         interface = {"ABC", "Protocol"} & set(_bases(node)) or "abstractmethod" in ast.unparse(node)
-        others = [each for each in sources if each.name != "__init__.py" and each not in {path, *among}]
-        used = any(name in words[each] for each in others)
+        used = any(name in words[each] for each in words.keys() - {module, *among})
         if not interface and not used:
-            spread.append(f"{name} ({path.relative_to(ROOT)})")
+            spread.append(f"{name} ({sources[module].relative_to(ROOT)})")
     assert spread == []
 
 

@@ -2,14 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
+from subprocess import PIPE
 
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from forked_programs import ForkedProgram
 
 import karvan as kv
 from karvan.cli.config.target import Target
@@ -117,9 +118,7 @@ def test_settings_reach_the_parameters_of_a_job(run, place):
 def _process(*arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "karvan", *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
-    )
+    return ForkedProgram(command, stdout=PIPE, stderr=PIPE, env=environment)
 
 
 def _goes_on(run, place, saved):

@@ -2,10 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram
 from free_ports import free_port
 from wire_helpers import wait_for
 
@@ -26,7 +27,7 @@ def start_master(tmp_path):
     def start(port=0, folder="run", wait=True):
         command = [sys.executable, "-m", "karvan", "role", "master", "--port", str(port)]
         command += ["--checkpoints", str(tmp_path / folder)] if folder else []
-        master = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        master = ForkedProgram(command, stderr=PIPE)
         started.append(master)
         if wait:
             found = (re.search(r"master at (\S+),", line) for line in master.stderr)

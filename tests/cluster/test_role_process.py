@@ -4,11 +4,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
+from subprocess import PIPE
 
 import numpy as np
 import pytest
+from forked_programs import ForkedProgram
 from support_paths import support_path
 
 from karvan.cluster.role_process import RoleSettings, factory_of
@@ -24,13 +25,8 @@ class Role:
     """A process of `karvan role`."""
 
     def __init__(self, *arguments, **environment):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+        self.process = ForkedProgram(command, stdout=PIPE, stderr=PIPE, env={**os.environ, **environment})
 
     def address(self):
         """What it says once it serves."""

@@ -1,11 +1,11 @@
 """Programs of other systems: aliases of their packages, the fallback to the CPU, and `karvan run`."""
 
-import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+from forked_programs import run_forked
 
 from karvan.cli.main import main
 from karvan.compat.cuda_fallback import cuda_fallback, device_of
@@ -127,7 +127,5 @@ def test_wrong_usage(words, text, capfd):
 def test_it_is_a_command_of_the_module(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import recis\nprint('done')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "karvan", "run", "--as", "recis", str(program)], capture_output=True, text=True
-    )
+    done = run_forked([sys.executable, "-m", "karvan", "run", "--as", "recis", str(program)])
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from loader_helpers import TableSource, decode, no_threads_left, records_of
 
 from karvan import Batch
@@ -409,7 +410,7 @@ def test_an_interrupt_ends_a_program_that_waits_for_a_batch():
             print("interrupted", flush=True)
         """
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    process = ForkedProgram([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout.readline() == "reading\n"
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)

@@ -5,11 +5,11 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from forked_programs import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -200,7 +200,7 @@ def test_without_tensorboard_the_log_says_what_to_install():
         "try: kv.loggers.TensorBoardLogger('x')\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = run_forked([sys.executable, "-c", script])
     assert "pip install 'karvan[monitor]'" in done.stdout
 
 

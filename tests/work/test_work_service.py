@@ -2,12 +2,13 @@
 
 import random
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram
 from free_ports import free_port
 
 from karvan.protocol.work import WORK_CALLS
@@ -264,7 +265,7 @@ def test_wrong_calls_are_refused_and_change_nothing(tmp_path, call, head, expect
 
 def start(program, *arguments):
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return ForkedProgram(command, stdin=PIPE, stdout=PIPE)
 
 
 def test_work_ends_complete_though_masters_and_holders_are_killed(tmp_path):

@@ -23,11 +23,15 @@ _MODULES = [
     "karvan.train.trainer",
     "karvan.train.training_job",
     "karvan.data",
+    "karvan.cli.commands.launch",
     "karvan.cli.commands.role",
     "karvan.cluster.loader.context",
     "karvan.cluster.loader.builtin",
     "karvan.cluster.embedding_worker.service",
     "karvan.cluster.parameter_server.service",
+    "karvan.launch.job_spec",
+    "karvan.launch.master.process",
+    "karvan.launch.supervision.supervisor",
 ]
 
 gc.disable()

@@ -116,11 +116,11 @@ class ForkedProgram:
 
     def communicate(self, input=None, timeout=None):
         """Write and read until it ends; (stdout, stderr), None where there is no pipe."""
-        if self.stdin is not None:
+        if self.stdin is not None and not self.stdin.closed:
             with suppress(BrokenPipeError):
                 self.stdin.write(input or "")
                 self.stdin.close()
-        pipes = [pipe for pipe in (self.stdout, self.stderr) if pipe is not None]
+        pipes = [pipe for pipe in (self.stdout, self.stderr) if pipe is not None and not pipe.closed]
         texts = {}
         threads = [
             threading.Thread(target=lambda pipe=pipe: texts.update({pipe: pipe.read()}), daemon=True)

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from forked_programs import ForkedProgram
 from processes import is_alive, kill
 from support_paths import support_path
 
@@ -167,12 +168,8 @@ class Launched(Place):
     def __init__(self, folder, text, args=(), **more):
         super().__init__(folder)
         (folder / "job.yaml").write_text(f"name: test\nentry: train.py\n{text}\n")
-        self.process = subprocess.Popen(
-            [sys.executable, str(self.program), str(folder), *args],
-            stdout=subprocess.PIPE,
-            text=True,
-            **more,
-        )
+        command = [sys.executable, str(self.program), str(folder), *args]
+        self.process = ForkedProgram(command, stdout=subprocess.PIPE, **more)
 
     def __enter__(self):
         return self
