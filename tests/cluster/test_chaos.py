@@ -14,8 +14,7 @@ def test_a_job_outlives_the_death_of_each_role(tmp_path):
         job.kill_together(["loader", "embedding-worker"], 6)  # each is replaced alone
         job.wait_for_step(job.step() + 12)  # after the batches whose ids both had
         assert "Generation" not in job.log.read_text()
-        for role, after in (("parameter-server", 0), ("trainer", 0)):  # which cost a rollback
-            job.kill(role, after)
+        job.kill_together(["parameter-server", "trainer"], 0)  # which cost a rollback
         job.finish()
         times, _ = job.records()
         np.testing.assert_array_equal(times, 1)

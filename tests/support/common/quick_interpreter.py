@@ -1,9 +1,11 @@
-"""Triton's interpreter without work that it repeats: on import, kernels take half of the time.
+"""Triton's interpreter without work that it repeats: on import, kernels take a third of the time.
 
 Whenever a kernel is launched, and whenever it calls a function, the interpreter goes through all members of
 Triton's modules for those that it has to replace meanwhile. They are the same every time, and those that a
 launch has replaced need not be replaced by the functions that it calls. Every operation makes types and
-tensors, each with its shape as a tuple of constants, of which there are few. Values are computed as before.
+tensors, each with its shape as a tuple of constants, of which there are few. Operands mostly have one type
+and one shape, or one of them is a constant. Overflows of integers are looked for, and then ignored. Values
+are computed as before.
 """
 
 import inspect
@@ -19,11 +21,34 @@ _BUILTINS = {
 }
 
 
+_CHECK = tl.core.builtin(lambda: None).__code__
+
+
+def _replacement(member):
+    # Without the check that it is called by a kernel.
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _CHECK else member
+
+    def replacement(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    return replacement
+
+
+_REPLACEMENTS = {
+    place: [(name, getattr(place, name), _replacement(getattr(place, name))) for name in names]
+    for place, names in _BUILTINS.items()
+}
+
+
 def _patch_builtin(pkg, builder, scope):
-    for name in _BUILTINS[pkg]:
-        member = getattr(pkg, name)
-        if tl.core.is_builtin(member):  # rather than replaced already, by the launch that calls this function
-            interpreter._patch_attr(pkg, name, member, builder, scope)
+    first, _, replaced = _REPLACEMENTS[pkg][0]
+    if getattr(pkg, first) is replaced:  # by the launch that calls this function
+        return
+    for name, member, replacement in _REPLACEMENTS[pkg]:
+        if getattr(pkg, name) is member:  # rather than replaced already by something else
+            setattr(pkg, name, replacement)
+            scope._changes.append((pkg, name, member))
 
 
 _visible: dict = {}  # by function: which of Triton's modules it sees
@@ -112,12 +137,70 @@ def _broadcast(self, lhs, rhs, broadcast=TritonSemantic.broadcast_impl_value):
     return broadcast(self, lhs, rhs)
 
 
+# Operands of one of these types are computed with in that type. Half precision is not for divisions.
+_INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
+_FLOATS = frozenset({"fp32", "fp64"})
+_SAME = _INTEGERS | _FLOATS | {"int1"}
+_MOST_CONSTANTS = 10_000
+
+_constants: dict = {}  # by value, type and shape: tensors that nobody can change
+
+
+def _constant(self, value, like):
+    """A number as a tensor of the same type and shape as another one."""
+    kind = like.type
+    key = value, type(value), kind.name
+    if (found := _constants.get(key)) is None:
+        found = self._cast_to_computation_type(value, like.dtype)
+        if kind.is_block():
+            _, found = TritonSemantic.broadcast_impl_value(self, like, found)
+        if value != 0 and len(_constants) < _MOST_CONSTANTS:  # 0.0 equals -0.0
+            found.handle.data.setflags(write=False)
+            _constants[key] = found
+    return found
+
+
+def _are_computed_together(value, dtype):
+    """Whether a number takes the type of a tensor, as numbers of a lower or the same kind do."""
+    return dtype in _FLOATS if type(value) is float else type(value) is int and dtype in _INTEGERS | _FLOATS
+
+
+def _check_types(
+    self,
+    lhs,
+    rhs,
+    allow_lhs_ptr=False,
+    allow_rhs_ptr=False,
+    arithmetic_check=True,
+    div_or_mod=False,
+    check=TritonSemantic.binary_op_type_checking_impl,
+):
+    one, other = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+    if one and other:
+        if lhs.dtype is rhs.dtype and lhs.dtype.name in _SAME:
+            return self.broadcast_impl_value(lhs, rhs)
+    elif arithmetic_check and one and _are_computed_together(rhs, lhs.dtype.name):
+        return lhs, _constant(self, rhs, lhs)
+    elif arithmetic_check and other and _are_computed_together(lhs, rhs.dtype.name):
+        return _constant(self, lhs, rhs), rhs
+    return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _check_overflow(self, lhs, rhs, binary_op, check=TritonSemantic.binary_op_sanitize_overflow_impl):
+    if self.builder.options.debug:  # otherwise nothing is done with what it finds
+        check(self, lhs, rhs, binary_op)
+
+
 def _is_known():
     """Whether it is as this file expects; other versions of Triton keep their own."""
     block = tl.block_type(tl.int32, [2, 4])
     return (
         hasattr(tl.core, "_unwrap_if_constexpr")
         and hasattr(TritonSemantic, "broadcast_impl_value")
+        and hasattr(TritonSemantic, "_cast_to_computation_type")
+        and list(inspect.signature(TritonSemantic.binary_op_type_checking_impl).parameters)
+        == list(inspect.signature(_check_types).parameters)[:-1]
+        and hasattr(interpreter.interpreter_builder.options, "debug")
         and list(inspect.signature(interpreter._patch_builtin).parameters) == ["pkg", "builder", "scope"]
         and list(inspect.signature(interpreter._patch_lang).parameters) == ["fn"]
         and hasattr(interpreter, "_LangPatchScope")
@@ -136,3 +219,5 @@ if _is_known():
     tl.dtype.__eq__ = _is_same_dtype
     tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
     TritonSemantic.broadcast_impl_value = _broadcast
+    TritonSemantic.binary_op_type_checking_impl = _check_types
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
