@@ -6,6 +6,7 @@ Python's garbage collector would look through all of that in each fork, which co
 import atexit
 import gc
 import importlib
+import weakref
 from contextlib import suppress
 
 _MODULES = [
@@ -38,6 +39,10 @@ gc.disable()
 for _name in _MODULES:
     with suppress(ImportError):  # some are not there on every machine
         importlib.import_module(_name)
+for _finalizer in list(weakref.finalize._registry):
+    # torch would take each of its operators out of its tables when a fork ends, which copies their memory.
+    if _finalizer.peek()[1].__module__ == "torch.library":
+        _finalizer.atexit = False
 gc.freeze()
 atexit.register(gc.unfreeze)  # extensions tell of what is left when the process ends
 gc.enable()
