@@ -1,20 +1,18 @@
 """ElasticDL's model contract in one process: the seed's CNN, forms of its parts, readers, flags, the zoo."""
 
 import json
-import sys
-import textwrap
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from digits_recordio import write_digits
+from elasticdl_zoo import LOCAL, csv_of, elasticdl, own_modules, zoo_of
 from hypothesis import given
 from hypothesis import strategies as st
 from support_paths import support_path
 
 import karvan as kv
-from karvan.cli.main import main
 from karvan.compat.elasticdl.callbacks import LearningRateScheduler
 from karvan.compat.elasticdl.contract import ContractError, ModelContract
 from karvan.compat.elasticdl.feed_step import FeedStep, numbers_of
@@ -23,60 +21,17 @@ from karvan.compat.elasticdl.readers import open_data, parse_params
 from karvan.compat.import_aliases import import_aliases
 from karvan.compat.programs import SYSTEMS
 
-LOCAL = ("--distribution_strategy", "Local")
-
 
 @pytest.fixture(autouse=True)
 def _own_modules():
-    """Modules of model zoos do not outlive a test."""
-    before, path = set(sys.modules), list(sys.path)
-    yield
-    sys.path[:] = path
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("mnist_cnn", "zoo_model"):
-            del sys.modules[name]
-
-
-def elasticdl(*words):
-    return main(["run", "--as", "elasticdl", *map(str, words)])
-
-
-def zoo_of(folder, text):
-    """A model zoo of one module: a linear model that learns y = 2 x, and what the text adds or changes."""
-    base = """
-    import torch
-    from elasticdl.python.common.constants import Mode
-
-    def custom_model():
-        return torch.nn.Linear(1, 1)
-
-    def loss(labels, predictions):
-        return torch.nn.functional.mse_loss(predictions.reshape(-1), labels.reshape(-1))
-
-    def optimizer(parameters, lr=0.1):
-        return torch.optim.SGD(parameters, lr)
-
-    def feed(records, mode, metadata):
-        rows = [[float(cell) for cell in record] for record in records]
-        features = [row[:1] for row in rows]
-        return features if mode == Mode.PREDICTION else (features, [row[1] for row in rows])
-    """
-    zoo = folder / "zoo"
-    zoo.mkdir()
-    (zoo / "zoo_model.py").write_text(textwrap.dedent(base) + textwrap.dedent(text))
-    return ("--model_zoo", zoo, "--model_def", "zoo_model.custom_model")
+    with own_modules("mnist_cnn", "zoo_model"):
+        yield
 
 
 def contract_of(folder, text):
     zoo = zoo_of(folder, "\n" + text)
     with import_aliases(SYSTEMS["elasticdl"]):
         return ModelContract(str(zoo[1]), zoo[3])
-
-
-def csv_of(folder, rows=64, name="data.csv", sep=","):
-    lines = [sep.join(("x", "y"))] + [f"{x / rows}{sep}{2 * x / rows}" for x in range(rows)]
-    (folder / name).write_text("\n".join(lines) + "\n")
-    return folder / name
 
 
 def test_the_seeds_cnn_trains_evaluates_and_predicts(tmp_path, capfd):
@@ -293,7 +248,6 @@ def test_an_output_beside_checkpoints_is_the_trained_model(tmp_path, capfd):
         (["--model_def", "CustomModel"], "expects a module and its model"),
         (["--model_def", "nothing.CustomModel"], "there is no file"),
         (["--model_def", "zoo_model.Net"], "has no 'Net'. It has: "),
-        (["--training_data", "odps://a/tables/b"], "Tables of MaxCompute"),
         (["--data_reader_params", "sep"], "expects name=value; name=value, got 'sep'"),
         (["--data_reader_params", "partition=1"], "expects columns, reader_type, sep, got partition"),
     ],

@@ -90,6 +90,66 @@ def test_rows_are_on_the_servers_of_a_job(tmp_path, words, capfd, strategy):
     assert loss_of(capfd.readouterr().out) < 1.0
 
 
+SUMS = """
+import os
+import time
+from pathlib import Path
+
+import torch
+import karvan as kv
+from elasticdl.python.elasticdl.layers.embedding import Embedding
+
+notes = Path(os.environ["NOTES"])
+
+class CustomModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.item = Embedding(1, "item", embeddings_initializer=kv.init.Constant(0.0))
+        self.bias = torch.nn.Parameter(torch.zeros(1))  # its gradients are averaged: it counts steps
+
+    def forward(self, ids):
+        return self.item(ids).squeeze(1) + self.bias
+
+def loss(labels, predictions):
+    return predictions.mean()
+
+def optimizer(model, lr=1.0):
+    return torch.optim.SGD(model.parameters(), lr)
+
+def feed(records, mode, metadata):
+    ids = torch.full((len(records),), 7)
+    return ids, ids
+
+class Note(kv.callbacks.Callback):
+    def on_fit_begin(self, trainer):
+        (notes / str(os.getpid())).touch()
+
+    def on_step_end(self, trainer, logs):
+        time.sleep(0.01 if len(list(notes.iterdir())) == 2 else 0.3)  # until the other is there
+
+def callbacks():
+    return [Note()]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--grads_to_wait", 2, "--sync_version_tolerance", 100)])
+def test_gradients_of_rows_are_added_up_over_the_workers_of_a_step(tmp_path, words, capfd, flags):
+    (tmp_path / "zoo" / "embedding_zoo.py").write_text(SUMS)
+    (tmp_path / "notes").mkdir()
+    records, batches = tmp_path / "records.csv", 120
+    records.write_text("a\n" + "1\n" * 8 * batches)
+    (words, _), envs = words, ("--envs", f"NOTES={tmp_path / 'notes'}")
+    sizes = ("--num_minibatches_per_task", 1, "--training_data", records, "--output", tmp_path / "model")
+    assert run("train", words, *envs, *flags, *sizes) == 0
+    capfd.readouterr()
+    load = ("--checkpoint_dir_for_init", tmp_path / "model", "--validation_data", records)
+    assert run("evaluate", words, *envs, *load) == 0
+    steps = -kv.checkpoint.find(tmp_path / "model").state()["model"]["model.bias"].item()
+    assert steps == batches / 2 if flags else batches / 2 <= steps < batches
+    assert loss_of(capfd.readouterr().out) == -(batches + steps)
+
+
 def test_shapes_of_vectors():
     ids = torch.tensor([[1, 2], [3, 1]])
     each, pooled = Embedding(3, "user"), Embedding(3, "user", "sum")
@@ -112,5 +172,7 @@ def test_rows_take_the_options_of_the_models_optimizer():
     assert row_optimizer(torch.optim.AdamW(parameters, betas=(0.5, 0.6))).defaults["betas"] == (0.5, 0.6)
     with pytest.raises(ContractError, match="one of SGD, Adam, AdamW, Adagrad, got RMSprop"):
         row_optimizer(torch.optim.RMSprop(parameters))
-    with pytest.raises(ContractError, match="no nesterov in SGD: expected False, got True"):
-        row_optimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True))
+    assert row_optimizer(torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)).defaults["nesterov"]
+    assert row_optimizer(torch.optim.Adam(parameters, amsgrad=True)).defaults["amsgrad"]
+    with pytest.raises(ContractError, match=r"no dampening in SGD: expected 0, got 0\.5"):
+        row_optimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5))

@@ -11,6 +11,7 @@ from karvan.compat.elasticdl import model_zoo, training
 from karvan.compat.elasticdl.constants import DistributionStrategy
 from karvan.compat.elasticdl.flags import environment_of, parse
 from karvan.compat.elasticdl.job import launch
+from karvan.compat.elasticdl.tables import account_variables
 from karvan.exit_codes import OK
 
 COMMANDS = ("train", "evaluate", "predict", "zoo")
@@ -22,25 +23,36 @@ def run(command: str, words: Sequence[str]) -> int:
         return model_zoo.run(words)
     flags = parse(command, words)
     code = OK
-    if flags.distribution_strategy == DistributionStrategy.LOCAL:
-        with _environment(environment_of(flags.envs)):
-            training.run(command, flags)
-    else:
-        code = launch(command, flags, words)
-    if command == "train" and code == OK:
-        training.export(flags)
+    with _environment(environment_of(flags.envs)):
+        if flags.distribution_strategy == DistributionStrategy.LOCAL:
+            _run_here(command, flags)
+        else:
+            code = launch(command, flags, words)
+        if command == "train" and code == OK:
+            training.export(flags)
     return code
 
 
 def work(arguments: Sequence[str]) -> None:
-    """Run a command as a worker of a job, which `job.launch` has started."""
+    """Run a command as a worker of a job, which `job.launch` has started.
+
+    Servers add the gradients of rows up over workers, as those of ElasticDL do; dense ones are averaged.
+    """
     import karvan
 
     command, *words = arguments
     flags: argparse.Namespace = parse(command, words)
     servers = command == "evaluate" or flags.distribution_strategy == DistributionStrategy.PARAMETER_SERVER
-    karvan.connect("remote" if servers else "sharded")
-    training.run(command, flags)
+    if servers:
+        karvan.connect("remote", grad_reduce="sum")
+    else:
+        karvan.connect("sharded")
+    _run_here(command, flags)
+
+
+def _run_here(command: str, flags: argparse.Namespace) -> None:
+    with _environment(account_variables(os.environ)):
+        training.run(command, flags)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Data of the commands: RecordIO, CSV, and readers that a model defines (`custom_data_reader`).
+"""Data of the commands: RecordIO, CSV, tables, and readers that a model defines (`custom_data_reader`).
 
 A reader has `create_shards()`, which gives (name, first record, number of records) of every shard, or these
 two by name, and `read_records(task)`, which gives the records from `task.start` to `task.end` of a shard.
@@ -21,13 +21,13 @@ import pyarrow as pa
 
 from karvan.compat.elasticdl.constants import Mode, TaskType
 from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.tables import PACKED, RECORD, is_table, open_table
 from karvan.data import DataError, Part, Split, open_files, read
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.loader import Loader
 from karvan.ragged import Batch, Ragged
 
-_RECORD = "record"
 _TYPES = {
     Mode.TRAINING: TaskType.TRAINING,
     Mode.EVALUATION: TaskType.EVALUATION,
@@ -90,7 +90,7 @@ class AbstractDataReader(ABC):
 class ReaderSource:
     """The shards of a reader as a `karvan.data.Source` with a column of records."""
 
-    schema = pa.schema([(_RECORD, pa.binary())])
+    schema = PACKED
 
     def __init__(self, reader: Any, mode: str) -> None:
         self._reader = reader
@@ -157,23 +157,21 @@ def open_data(
         reader = custom(data_origin=origin, records_per_task=records_per_task, **params)
         metadata = getattr(reader, "metadata", None) or Metadata()
         return OpenData(ReaderSource(reader, mode), {}, metadata, _unpacked)
-    if origin.startswith("odps://") or params.get("reader_type") == "ODPS":
-        raise ContractError(
-            f"Tables of MaxCompute, as '{origin}', are not read here: write them as CSV or RecordIO, or "
-            " define custom_data_reader."
-        )
+    if is_table(origin, params):
+        table = open_table(origin, params)
+        return OpenData(table, {}, Metadata(table.names), _unpacked)
     known = {"reader_type", "sep", "columns"}
     if unknown := sorted(set(params) - known):
         raise ContractError(f"--data_reader_params expects {', '.join(sorted(known))}, got {unknown[0]}.")
     kind = params.get("reader_type") or ("Text" if _is_text(origin) else "RecordIO")
     if kind not in ("Text", "RecordIO"):
-        raise ContractError(f"reader_type must be Text or RecordIO, got '{kind}'.")
+        raise ContractError(f"reader_type must be Text, RecordIO or ODPS, got '{kind}'.")
     if kind == "Text":
         return _open_csv(origin, params.get("sep"), params.get("columns"))
     if len(params) > ("reader_type" in params):
         raise ContractError("sep and columns of --data_reader_params are for CSV, got RecordIO.")
     options = {"options": {"content": "bytes"}, "format": _format_of(origin)}
-    return OpenData(origin, options, Metadata(), lambda batch: _texts(batch[_RECORD]))
+    return OpenData(origin, options, Metadata(), lambda batch: _texts(batch[RECORD]))
 
 
 def parse_params(flag: str, text: str) -> dict[str, Any]:
@@ -224,7 +222,7 @@ def _texts(column: Any) -> list[bytes]:
 
 
 def _unpacked(batch: Batch) -> list[Any]:
-    return [pickle.loads(packed) for packed in _texts(batch[_RECORD])]  # of this process, by ReaderSource
+    return [pickle.loads(packed) for packed in _texts(batch[RECORD])]  # this process has packed them
 
 
 def _shards(given: Any) -> list[tuple[str, int, int]]:

@@ -14,18 +14,18 @@ from karvan.embedding.optim.base import SparseOptimizer
 _KINDS: dict[type, tuple[type[SparseOptimizer], tuple[str, ...], dict[str, Any]]] = {
     torch.optim.SGD: (
         optim.SGD,
-        ("lr", "momentum", "weight_decay"),
-        {"nesterov": False, "dampening": 0, "maximize": False},
+        ("lr", "momentum", "weight_decay", "nesterov"),
+        {"dampening": 0, "maximize": False},
     ),
     torch.optim.Adam: (
         optim.Adam,
-        ("lr", "betas", "eps", "weight_decay"),
-        {"amsgrad": False, "maximize": False},
+        ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+        {"maximize": False, "decoupled_weight_decay": False},
     ),
     torch.optim.AdamW: (
         optim.AdamW,
-        ("lr", "betas", "eps", "weight_decay"),
-        {"amsgrad": False, "maximize": False},
+        ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+        {"maximize": False},
     ),
     torch.optim.Adagrad: (
         optim.Adagrad,
