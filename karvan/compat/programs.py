@@ -19,6 +19,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
     "elasticdl": {
         "elasticdl": "karvan.compat.elasticdl",
         "elasticai_api": "karvan.compat.elasticai_api",
+        "elasticdl_preprocessing": "karvan.compat.elasticdl_preprocessing",
     },
 }
 """For each system the packages that its programs import, and what stands for them."""

@@ -125,6 +125,8 @@ class Feature:
     ) -> Feature:
         """The index of a string or id in the list; unknown ones are in `oov` buckets after it.
 
+        oov: 0 gives unknown ones -1.
+
         file: a text file with the words, strings, one on each line; it is read at once.
 
         Without words, the engine's `fit` finds those that occur at least `min_count` times, at most

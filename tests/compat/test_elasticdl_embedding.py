@@ -18,7 +18,7 @@ from elasticdl.python.elasticdl.layers.embedding import Embedding
 class CustomModel(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.item = Embedding(4, "item", combiner="mean")
+        self.item = Embedding(4, combiner="mean", name="item")
         self.out = torch.nn.Linear(4, 1)
 
     def forward(self, features):
@@ -104,7 +104,7 @@ notes = Path(os.environ["NOTES"])
 class CustomModel(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.item = Embedding(1, "item", embeddings_initializer=kv.init.Constant(0.0))
+        self.item = Embedding(1, name="item", embeddings_initializer=kv.init.Constant(0.0))
         self.bias = torch.nn.Parameter(torch.zeros(1))  # its gradients are averaged: it counts steps
 
     def forward(self, ids):
@@ -152,14 +152,14 @@ def test_gradients_of_rows_are_added_up_over_the_workers_of_a_step(tmp_path, wor
 
 def test_shapes_of_vectors():
     ids = torch.tensor([[1, 2], [3, 1]])
-    each, pooled = Embedding(3, "user"), Embedding(3, "user", "sum")
+    each, pooled = Embedding(3, name="user"), Embedding(3, name="user", combiner="sum")
     vectors = each(ids)
     assert vectors.shape == (2, 2, 3)
     assert torch.equal(vectors[0, 0], vectors[1, 1])
     assert each(ids[:, 0]).shape == (2, 3)
     assert torch.equal(pooled(ids), vectors.sum(1))
     with pytest.raises(ContractError, match="combiner sum, mean or sqrtn, got 'max'"):
-        Embedding(3, "user", "max")
+        Embedding(3, combiner="max")
     with pytest.raises(ContractError, match="expects whole numbers"):
         each(torch.zeros(2))
 

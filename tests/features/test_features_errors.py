@@ -97,7 +97,7 @@ def test_a_wrong_entry_is_refused_with_the_names_of_feature_and_step(feature, en
         (lambda f: f.multi_hash([1] * 5), "from 1 to 4 bucket counts"),
         (lambda f: f.vocabulary([]), "at least one word"),
         (lambda f: f.vocabulary(["a", "b", "a"]), "received b'a' twice"),
-        (lambda f: f.vocabulary(["a"], oov=0), "at least 1 bucket"),
+        (lambda f: f.vocabulary(["a"], oov=-1), "0 or more buckets"),
         (lambda f: f.vocabulary("words"), "a list of words"),
         (lambda f: f.vocabulary(["a", 1]), "all words to be strings, or all ids"),
         (lambda f: f.clip(2, 1), "low <= high"),

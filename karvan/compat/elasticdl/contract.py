@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from karvan.argument_checks import listed
+from karvan.compat.elasticdl.python.elasticdl.layers.table_names import new_model
 from karvan.compat.unsupported import UsageError
 
 _OF_THE_MODEL = ("model", "net", "module")
@@ -63,7 +64,9 @@ class ModelContract:
 
     def make_model(self) -> nn.Module:
         """The model: an object of a class, or what a function gives."""
-        made = self._required(self._model, "the model that --model_def names")(**self._params)
+        make = self._required(self._model, "the model that --model_def names")
+        with new_model():
+            made = make(**self._params)
         if not isinstance(made, nn.Module):
             raise ContractError(
                 f"{self._model} of {self._module.__name__} must be a class or a function that gives a "

@@ -1,8 +1,8 @@
 """`FeedStep`: the records of a batch as a model's `feed` prepares them, as a transform of `kv.data.read`.
 
 `feed(records, mode, metadata)` gets a list of records, with a `map` as data sets of TensorFlow have it. It
-gives features and labels: tensors, arrays, lists of one entry for each sample, or mappings of names to these;
-or a list or a torch data set of samples. In mode PREDICTION it gives features alone.
+gives features and labels: tensors, `kv.Ragged`s, arrays, lists of one entry for each sample, or mappings of
+names to these; or a list or a torch data set of samples. In mode PREDICTION it gives features alone.
 
 `dataset_fn` of the design for PyTorch gets numbers instead, where all records are text of numbers: one array
 of all numbers of all records, in their order.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from karvan.compat.elasticdl.constants import Mode
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.ragged import Batch
+from karvan.ragged import Batch, Entry, NestedRagged, Ragged
 
 FEATURES, LABEL = "features", "label"
 
@@ -66,7 +66,7 @@ class FeedStep:
         self._records_of = records_of
         self._numbers = numbers
 
-    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+    def __call__(self, batch: Batch) -> dict[str, Entry]:
         """The columns of features and labels."""
         records: Any = Records(self._records_of(batch))
         if self._numbers and (found := numbers_of(records)) is not None:
@@ -124,15 +124,15 @@ def _joined(entries: list[Any]) -> Any:
     return entries
 
 
-def _columns(name: str, part: Any) -> dict[str, Tensor]:
+def _columns(name: str, part: Any) -> dict[str, Entry]:
     if isinstance(part, Mapping):
-        return {f"{name}/{inner}": _tensor(f"{name} '{inner}'", value) for inner, value in part.items()}
-    return {name: _tensor(name, part)}
+        return {f"{name}/{inner}": _entry(f"{name} '{inner}'", value) for inner, value in part.items()}
+    return {name: _entry(name, part)}
 
 
-def _tensor(name: str, value: Any) -> Tensor:
-    """A tensor as it is; anything else as one, with floats in torch's usual dtype."""
-    if isinstance(value, Tensor):
+def _entry(name: str, value: Any) -> Entry:
+    """A tensor or rows as they are; anything else as a tensor, with floats in torch's usual dtype."""
+    if isinstance(value, Tensor | Ragged | NestedRagged):
         return value
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
         return torch.stack(list(value))

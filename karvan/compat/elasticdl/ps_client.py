@@ -16,7 +16,7 @@ rows: pull, compute, and push again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.python.elasticdl.layers.initializers import initialiser_of
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.sharding import owner_of_parameter, split_state
@@ -53,11 +54,14 @@ class PushResult(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingTableInfo:
-    """A table of embedding vectors; its rows are initialised when they are first pulled."""
+    """A table of embedding vectors; its rows are initialised when they are first pulled.
+
+    initializer: one of kv.init, or a name, as "uniform", from -0.05 to 0.05.
+    """
 
     name: str
     dim: int
-    initializer: init.Initialiser = field(default_factory=init.Uniform)
+    initializer: init.Initialiser | str = "uniform"
 
 
 class PSClient:
@@ -183,7 +187,7 @@ class PSClient:
                 raise ContractError(f"There is an embedding table '{info.name}' already.")
         engines = {}
         for info in made:  # each has a store of its own, so that each can be pushed alone
-            table = Table(info.dim, name=info.name, init=info.initializer)
+            table = Table(info.dim, name=info.name, init=initialiser_of(info.initializer))
             engines[info.name] = EmbeddingEngine({info.name: table}, store=RemoteStore(self._connection))
         optimizer.attach(nn.ModuleList(engines.values()))
         self._tables |= {name: (engine, optimizer) for name, engine in engines.items()}

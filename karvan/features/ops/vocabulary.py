@@ -25,6 +25,8 @@ from karvan.ragged import Entry, Ragged
 class Vocabulary(StringOp, FittedOp):
     """The index of known strings (or ids) in the list; others are in `oov` buckets after it.
 
+    Without buckets, `oov` 0, they are -1.
+
     Without words, the engine's `fit` finds those that occur `min_count` times or more, and takes the
     `max_words` most frequent. The most frequent word is the first; words of equal counts are in the order of
     their bytes or values, so that the list does not depend on the order of the data.
@@ -45,9 +47,9 @@ class Vocabulary(StringOp, FittedOp):
             raise ValueError(f"vocabulary expects min_count of at least 1, but received {self.min_count}.")
         if self.words is not None and not self.words:
             raise ValueError("vocabulary expects at least one word, but received none.")
-        if self.oov < 1:
+        if self.oov < 0:
             raise ValueError(
-                f"vocabulary expects at least 1 bucket for words it does not know, but received {self.oov}."
+                f"vocabulary expects 0 or more buckets for words it does not know, but received {self.oov}."
             )
         if self.words is not None and len(set(self.words)) != len(self.words):
             twice = next(word for word, times in Counter(self.words).items() if times > 1)
@@ -110,13 +112,14 @@ class Vocabulary(StringOp, FittedOp):
             raise TypeError(f"expected {expected} but received {describe(entries[0])}.")
 
     def compute(self, items: Ragged) -> Tensor:
-        """The indices of known items, and buckets of the others by their FarmHash."""
+        """The indices of known items, and buckets of the others by their FarmHash, or -1."""
         assert self.words is not None
         farm, murmur, index = _index(self, items.values.device)
         hashed = ids.farm(items)
         at = torch.searchsorted(farm, hashed).clamp_(max=farm.shape[0] - 1)
         known = (farm[at] == hashed) & (murmur[at] == ids.murmur(items))
-        return torch.where(known, index[at], ids.mod(hashed, self.oov) + len(self.words))
+        unknown = ids.mod(hashed, self.oov) + len(self.words) if self.oov else -1
+        return torch.where(known, index[at], unknown)
 
 
 def words_from_file(file: str | PathLike[str]) -> tuple[bytes, ...]:

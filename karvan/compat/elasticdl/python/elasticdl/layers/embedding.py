@@ -5,46 +5,91 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from karvan.batch_slicing import values_of
 from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.python.elasticdl.layers.initializers import initialiser_of
+from karvan.compat.elasticdl.python.elasticdl.layers.table_names import table_name
+from karvan.compat.unsupported import require_default
 from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.ragged import Ragged
 
 
 class Embedding(nn.Module):
-    """Vectors of `output_dim` numbers for ids, a tensor (samples,) or (samples, length).
+    """Vectors of `output_dim` numbers for ids, a tensor (samples,) or (samples, length), or a `kv.Ragged`.
 
-    name: of the table, the same in every worker and no other layer's. combiner: "sum", "mean" or "sqrtn" of
-    the ids of a sample; without one the result is (samples, output_dim) or (samples, length, output_dim).
+    input_dim: ids are below it; 0 or None allows any. input_length: the length of every sample, if it is
+    known. combiner: "sum", "mean" or "sqrtn" of the ids of a sample; without one the result is (samples,
+    output_dim) or (samples, length, output_dim). name: of the table, the same in every worker and no other
+    layer's; without one, layers are numbered.
     """
 
     def __init__(
         self,
         output_dim: int,
-        name: str,
+        input_dim: int | None = None,
+        embeddings_initializer: init.Initialiser | str = "uniform",
+        mask_zero: bool = False,
+        input_length: int | None = None,
         combiner: str | None = None,
-        embeddings_initializer: init.Initialiser | None = None,
+        *,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         if combiner not in (None, "sum", "mean", "sqrtn"):
             raise ContractError(f"Embedding expects a combiner sum, mean or sqrtn, got '{combiner}'.")
-        self.name = name
+        if isinstance(input_dim, str):
+            raise ContractError(f"Embedding expects a number as input_dim, got '{input_dim}': write name=….")
+        require_default(
+            "mask_zero",
+            mask_zero,
+            False,
+            "layers of torch have no masks; ToRagged(ignore_value=0) drops zeros.",
+        )
+        self.name = table_name("embedding", name)
         self._combiner = combiner
-        first = init.Uniform() if embeddings_initializer is None else embeddings_initializer
-        table = Table(output_dim, name=name, combiner=combiner or "sum", init=first)
-        self.engine = EmbeddingEngine({name: table})
+        self._limit = input_dim or None
+        self._length = input_length
+        first = initialiser_of(embeddings_initializer)
+        table = Table(output_dim, name=self.name, combiner=combiner or "sum", init=first)
+        self.engine = EmbeddingEngine({self.name: table})
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor | Ragged) -> Tensor:
         """The vectors."""
-        if ids.dim() not in (1, 2) or ids.is_floating_point():
-            raise ContractError(
-                f"Embedding '{self.name}' expects whole numbers (samples,) or (samples, length), got "
-                f"{tuple(ids.shape)} {ids.dtype}."
-            )
+        self._check(ids)
+        if isinstance(ids, Ragged):
+            return self._lookup(Ragged(ids.values.to(torch.int64), ids.offsets, ids.weights))
         flat = ids.reshape(-1).to(torch.int64)
         if self._combiner is None or ids.dim() == 1:
-            vectors: Tensor = self.engine({self.name: flat})[self.name]
-            return vectors.reshape(*ids.shape, -1)
-        length = ids.shape[1]
-        offsets = torch.arange(len(ids) + 1, dtype=torch.int64, device=ids.device) * length
-        pooled: Tensor = self.engine({self.name: Ragged(flat, offsets)})[self.name]
-        return pooled
+            return self._lookup(flat).reshape(*ids.shape, -1)
+        offsets = torch.arange(len(ids) + 1, dtype=torch.int64, device=ids.device) * ids.shape[1]
+        return self._lookup(Ragged(flat, offsets))
+
+    def _lookup(self, ids: Tensor | Ragged) -> Tensor:
+        vectors: Tensor = self.engine({self.name: ids})[self.name]
+        return vectors
+
+    def _check(self, ids: Tensor | Ragged) -> None:
+        values = values_of(ids)
+        plain = values.dim() == 1 if isinstance(ids, Ragged) else ids.dim() in (1, 2)
+        if not plain or values.is_floating_point():
+            raise ContractError(
+                f"Embedding '{self.name}' expects whole numbers (samples,) or (samples, length), or a "
+                f"kv.Ragged of them, got {tuple(values.shape)} {values.dtype}."
+            )
+        if isinstance(ids, Ragged) and self._combiner is None:
+            raise ContractError(
+                f"Embedding '{self.name}' expects a combiner for samples of several lengths, got none."
+            )
+        length = tuple(ids.shape[1:]) if isinstance(ids, Tensor) else None
+        if self._length is not None and length != (self._length,):
+            raise ContractError(
+                f"Embedding '{self.name}' expects {self._length} ids a sample, as input_length says, got "
+                f"{'several numbers' if length is None else (length[0] if length else 1)}."
+            )
+        if self._limit is not None and values.numel():
+            low, high = (int(each) for each in torch.aminmax(values))
+            if low < 0 or high >= self._limit:
+                raise ContractError(
+                    f"Embedding '{self.name}' expects ids from 0 to {self._limit - 1}, as input_dim says, "
+                    f"got {low if low < 0 else high}."
+                )

@@ -1,0 +1,1 @@
+"""Feature columns, under the paths of ElasticDL's preprocessing library."""

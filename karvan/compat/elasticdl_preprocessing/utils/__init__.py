@@ -1,0 +1,1 @@
+"""Statistics of features, under the paths of ElasticDL's preprocessing library."""
