@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from karvan.ragged import Batch
+from karvan.ragged import Batch, NestedRagged, Ragged
 
 FEATURES = "features"
 LABEL = "label"
@@ -24,7 +24,7 @@ class Pair(tuple[Any, Any]):
     __slots__ = ()
 
     def __new__(cls, features: Any, labels: Any) -> Pair:
-        """A pair of tensors, or of mappings of names to tensors."""
+        """A pair of tensors or ragged rows, or of mappings of names to these."""
         return super().__new__(cls, (features, labels))
 
     def __getnewargs__(self) -> tuple[Any, Any]:
@@ -39,6 +39,11 @@ class Pair(tuple[Any, Any]):
     def labels(self) -> Any:
         """The labels."""
         return tuple.__getitem__(self, 1)
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has."""
+        return next(map(_rows, self.values()), 0)
 
     def columns(self) -> dict[str, Any]:
         """Features and labels by name."""
@@ -88,7 +93,7 @@ def as_batch(given: Any) -> Any:
     if not isinstance(given, tuple | list) or isinstance(given, Pair) or hasattr(given, "_fields"):
         return given
     if len(given) == 1 and _is_part(given[0]):
-        return Pair(given[0], None)
+        return _checked(Pair(given[0], None))
     if len(given) == 2 and all(map(_is_part, given)):
         return _checked(Pair(*given))
     return given
@@ -101,7 +106,7 @@ def model_input(batch: Any) -> Any:
 
 def _is_part(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.dim() > 0) or (
-        isinstance(value, Mapping) and not isinstance(value, Pair)
+        isinstance(value, Mapping | Ragged | NestedRagged) and not isinstance(value, Pair)
     )
 
 

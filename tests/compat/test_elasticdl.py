@@ -283,7 +283,11 @@ def test_flags_without_a_meaning_are_warnings(tmp_path, capfd):
     [
         ("def feed(records, mode, _):\n    return None", "feed must give a pair of features and labels"),
         ("def feed(records, mode, _):\n    return records.shuffle(3)", "leave dataset.shuffle(…) out"),
-        ("def feed(records, mode, _):\n    return [1.0], [[1], [1, 2]]", "feed must give label as a tensor"),
+        ("def feed(records, mode, _):\n    return [1.0], [[1], [1, 2]]", "feed must give labels as a tensor"),
+        (
+            "def feed(records, mode, _):\n    return [1.0], [1.0, 2.0]",
+            "equally many of each, got 1 in 'features'",
+        ),
         ("def custom_model():\n    return 3", "gives a torch.nn.Module, got int"),
         ("def callbacks():\n    return [3]", "callbacks() must give objects with some of on_train_begin"),
         ("class A:\n    on_task_end = 1\ndef callbacks():\n    return [A()]", "has on_task_end"),
@@ -330,13 +334,13 @@ def test_features_become_tensors_of_the_models_dtype():
     def feed(records, mode, metadata):
         return {"a": np.zeros((2, 3)), "b": [torch.ones(2), torch.ones(2)], "c": [1, 2]}, [True, False]
 
-    made = FeedStep(feed, "training", None, lambda batch: [1, 2])({})
-    assert {name: (each.dtype, tuple(each.shape)) for name, each in made.items()} == {
-        "features/a": (torch.float32, (2, 3)),
-        "features/b": (torch.float32, (2, 2)),
-        "features/c": (torch.int64, (2,)),
-        "label": (torch.bool, (2,)),
+    features, labels = FeedStep(feed, "training", None, lambda batch: [1, 2])({})
+    assert {name: (each.dtype, tuple(each.shape)) for name, each in features.items()} == {
+        "a": (torch.float32, (2, 3)),
+        "b": (torch.float32, (2, 2)),
+        "c": (torch.int64, (2,)),
     }
+    assert labels.tolist() == [True, False]
 
 
 class Shards:

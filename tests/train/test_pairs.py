@@ -118,6 +118,28 @@ def test_a_pair_is_a_tuple_and_a_mapping_and_an_empty_one_has_its_form():
         assert all(made[name].shape[1:] == pair[name].shape[1:] for name in pair.keys())  # noqa: SIM118
 
 
+def test_a_transform_may_give_pairs_of_rows_of_ids():
+    rows = [[1, 2], [], [3], [1, 1, 1]] * 3
+    data = {"items": rows, "label": torch.arange(12) % CLASSES}
+
+    class Bag(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embeddings = kv.EmbeddingEngine({"item": kv.Table(4, combiner="sum")})
+            self.top = torch.nn.Linear(4, CLASSES)
+
+        def forward(self, items):
+            return self.top(self.embeddings({"item": items})["item"])
+
+    batches = kv.data.read(data, 5, transform=lambda batch: (batch["items"], batch["label"]))
+    assert [as_batch(pair).samples for pair in batches] == [5, 5, 2]
+    trainer = _trainer(Bag(), sparse_optimizer=kv.optim.SGD(lr=0.5))
+    assert trainer.fit(batches, epochs=2).samples == 24
+    outputs = torch.cat([output for output, _ in trainer.predict(batches)])
+    expected = trainer.model(kv.Ragged.from_lists(rows))
+    assert torch.allclose(outputs, expected)
+
+
 def test_what_is_no_pair_is_refused():
     with pytest.raises(TypeError, match=r"or a pair of tensors \(features, labels\), got tuple"):
         samples_of((torch.zeros(2), torch.zeros(2), torch.zeros(2)))

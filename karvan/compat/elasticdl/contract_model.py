@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.feed_step import FEATURES, LABEL, part_of
 from karvan.metrics import Mean, Metric
+from karvan.train.pair import Pair
 from karvan.train.types import samples_of
 
 
 class ContractModel(nn.Module):
-    """A model that gets the features of a batch."""
+    """A model whose several outputs have names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Mapping[str, Any]) -> Any:
+    def forward(self, features: Any) -> Any:
         """The predictions; several are a mapping."""
-        made = self.model(part_of(batch, FEATURES))
+        made = self.model(features)
         if isinstance(made, tuple | list):
             return {f"output_{number}": each for number, each in enumerate(made)}
         return made
@@ -35,9 +35,9 @@ class ContractLoss:
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
         self._loss = loss
 
-    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
+    def __call__(self, output: Any, batch: Pair) -> Any:
         """The mean; losses of samples are averaged, as ElasticDL does."""
-        made = self._loss(part_of(batch, LABEL), output)
+        made = self._loss(batch.labels, output)
         return made.mean() if isinstance(made, Tensor) and made.dim() else made
 
 
@@ -48,15 +48,15 @@ class FunctionMetric(Mean):
         super().__init__(output=output)
         self._function = function
 
-    def update(self, output: Any, batch: Mapping[str, Any]) -> None:
+    def update(self, output: Any, batch: Any) -> None:
         """See `Metric.update`."""
         self.add_selection(self.select(output, batch))
 
     @torch.no_grad()
-    def select(self, output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def select(self, output: Any, batch: Any) -> dict[str, Tensor]:
         """See `Metric.select`: the function's numbers, of which one for the batch counts for each sample."""
         predictions = output if self.output is None else self._scores(output)
-        labels = part_of(batch, LABEL)
+        labels = batch.labels
         if self.output is not None and isinstance(labels, Mapping):
             labels = labels.get(self.output, labels)
         values = torch.as_tensor(self._function(labels, predictions)).detach().double()

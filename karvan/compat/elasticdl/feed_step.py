@@ -7,8 +7,7 @@ names to these; or a list or a torch data set of samples. In mode PREDICTION it 
 `dataset_fn` of the design for PyTorch gets numbers instead, where all records are text of numbers: one array
 of all numbers of all records, in their order.
 
-In batches, features are the column "features", or columns "features/NAME"; labels are "label", or
-"label/NAME".
+Batches are pairs of features and labels, which a `kv.Trainer` takes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from torch import Tensor
 from karvan.compat.elasticdl.constants import Mode
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.ragged import Batch, Entry, NestedRagged, Ragged
-
-FEATURES, LABEL = "features", "label"
+from karvan.train.pair import as_batch
 
 
 class Records(list[Any]):
@@ -66,15 +64,18 @@ class FeedStep:
         self._records_of = records_of
         self._numbers = numbers
 
-    def __call__(self, batch: Batch) -> dict[str, Entry]:
-        """The columns of features and labels."""
+    def __call__(self, batch: Batch) -> Any:
+        """Features and labels."""
         records: Any = Records(self._records_of(batch))
         if self._numbers and (found := numbers_of(records)) is not None:
             records = found
         made = self._feed(records, self._mode, self._metadata)
         features, labels = self._parts(made)
-        columns = _columns(FEATURES, features)
-        return columns if labels is None else {**columns, **_columns(LABEL, labels)}
+        parts = [_part("features", features)] + ([] if labels is None else [_part("labels", labels)])
+        try:
+            return as_batch(parts)
+        except ValueError as error:
+            raise ContractError(f"feed must give one of each for every sample: {error}") from error
 
     def _parts(self, made: Any) -> tuple[Any, Any]:
         if isinstance(made, Records | torch.utils.data.Dataset):
@@ -90,14 +91,6 @@ class FeedStep:
         expected = "features" if self._mode == Mode.PREDICTION else "a pair of features and labels"
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise ContractError(f"feed must give {expected} in mode {self._mode}, got {got}.")
-
-
-def part_of(batch: Mapping[str, Any], name: str) -> Any:
-    """The features or the labels of a batch, as `feed` gave them: a tensor, or tensors by name."""
-    if name in batch:
-        return batch[name]
-    start = f"{name}/"
-    return {each.removeprefix(start): batch[each] for each in batch if each.startswith(start)}
 
 
 def numbers_of(records: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]] | None:
@@ -124,10 +117,10 @@ def _joined(entries: list[Any]) -> Any:
     return entries
 
 
-def _columns(name: str, part: Any) -> dict[str, Entry]:
+def _part(name: str, part: Any) -> Entry | dict[str, Entry]:
     if isinstance(part, Mapping):
-        return {f"{name}/{inner}": _entry(f"{name} '{inner}'", value) for inner, value in part.items()}
-    return {name: _entry(name, part)}
+        return {str(inner): _entry(f"{name} '{inner}'", value) for inner, value in part.items()}
+    return _entry(name, part)
 
 
 def _entry(name: str, value: Any) -> Entry:

@@ -19,7 +19,8 @@ from karvan.ragged import Batch, Entry
 
 Rows: TypeAlias = "pa.RecordBatch | Batch"
 Decode = Callable[[pa.RecordBatch], Batch]
-Transform = Callable[[Batch], Mapping[str, Entry]]
+Transform = Callable[[Batch], Mapping[str, Entry] | tuple[Any, Any]]
+"""The result may also be a pair of features and labels, for a Trainer, unless batches go to a GPU at once."""
 
 
 class BatchSteps:

@@ -34,6 +34,11 @@ class DeviceDelivery:
 
     def send(self, batch: Batch | Mapping[str, Entry]) -> CopyInFlight:
         """Check a batch and begin to copy it."""
+        if isinstance(batch, tuple):
+            raise TypeError(
+                "With a device, a transform must give a mapping of names to columns, got a pair of features "
+                "and labels: leave device out, and a Trainer copies it."
+            )
         batch = batch if isinstance(batch, Batch) else Batch(batch)
         checks = self._checks
         for check in checks:

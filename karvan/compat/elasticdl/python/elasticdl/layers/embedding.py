@@ -13,6 +13,8 @@ from karvan.compat.unsupported import require_default
 from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.ragged import Ragged
 
+_IDS = "ids of an Embedding"  # no column of a batch, which would be looked up in advance, has this name
+
 
 class Embedding(nn.Module):
     """Vectors of `output_dim` numbers for ids, a tensor (samples,) or (samples, length), or a `kv.Ragged`.
@@ -51,7 +53,7 @@ class Embedding(nn.Module):
         self._length = input_length
         first = initialiser_of(embeddings_initializer)
         table = Table(output_dim, name=self.name, combiner=combiner or "sum", init=first)
-        self.engine = EmbeddingEngine({self.name: table})
+        self.engine = EmbeddingEngine({_IDS: table})
 
     def forward(self, ids: Tensor | Ragged) -> Tensor:
         """The vectors."""
@@ -65,7 +67,7 @@ class Embedding(nn.Module):
         return self._lookup(Ragged(flat, offsets))
 
     def _lookup(self, ids: Tensor | Ragged) -> Tensor:
-        vectors: Tensor = self.engine({self.name: ids})[self.name]
+        vectors: Tensor = self.engine({_IDS: ids})[_IDS]
         return vectors
 
     def _check(self, ids: Tensor | Ragged) -> None:
