@@ -16,7 +16,7 @@ import karvan as kv
 from karvan.compat.elasticdl.callbacks import LearningRateScheduler
 from karvan.compat.elasticdl.contract import ContractError, ModelContract
 from karvan.compat.elasticdl.feed_step import FeedStep, numbers_of
-from karvan.compat.elasticdl.flags import environment_of
+from karvan.compat.elasticdl.flags import environment_of, parse
 from karvan.compat.elasticdl.readers import open_data, parse_params
 from karvan.compat.import_aliases import import_aliases
 from karvan.compat.programs import SYSTEMS
@@ -243,6 +243,7 @@ def test_an_output_beside_checkpoints_is_the_trained_model(tmp_path, capfd):
         (["--get_model_steps", "2"], "is for asynchronous SGD"),
         (["--evaluation_steps", "2"], "needs --validation_data"),
         (["--checkpoint_steps", "2"], "needs --checkpoint_dir"),
+        (["--evaluation_throttle_secs", "60"], "evaluations are counted in steps"),
         (["--yaml", "x.yaml"], "--yaml is not supported"),
         (["--custom_training_loop", "true"], "karvan run --as elasticdl program.py"),
         (["--model_def", "CustomModel"], "expects a module and its model"),
@@ -275,6 +276,13 @@ def test_flags_without_a_meaning_are_warnings(tmp_path, capfd):
         "--image_name has no meaning here",
         "--num_workers has no meaning here",
     ]
+    load = ("--checkpoint_filename_for_init", "m", "--evaluation_data", "d", "--checkpoint_steps", "3")
+    with pytest.warns(UserWarning, match="checkpoint_steps has no meaning here: evaluate makes no steps"):
+        flags = parse("evaluate", [*map(str, zoo), *load])
+    assert (flags.checkpoint_dir_for_init, flags.validation_data) == ("m", "d")
+    with pytest.warns(UserWarning, match="evaluation_start_delay_secs|use_go_ps") as found:
+        parse("train", [*map(str, (*zoo, *words[:2])), "--evaluation_start_delay_secs", "9", "--use_go_ps"])
+    assert len(found) == 2
     assert environment_of("a=1,2,b=x=y") == {"a": "1,2", "b": "x=y"}
 
 

@@ -21,14 +21,18 @@ _WITHOUT_MEANING = (
     *("cluster_spec", "cluster_spec_json", "force_use_kube_config_file", "aux_params", "log_file_path"),
     *("master_resource_request", "master_resource_limit", "master_pod_priority", "worker_pod_priority"),
     *("worker_resource_request", "worker_resource_limit", "ps_resource_request", "ps_resource_limit"),
-    "ps_pod_priority",
+    *("ps_pod_priority", "use_go_ps"),
 )
+# Of training, which ElasticDL's evaluate and predict know, too.
+_OF_TRAINING = ("checkpoint_dir", "checkpoint_steps", "keep_checkpoint_max", "get_model_steps")
 _REFUSED = {
     "yaml": "there is no job of Kubernetes to describe: leave it out, and the job runs on this machine",
     "job_command": "run the program itself: karvan run --as elasticdl program.py",
     "custom_training_loop": "run the program itself: karvan run --as elasticdl program.py",
 }
+_SWITCHES = ("use_go_ps", "force_use_kube_config_file", "custom_training_loop")  # the value may be left out
 _DEFAULTS: Mapping[str, Any] = {"num_workers": 2, "num_ps_pods": 1, "job_name": "elasticdl"}
+_INITIAL = ("--checkpoint_dir_for_init", "--checkpoint_filename_for_init")  # the second is its former name
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STRATEGIES = (
     DistributionStrategy.LOCAL,
@@ -49,8 +53,9 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(f"elasticdl {command}", allow_abbrev=False, argument_default=None)
     _add_common(parser)
     {"train": _add_train, "evaluate": _add_evaluate, "predict": _add_predict}[command](parser)
-    for name in (*_WITHOUT_MEANING, *_REFUSED):
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name in (*_WITHOUT_MEANING, *_REFUSED, *(() if command == "train" else _OF_TRAINING)):
+        bare = {"nargs": "?"} if name in _SWITCHES else {}
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **bare)  # type: ignore[arg-type]
     flags = parser.parse_args(list(words))
     given = vars(flags)
     for name, reason in _REFUSED.items():
@@ -72,6 +77,11 @@ def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[
     for name in _WITHOUT_MEANING:
         if name in given:
             yield name, "the job runs in processes of this machine, without pods and images"
+    for name in _OF_TRAINING:
+        if name in given and command != "train":
+            yield name, f"{command} makes no steps"
+    if given.get("evaluation_start_delay_secs") is not None:
+        yield "evaluation_start_delay_secs", "evaluations begin at a step, or at the end of an epoch"
     for name in _DEFAULTS:
         if given[name] is not None and strategy == DistributionStrategy.LOCAL:
             yield name, "strategy Local trains in one process"
@@ -136,14 +146,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add(
         "--training_data", required=True, help="a folder or file of RecordIO or CSV, or what the reader takes"
     )
-    add("--validation_data", default="")
+    add("--validation_data", "--evaluation_data", dest="validation_data", default="")
     add("--num_epochs", type=int, default=1, help="0 for no end")
     add("--evaluation_steps", type=_count_or_zero, default=0, help="0: after every epoch")
+    add("--evaluation_throttle_secs", type=_count_or_zero, default=0, help="0 only: see --evaluation_steps")
+    add("--evaluation_start_delay_secs", type=_count_or_zero, help=argparse.SUPPRESS)
     add("--log_loss_steps", type=_count, default=100)
     add("--checkpoint_dir", default="")
     add("--checkpoint_steps", type=_count_or_zero, default=0, help="0: at the end only")
     add("--keep_checkpoint_max", type=_count_or_zero, default=0, help="0: all")
-    add("--checkpoint_dir_for_init", default="", help="a checkpoint or output to begin with")
+    add(*_INITIAL, dest="checkpoint_dir_for_init", default="", help="a checkpoint or output to begin with")
     add("--tensorboard_log_dir", default="")
     add("--use_async", type=_flag, nargs="?", const=True, default=False)
     add("--lr_staleness_modulation", type=_flag, nargs="?", const=True, default=False)
@@ -153,13 +165,13 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--validation_data", required=True)
-    parser.add_argument("--checkpoint_dir_for_init", required=True)
+    parser.add_argument("--validation_data", "--evaluation_data", dest="validation_data", required=True)
+    parser.add_argument(*_INITIAL, dest="checkpoint_dir_for_init", required=True)
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prediction_data", required=True)
-    parser.add_argument("--checkpoint_dir_for_init", required=True)
+    parser.add_argument(*_INITIAL, dest="checkpoint_dir_for_init", required=True)
     parser.add_argument("--prediction_outputs_processor", default="PredictionOutputsProcessor")
 
 
@@ -175,15 +187,20 @@ def _check(flags: argparse.Namespace) -> None:
             )
     if given.get("lr_staleness_modulation") and not flags.use_async:
         raise ContractError("--lr_staleness_modulation is for asynchronous SGD: expected --use_async=true.")
-    if given.get("get_model_steps", 1) > 1 and not flags.use_async:
+    if "training_data" in given and flags.get_model_steps > 1 and not flags.use_async:
         raise ContractError("--get_model_steps is for asynchronous SGD: expected --use_async=true.")
     for name in ("grads_to_wait", "sync_version_tolerance"):
         if given.get("use_async") and given.get(name) is not None and name in given:
             raise ContractError(f"--{name} is for synchronous SGD: expected no --use_async.")
+    if given.get("evaluation_throttle_secs"):
+        raise ContractError(
+            "--evaluation_throttle_secs is not supported: evaluations are counted in steps, by "
+            "--evaluation_steps."
+        )
     if given.get("evaluation_steps") and not flags.validation_data:
         raise ContractError("--evaluation_steps needs --validation_data.")
     for name in ("checkpoint_steps", "keep_checkpoint_max"):
-        if given.get(name) and not (flags.checkpoint_dir or flags.output):
+        if given.get(name) and "training_data" in given and not (flags.checkpoint_dir or flags.output):
             raise ContractError(f"--{name} needs --checkpoint_dir, where checkpoints are saved.")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +34,13 @@ def run(words: Sequence[str]) -> int:
         parser.add_argument("--base_image", default="python:3.11", help="the image to begin with")
         parser.add_argument("--local_pkg_dir", default="", help="a folder of wheels, in it, to install")
         parser.add_argument("--extra_pypi_index", default="", help="where pip finds more packages")
-        return _init(parser.parse_args(flags))
+        parser.add_argument("--cluster_spec", default="", help=argparse.SUPPRESS)
+        given = parser.parse_args(flags)
+        if given.cluster_spec:
+            warnings.warn(
+                "--cluster_spec has no meaning here: there is no cluster to describe.", stacklevel=2
+            )
+        return _init(given)
     parser.add_argument("path", help="the folder of models, with its Dockerfile")
     parser.add_argument("--image", required=True, help="the name of the image")
     return _build(parser.parse_args(flags))
