@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from karvan.train import callbacks, losses
     from karvan.train.contexts.eval_context import EvalContext, InferContext
     from karvan.train.contexts.train_context import TrainContext
+    from karvan.train.elastic_loop import ElasticLoop
     from karvan.train.prediction_files import write_predictions
     from karvan.train.reporting.model_reports import report
     from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BarProgress",
+    "ElasticLoop",
     "EvalContext",
     "FitResult",
     "InferContext",
@@ -49,6 +51,7 @@ _HOMES = {
     "karvan.train": "callbacks losses",
     "karvan.train.contexts.eval_context": "EvalContext InferContext",
     "karvan.train.contexts.train_context": "TrainContext",
+    "karvan.train.elastic_loop": "ElasticLoop",
     "karvan.train.prediction_files": "write_predictions",
     "karvan.train.reporting.model_reports": "report",
     "karvan.train.reporting.progress": "BarProgress NoProgress PlainProgress",

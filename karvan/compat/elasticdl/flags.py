@@ -7,8 +7,10 @@ happens, and cannot, is an error, and so is one that ElasticDL does not have.
 from __future__ import annotations
 
 import argparse
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from karvan.compat.elasticdl.constants import DistributionStrategy
@@ -27,9 +29,9 @@ _WITHOUT_MEANING = (
 _OF_TRAINING = ("checkpoint_dir", "checkpoint_steps", "keep_checkpoint_max", "get_model_steps")
 _REFUSED = {
     "yaml": "there is no job of Kubernetes to describe: leave it out, and the job runs on this machine",
-    "job_command": "run the program itself: karvan run --as elasticdl program.py",
-    "custom_training_loop": "run the program itself: karvan run --as elasticdl program.py",
+    "custom_training_loop": 'run the program: karvan run --as elasticdl train --job_command "python …"',
 }
+_NO_PODS = "the job runs in processes of this machine, without pods and images"
 _SWITCHES = ("use_go_ps", "force_use_kube_config_file", "custom_training_loop")  # the value may be left out
 _DEFAULTS: Mapping[str, Any] = {"num_workers": 2, "num_ps_pods": 1, "job_name": "elasticdl"}
 _INITIAL = ("--checkpoint_dir_for_init", "--checkpoint_filename_for_init")  # the second is its former name
@@ -63,7 +65,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
             raise ContractError(f"--{name} is not supported: {reason}.")
     flags.distribution_strategy = flags.distribution_strategy or DistributionStrategy.LOCAL
     for name, reason in _without_meaning(command, flags):
-        warnings.warn(f"--{name} has no meaning here: {reason}.", stacklevel=2)
+        _warn(name, reason)
     for name, value in _DEFAULTS.items():
         if given[name] is None:
             setattr(flags, name, value)
@@ -71,12 +73,54 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
+    """The flags of `train --job_command "python program.py"`; `program` is the path and its arguments."""
+    parser = _Parser("elasticdl train --job_command", allow_abbrev=False)
+    parser.add_argument("--job_command", required=True, help="python program.py, with its arguments")
+    parser.add_argument("--num_workers", type=_count, default=_DEFAULTS["num_workers"])
+    parser.add_argument("--job_name", default=_DEFAULTS["job_name"])
+    parser.add_argument("--envs", default="")
+    parser.add_argument(
+        "--distribution_strategy",
+        choices=[DistributionStrategy.ALLREDUCE],
+        default=DistributionStrategy.ALLREDUCE,
+    )
+    for name in _WITHOUT_MEANING:
+        bare = {"nargs": "?"} if name in _SWITCHES else {}
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **bare)  # type: ignore[arg-type]
+    flags = parser.parse_args(list(words))
+    for name in _WITHOUT_MEANING:
+        if name in vars(flags):
+            _warn(name, _NO_PODS)
+    flags.program = _program(flags.job_command)
+    return flags
+
+
+def _program(text: str) -> list[str]:
+    """The file of a program and its arguments, of "python program.py …" or "python -m package.module …"."""
+    words = shlex.split(text)
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+    if words[:1] == ["-m"]:
+        words = [f"{words[1].replace('.', '/')}.py" if len(words) > 1 else "", *words[2:]]
+    if not words or not Path(words[0]).is_file():
+        raise ContractError(
+            "--job_command expects python program.py, or python -m package.module of this folder, got "
+            f"'{text}'."
+        )
+    return [str(Path(words[0]).resolve()), *words[1:]]
+
+
+def _warn(name: str, reason: str) -> None:
+    warnings.warn(f"--{name} has no meaning here: {reason}.", stacklevel=3)
+
+
 def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The flags that were given and have no meaning, and why."""
     given, strategy = vars(flags), flags.distribution_strategy
     for name in _WITHOUT_MEANING:
         if name in given:
-            yield name, "the job runs in processes of this machine, without pods and images"
+            yield name, _NO_PODS
     for name in _OF_TRAINING:
         if name in given and command != "train":
             yield name, f"{command} makes no steps"

@@ -6,7 +6,7 @@
 | with --use_async | mode async: each worker pulls and pushes dense parameters on its own |
 | with --grads_to_wait of another number than all workers, or --sync_version_tolerance | mode async whose \
 servers collect that many gradients for a step and reject stale ones; the number of workers is fixed |
-| AllreduceStrategy | mode sync without servers |
+| AllreduceStrategy, --job_command | mode sync without servers |
 
 But for the third, workers lease records and may come and go.
 """
@@ -33,12 +33,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 def launch(command: str, flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Run a command as a job to its end; returns its exit code."""
-    spec = make_spec(command, flags, words)
-    outcome = Launcher(spec, commands_of(spec)).run()
-    assert outcome is not None  # only a detached job has none
-    if outcome.failure is not None:
-        print(f"error: {outcome.failure}", file=sys.stderr)
-    return outcome.code
+    return _run(make_spec(command, flags, words))
 
 
 def make_spec(command: str, flags: argparse.Namespace, words: Sequence[str]) -> JobSpec:
@@ -71,6 +66,30 @@ def make_spec(command: str, flags: argparse.Namespace, words: Sequence[str]) -> 
         return JobSpec.model_validate(job)
     except (ValueError, SettingsError) as error:
         raise ContractError(f"The flags describe no job that can be run: {error}") from error
+
+
+def launch_program(flags: argparse.Namespace) -> int:
+    """Run the program of --job_command as a job to its end; returns its exit code."""
+    return _run(make_program_spec(flags))
+
+
+def make_program_spec(flags: argparse.Namespace) -> JobSpec:
+    """The job of a program: workers that come and go, and share records and gradients by elasticai_api."""
+    workers, variables = flags.num_workers, environment_of(flags.envs)
+    trainers = {"min": 1, "max": workers, "replicas": workers, "args": ["program", *flags.program]}
+    job = {
+        **{"name": flags.job_name, "entry": _WORKER, "mode": "sync", "sharding": "dynamic"},
+        "roles": {"trainers": {**trainers, "env": variables}, "parameter_servers": {"replicas": 0}},
+    }
+    return JobSpec.model_validate(job)
+
+
+def _run(spec: JobSpec) -> int:
+    outcome = Launcher(spec, commands_of(spec)).run()
+    assert outcome is not None  # only a detached job has none
+    if outcome.failure is not None:
+        print(f"error: {outcome.failure}", file=sys.stderr)
+    return outcome.code
 
 
 def waits_for_some(command: str, flags: argparse.Namespace) -> bool:

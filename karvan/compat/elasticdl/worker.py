@@ -1,8 +1,15 @@
-"""The program of a worker: a command with its flags, in a process of a job."""
+"""The program of a worker, in a process of a job: a command with its flags, or that of --job_command."""
 
 import sys
+from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "program":
+    import karvan
+    from karvan.compat.programs import run_program
+
+    karvan.connect("sharded")
+    run_program("elasticdl", Path(sys.argv[2]), sys.argv[3:])
+elif __name__ == "__main__":
     from karvan.compat.cuda_fallback import cuda_fallback
     from karvan.compat.elasticdl.commands import work
     from karvan.compat.import_aliases import import_aliases

@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,6 +88,8 @@ class DataShardService:
         check_counts(1, batch_size=batch_size, num_epochs=num_epochs, dataset_size=dataset_size)
         check_counts(1, num_minibatches_per_shard=num_minibatches_per_shard)
         self.batch_size = batch_size
+        self.while_waiting: Callable[[], None] = lambda: clock.sleep(_POLL)
+        """What to do while others work on the last shards of an epoch."""
         self._process = os.getpid()
         self._seed = seed if shuffle else None
         self._pending: deque[_Fetched | None] = deque()  # handed out and not reported; None: to fill a batch
@@ -176,7 +179,7 @@ class DataShardService:
                     f"The epoch ends when all of its records are reported, but {len(self._pending)} that "
                     "this worker has fetched are not: call report_batch_done for each batch before the next."
                 )
-            clock.sleep(_POLL)
+            self.while_waiting()
 
     def _records(self, lease: TaskLease) -> tuple[list[int], list[_Fetched]]:
         """The numbers of the records that are left of a task, and what is done with each of them."""

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the optimizer of a loop with a controller."""
+"""`DistributedOptimizer`: the optimizer of a loop with a controller, which averages the gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from karvan.compat.elasticai_api.pytorch.controller import require_one_worker
+from karvan.compat.elasticai_api.pytorch.controller import require_group
 from karvan.compat.unsupported import UsageError
+from karvan.distributed import current
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -19,8 +20,13 @@ def DistributedOptimizer(  # noqa: N802
     fixed_global_batch_size: bool = False,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the only worker, which is the one given; one worker makes every step alone."""
-    require_one_worker()
+    """The optimizer itself: the controller averages its gradients over the workers that are there."""
+    require_group()
+    if fixed_global_batch_size and current().group is not None:
+        raise UsageError(
+            "DistributedOptimizer has steps of one batch of each worker, got fixed_global_batch_size=True: "
+            "use the global_accumulation_steps of kv.Trainer."
+        )
     if backward_passes_per_step != 1 or (global_batch_num_per_step or 1) != 1 or options:
         raise UsageError(
             "DistributedOptimizer expects steps of one batch, got options of others: use the "

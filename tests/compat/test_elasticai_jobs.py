@@ -1,0 +1,107 @@
+"""Loops of elasticai_api with several workers: gradients are averaged, also while workers are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support_paths import support_path
+
+from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.flags import parse_job_command
+from karvan.compat.elasticdl.job import make_program_spec
+
+PROGRAM = support_path("compat/elastic_loop_program.py")
+
+
+class LoopJob:
+    """The program as a job in a process of its own."""
+
+    def __init__(self, folder, records, epochs, size, pause, workers=2):
+        self.notes, self.log = folder / "notes", folder / "log"
+        self.notes.mkdir()
+        line = [sys.executable, "-m", "karvan", "run", "--as", "elasticdl", "train"]
+        line += [
+            "--job_command",
+            f"python {PROGRAM} {records} {epochs} {size}",
+            "--num_workers",
+            str(workers),
+        ]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*line, "--envs", f"NOTES={self.notes},PAUSE={pause}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def workers(self):
+        """Living workers that have made a step."""
+        found = [int(path.name.removeprefix("step-")) for path in self.notes.glob("step-*")]
+        return [pid for pid in found if Path(f"/proc/{pid}").exists()]
+
+    def wait_for(self, condition):
+        until = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < until, self.log.read_text()
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+
+    def finish(self):
+        """Wait for the end: what the workers have, one for each."""
+        (self.notes / "hurry").touch()
+        assert self.process.wait(180) == 0, self.log.read_text()
+        return [json.loads(path.read_text()) for path in self.notes.glob("end-*")]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+
+@pytest.mark.slow
+def test_workers_average_their_gradients_and_others_continue_when_one_is_killed(tmp_path):
+    records, epochs, size = 240, 2, 4
+    with LoopJob(tmp_path, records, epochs, size, pause=0.4) as job:
+        job.wait_for(lambda: len(job.workers()) == 2)
+        killed = max(job.workers())
+        os.kill(killed, signal.SIGKILL)
+        job.wait_for(lambda: killed not in job.workers() and len(job.workers()) == 2)  # another one trains
+        ends = job.finish()
+    newest = ends[0]
+    batches = records * epochs // size
+    # The last batch of the worker that was killed may be in a step, and is trained again.
+    assert batches <= newest["batches"] <= batches + 1, job.log.read_text()
+    extra = sum(newest["times"]) - records * epochs
+    assert extra == size * (newest["batches"] - batches)
+    assert min(newest["times"]) == epochs
+    assert max(newest["times"]) <= epochs + 1
+    # A mean of gradients of 1 in every step, from what the first worker of all began with.
+    assert newest["drift"] - newest["steps"] in (0.0, 1e6)
+    assert batches / 2 <= newest["steps"] < batches
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+
+
+def test_a_command_is_a_job_of_workers_that_come_and_go(tmp_path, monkeypatch):
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / "loop.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for text in ("python zoo/loop.py --a 'b c'", "python3 -m zoo.loop --a 'b c'", "zoo/loop.py --a 'b c'"):
+        flags = parse_job_command(["--job_command", text, "--num_workers", "3", "--envs", "A=1"])
+        assert flags.program == [str(tmp_path / "zoo" / "loop.py"), "--a", "b c"]
+    spec = make_program_spec(flags)
+    assert (spec.mode, spec.sharding, spec.roles.parameter_servers.replicas) == ("sync", "dynamic", 0)
+    assert (spec.roles.trainers.min, spec.roles.trainers.max, spec.roles.trainers.env) == (1, 3, {"A": "1"})
+    with pytest.raises(ContractError, match=r"expects python program\.py"):
+        parse_job_command(["--job_command", "python other.py"])
+    with pytest.raises(ContractError, match="unrecognized arguments: --model_zoo"):
+        parse_job_command(["--job_command", "python zoo/loop.py", "--model_zoo", "zoo"])
+    with pytest.warns(UserWarning, match="image_name has no meaning"):
+        parse_job_command(["--job_command", "python zoo/loop.py", "--image_name", "x"])
