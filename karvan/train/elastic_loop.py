@@ -30,6 +30,7 @@ from karvan.clock import clock
 from karvan.distributed import RankError, current
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.distributed.elastic.ordered_sum import ordered_sum
+from karvan.train.step.optimizer_step import engines_of
 
 _log = logging.getLogger("karvan.train")
 
@@ -56,6 +57,11 @@ class ElasticLoop:
         self._optimizer = optimizer
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._group = current().group if group is None else group
+        if self._group is not None and engines_of(model):
+            raise ValueError(
+                "ElasticLoop expects a model without embedding tables, whose rows would differ between "
+                "trainers: use a kv.Trainer."
+            )
         self._begun = False  # whether this trainer has the state of the others
         self._regroup_due = True
         self._last: Tensor | None = None  # the sum of the last step
@@ -113,6 +119,8 @@ class ElasticLoop:
             return
         if not self._begun:
             raise RuntimeError("ElasticLoop expects begin() before each batch, got a step without it.")
+        if any(each is not None for each in (*args[1:], *options.values())):
+            raise RuntimeError("ElasticLoop expects optimizer.step() without a closure, got one.")
         if self._summed is None:
             self._summed = self._sum(self._group, self._flat(batches=1))
         self._set_gradients(self._summed)
@@ -149,6 +157,8 @@ class ElasticLoop:
         pieces, exists = [], torch.zeros(len(self._parameters))
         for index, parameter in enumerate(self._parameters):
             if batches and parameter.grad is not None:
+                if parameter.grad.layout != torch.strided:
+                    raise TypeError(f"ElasticLoop expects dense gradients, got {parameter.grad.layout}.")
                 pieces.append(parameter.grad.detach().reshape(-1).to("cpu", torch.float32))
                 exists[index] = 1.0
             else:

@@ -245,7 +245,7 @@ def test_an_output_beside_checkpoints_is_the_trained_model(tmp_path, capfd):
         (["--checkpoint_steps", "2"], "needs --checkpoint_dir"),
         (["--evaluation_throttle_secs", "60"], "evaluations are counted in steps"),
         (["--yaml", "x.yaml"], "--yaml is not supported"),
-        (["--custom_training_loop", "true"], "karvan run --as elasticdl program.py"),
+        (["--custom_training_loop", "true"], "karvan run --as elasticdl train --job_command"),
         (["--model_def", "CustomModel"], "expects a module and its model"),
         (["--model_def", "nothing.CustomModel"], "there is no file"),
         (["--model_def", "zoo_model.Net"], "has no 'Net'. It has: "),

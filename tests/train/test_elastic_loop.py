@@ -7,6 +7,7 @@ import pytest
 import torch
 from role_loaders import in_threads
 
+import karvan as kv
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.distributed.elastic.group_client import GroupClient
@@ -167,3 +168,18 @@ def test_a_step_before_the_first_meeting_is_an_error(tmp_path):
     error = pytest.raises(RuntimeError, match=r"expects begin\(\) before each batch")
     with trainers(tmp_path, "one", least=1) as (trainer,), error:
         train(trainer.model, trainer.optimizer, batches_of(0, 1))
+
+
+def test_what_cannot_be_averaged_is_refused(tmp_path):
+    with trainers(tmp_path, "one", least=1) as (trainer,):
+        trainer.loop.begin()
+        with pytest.raises(RuntimeError, match="without a closure"):
+            trainer.optimizer.step(lambda: 0.0)
+        with pytest.raises(ValueError, match="a model without embedding tables"):
+            ElasticLoop(kv.EmbeddingEngine({"user": kv.Table(2)}), trainer.optimizer, trainer.group)
+        sparse = torch.nn.Embedding(3, 2, sparse=True)
+        loop = ElasticLoop(sparse, torch.optim.SGD(sparse.parameters(), lr=1.0), trainer.group)
+        loop.begin()
+        sparse(torch.tensor([1])).sum().backward()
+        with pytest.raises(TypeError, match=r"dense gradients, got torch\.sparse_coo"):
+            loop._optimizer.step()

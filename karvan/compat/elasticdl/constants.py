@@ -18,8 +18,10 @@ class DistributionStrategy:
 
 
 class TaskType:
-    """What a task is for."""
+    """What a task is for; those of readers have one of the first three."""
 
     TRAINING = "TRAINING"
     EVALUATION = "EVALUATION"
     PREDICTION = "PREDICTION"
+    WAIT = "WAIT"
+    TRAIN_END_CALLBACK = "TRAIN_END_CALLBACK"

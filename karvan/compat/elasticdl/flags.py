@@ -43,16 +43,17 @@ _STRATEGIES = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Raises an error instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
+        """See `ArgumentParser.error`."""
         raise ContractError(f"{self.prog}: {message}.")
 
 
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     """The flags of a command, checked; flags without a meaning are warned about."""
-    parser = _Parser(f"elasticdl {command}", allow_abbrev=False, argument_default=None)
+    parser = FlagParser(f"elasticdl {command}", allow_abbrev=False, argument_default=None)
     _add_common(parser)
     {"train": _add_train, "evaluate": _add_evaluate, "predict": _add_predict}[command](parser)
     for name in (*_WITHOUT_MEANING, *_REFUSED, *(() if command == "train" else _OF_TRAINING)):
@@ -75,7 +76,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
 
 def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
     """The flags of `train --job_command "python program.py"`; `program` is the path and its arguments."""
-    parser = _Parser("elasticdl train --job_command", allow_abbrev=False)
+    parser = FlagParser("elasticdl train --job_command", allow_abbrev=False)
     parser.add_argument("--job_command", required=True, help="python program.py, with its arguments")
     parser.add_argument("--num_workers", type=_count, default=_DEFAULTS["num_workers"])
     parser.add_argument("--job_name", default=_DEFAULTS["job_name"])

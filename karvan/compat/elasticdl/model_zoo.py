@@ -11,15 +11,10 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.flags import FlagParser
 from karvan.exit_codes import OK
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ContractError(f"{self.prog}: {message}.")
 
 
 def run(words: Sequence[str]) -> int:
@@ -28,7 +23,7 @@ def run(words: Sequence[str]) -> int:
     if command not in ("init", "build"):
         push = " An image is pushed by docker push IMAGE." if command == "push" else ""
         raise ContractError(f"zoo expects init or build, got '{command}'.{push}")
-    parser = _Parser(f"elasticdl zoo {command}", allow_abbrev=False)
+    parser = FlagParser(f"elasticdl zoo {command}", allow_abbrev=False)
     if command == "init":
         parser.add_argument("--model_zoo", default=".", help="the folder of models")
         parser.add_argument("--base_image", default="python:3.11", help="the image to begin with")

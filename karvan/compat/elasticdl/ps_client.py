@@ -100,13 +100,13 @@ class PSClient:
             "run": run,
             "mode": ASYNC.name,
             "staleness": 1,
-            "grad_reduce": "mean",
+            "grad_reduce": "sum",
             "divisor": 1,
             "dense": asdict(dense),
         }
         self._worker = f"worker-{worker_id}"
-        # Without grads_to_wait: gradients of rows are added up, and not divided by it.
-        self._connection = Connection(ConnectionSettings("remote", timeout=timeout, mode=ASYNC))
+        settings = ConnectionSettings("remote", grad_reduce="sum", timeout=timeout, mode=ASYNC)
+        self._connection = Connection(settings)
         servers = self._connection.servers = find_servers(list(addresses), hello, timeout)
         model = servers.new_model()
         self._servers = [DenseServerProxy(servers, number, model) for number in range(len(servers))]

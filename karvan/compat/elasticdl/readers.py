@@ -35,11 +35,12 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Metadata:
-    """What is known of records: the names of their columns, or None."""
+    """What is known of records: the names of their columns and, from readers of a model, their types."""
 
     column_names: list[str] | None = None
+    column_dtypes: list[Any] | None = None
 
 
 @dataclass(frozen=True)
