@@ -89,13 +89,35 @@ def test_workers_average_their_gradients_and_others_continue_when_one_is_killed(
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
+def test_a_module_of_this_folder_is_run_as_a_job(tmp_path):
+    package = tmp_path / "zoo"
+    package.mkdir()
+    (package / "sizes.py").write_text("RECORDS = 12\n")
+    (package / "loop.py").write_text(
+        "import sys\n"
+        "from zoo.sizes import RECORDS\n"
+        "from elasticai_api.common.data_shard_service import build_data_shard_service\n"
+        "service = build_data_shard_service(4, 1, RECORDS)\n"
+        "while (shard := service.fetch_shard()) is not None:\n"
+        "    print(sys.argv[1], len(shard.numbers()), flush=True)\n"
+        "    service.report_batch_done(len(shard.numbers()))\n"
+    )
+    line = [sys.executable, "-m", "karvan", "run", "--as", "elasticdl", "train", "--num_workers", "1"]
+    command = ["--job_command", "python -m zoo.loop trained"]
+    done = subprocess.run([*line, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "trained 12" in done.stdout
+
+
 def test_a_command_is_a_job_of_workers_that_come_and_go(tmp_path, monkeypatch):
     (tmp_path / "zoo").mkdir()
     (tmp_path / "zoo" / "loop.py").write_text("")
     monkeypatch.chdir(tmp_path)
     for text in ("python zoo/loop.py --a 'b c'", "python3 -m zoo.loop --a 'b c'", "zoo/loop.py --a 'b c'"):
         flags = parse_job_command(["--job_command", text, "--num_workers", "3", "--envs", "A=1"])
-        assert flags.program == [str(tmp_path / "zoo" / "loop.py"), "--a", "b c"]
+        kind = "module" if "-m" in text else "program"
+        assert flags.program == [kind, str(tmp_path / "zoo" / "loop.py"), "--a", "b c"]
     spec = make_program_spec(flags)
     assert (spec.mode, spec.sharding, spec.roles.parameter_servers.replicas) == ("sync", "dynamic", 0)
     assert (spec.roles.trainers.min, spec.roles.trainers.max, spec.roles.trainers.env) == (1, 3, {"A": "1"})

@@ -75,6 +75,9 @@ def test_partitions_and_columns_are_in_the_url_or_in_the_params(server):
     expected = (lines(10, 30), ["x", "y"])
     assert records_of("odps://shop/tables/days?partition=ds=20240102") == expected
     assert records_of("odps://shop/tables/days", {"partition": "ds=20240102"}) == expected
+    days = server.tables["shop", "days"]
+    days.put(days.records["ds=20240102"], "ds=50%+a")
+    assert records_of("odps://shop/tables/days", {"partition": "ds=50%+a"}) == expected
     seen, names = records_of(URL, {"columns": ["y"]})
     assert (seen, names) == ([[y] for _, y in lines(0, 40)], ["y"])
     assert {columns for _, _, columns in server.ranges()[-1:]} == {"y"}

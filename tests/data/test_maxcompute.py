@@ -274,6 +274,13 @@ def test_a_wrong_url_says_what_is_expected(url, error):
         read(url, 10)
 
 
+def test_values_of_partitions_are_decoded_once():
+    (table,) = parse_tables("odps://shop/tables/days?partition=ds=50%25+a,hh=%2541")
+    assert table.partition == (("ds", "50%+a"), ("hh", "%41"))
+    (plain,) = parse_tables("odps://shop/tables/days?partition=ds='20240101'/hh=07")
+    assert plain.partition_spec == "ds=20240101,hh=07"
+
+
 def test_options_of_files_are_refused(server):
     add_clicks(server, 10)
     with pytest.raises(ValueError, match="format is for files"):

@@ -75,7 +75,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
-    """The flags of `train --job_command "python program.py"`; `program` is the path and its arguments."""
+    """The flags of `train --job_command "python program.py"`; `program`: see `_program`."""
     parser = FlagParser("elasticdl train --job_command", allow_abbrev=False)
     parser.add_argument("--job_command", required=True, help="python program.py, with its arguments")
     parser.add_argument("--num_workers", type=_count, default=_DEFAULTS["num_workers"])
@@ -98,18 +98,19 @@ def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _program(text: str) -> list[str]:
-    """The file of a program and its arguments, of "python program.py …" or "python -m package.module …"."""
+    """`program` or `module`, the file and the arguments: of "python program.py …" or "python -m module …"."""
     words = shlex.split(text)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
-    if words[:1] == ["-m"]:
+    kind = "module" if words[:1] == ["-m"] else "program"
+    if kind == "module":
         words = [f"{words[1].replace('.', '/')}.py" if len(words) > 1 else "", *words[2:]]
     if not words or not Path(words[0]).is_file():
         raise ContractError(
             "--job_command expects python program.py, or python -m package.module of this folder, got "
             f"'{text}'."
         )
-    return [str(Path(words[0]).resolve()), *words[1:]]
+    return [kind, str(Path(words[0]).resolve()), *words[1:]]
 
 
 def _warn(name: str, reason: str) -> None:

@@ -76,7 +76,7 @@ def launch_program(flags: argparse.Namespace) -> int:
 def make_program_spec(flags: argparse.Namespace) -> JobSpec:
     """The job of a program: workers that come and go, and share records and gradients by elasticai_api."""
     workers, variables = flags.num_workers, environment_of(flags.envs)
-    trainers = {"min": 1, "max": workers, "replicas": workers, "args": ["program", *flags.program]}
+    trainers = {"min": 1, "max": workers, "replicas": workers, "args": flags.program}
     job = {
         **{"name": flags.job_name, "entry": _WORKER, "mode": "sync", "sharding": "dynamic"},
         "roles": {"trainers": {**trainers, "env": variables}, "parameter_servers": {"replicas": 0}},

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -95,7 +96,7 @@ def _url(origin: str, partition: Any) -> str:
         raise ContractError(
             f"'{origin}' has a partition: expected none in --data_reader_params, got another."
         )
-    return f"{url}?partition={partition}"
+    return f"{url}?partition={quote(str(partition), safe='=,/')}"
 
 
 class TableRecords:

@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__" and sys.argv[1] == "program":
+if __name__ == "__main__" and sys.argv[1] in ("program", "module"):
     import karvan
     from karvan.compat.programs import run_program
 
+    if sys.argv[1] == "module":
+        sys.path.insert(0, str(Path.cwd()))  # as python -m does
     karvan.connect("sharded")
     run_program("elasticdl", Path(sys.argv[2]), sys.argv[3:])
 elif __name__ == "__main__":

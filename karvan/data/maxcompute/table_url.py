@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from karvan.data.errors import DataError
 
@@ -73,7 +73,8 @@ def _parse(text: str) -> TableURL:
             f"A partition is an option of the URL: write {whole}?partition={spec}.",
             path=_SCHEME + path,
         )
-    options = parse_qsl(query, keep_blank_values=True)
+    parts = [each.partition("=") for each in query.split("&") if each]
+    options = [(name, unquote(value)) for name, _, value in parts]  # a plus is no space here
     if unknown := [name for name, _ in options if name != "partition"]:
         raise DataError(
             f"There is no option '{unknown[0]}' in a URL of MaxCompute; there is: partition.",
@@ -88,7 +89,7 @@ def _parse(text: str) -> TableURL:
 
 
 def _partition(spec: str, path: str) -> tuple[tuple[str, str], ...]:
-    pairs = [each.partition("=") for each in re.split("[,/]", unquote(spec))]
+    pairs = [each.partition("=") for each in re.split("[,/]", spec)]
     made = tuple((name.strip(), value.strip().strip("'\"")) for name, _, value in pairs)
     names = [name for name, _ in made]
     if not all(name and value for name, value in made) or len(set(names)) < len(names):
