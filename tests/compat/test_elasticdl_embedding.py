@@ -174,5 +174,6 @@ def test_rows_take_the_options_of_the_models_optimizer():
         row_optimizer(torch.optim.RMSprop(parameters))
     assert row_optimizer(torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)).defaults["nesterov"]
     assert row_optimizer(torch.optim.Adam(parameters, amsgrad=True)).defaults["amsgrad"]
+    assert row_optimizer(torch.optim.Adagrad(parameters, lr_decay=0.5)).defaults["lr_decay"] == 0.5
     with pytest.raises(ContractError, match=r"no dampening in SGD: expected 0, got 0\.5"):
         row_optimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5))

@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that it repeats: on import, kernels take a third of the time.
+"""Triton's interpreter without work that it repeats: on import, kernels run faster.
 
 Whenever a kernel is launched, and whenever it calls a function, the interpreter goes through all members of
 Triton's modules for those that it has to replace meanwhile. They are the same every time, and those that a

@@ -29,8 +29,8 @@ _KINDS: dict[type, tuple[type[SparseOptimizer], tuple[str, ...], dict[str, Any]]
     ),
     torch.optim.Adagrad: (
         optim.Adagrad,
-        ("lr", "eps", "initial_accumulator_value", "weight_decay"),
-        {"lr_decay": 0, "maximize": False},
+        ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay"),
+        {"maximize": False},
     ),
 }
 
