@@ -33,7 +33,10 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<OutputG
       sources[f].out_row = nullptr;
     }
   } else {  // keys of features without a gradient must not be touched: group again, without labels
-    std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.base < b.base; });
+    // A feature without ids has the base of the next one, which may be of another slot.
+    std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) {
+      return a.slot != b.slot ? a.slot < b.slot : a.base < b.base;
+    });
     own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), std::move(keys),
                                               plan_->groups_.unique_of.size());
     own_groups_->group_all();

@@ -54,7 +54,7 @@ def launched(folder):
         1: {name: PROGRAMS[name] for name in ("uneven", "accumulated", "fixed")},
     }
     listed = [[world, free_port(), list(programs.values())] for world, programs in plans.items()]
-    results = run(3, "trainer_programs:run_plans", plans=listed)
+    results = run(3, "trainer_programs:run_plans", files=folder, plans=listed)
     return {
         world: {name: [each[place][n] for each in results[:world]] for n, name in enumerate(plans[world])}
         for place, world in enumerate(plans)

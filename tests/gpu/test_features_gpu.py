@@ -140,7 +140,7 @@ def test_steps_whose_results_have_a_size_that_depends_on_data_wait_once_for_all_
         engine(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [each for each in recwarn if "synchronizing" in str(each.message)]
+    waits = [each for each in recwarn if "called a synchronizing" in str(each.message)]
     # bucketize and to_ids are two stages.
     assert len(waits) <= (2 if step == "bucketize" else 1), [str(each.message) for each in waits]
 

@@ -8,6 +8,7 @@ torch, which takes seconds; `start` starts whole new ones, for tests of how proc
 import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,9 +80,12 @@ def _forked(environment, log, function, folder, arguments):
         atexit._run_exitfuncs()  # which forks leave out
 
 
-def run(world, function, timeout=120, **arguments):
-    """What each rank returned."""
-    for _ in range(3):
+def run(world, function, timeout=120, files=None, **arguments):
+    """What each rank returned. files: a folder that they write to, which is emptied if they start again."""
+    for again in range(3):
+        if again and files is not None:
+            shutil.rmtree(files)
+            Path(files).mkdir()
         codes, logs, results = _run(world, function, timeout, arguments)
         if "EADDRINUSE" not in logs:  # somebody else was faster
             break

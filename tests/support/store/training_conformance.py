@@ -157,6 +157,25 @@ class TrainingConformance:
         assert torch.equal(engine.table("x").vectors([1, 2]), before["x"])
         torch.testing.assert_close(engine.table("y").vectors([1, 2]), before["y"] - 1.0)
 
+    def test_features_without_ids_beside_others_of_their_table(self, kind):
+        tables = {
+            "a": kv.Table(4, "shared"),
+            "b": kv.Table(4),
+            "c": kv.Table(4, combiner="ragged"),
+            "d": kv.Table(4, "shared"),
+        }
+        engine = kv.EmbeddingEngine(tables, store=kind.make())
+        opt = kv.optim.SGD(engine, lr=1.0)
+        nothing = kv.Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+        batch = {"a": torch.tensor([1]), "b": torch.tensor([2]), "c": nothing, "d": nothing}
+        out = engine(batch)
+        before = {"shared": engine.table("shared").vectors([1]), "b": engine.table("b").vectors([2])}
+        (out["a"].sum() + 2 * out["b"].sum() + out["c"].values.sum() + out["d"].sum()).backward()
+        opt.step()
+        torch.testing.assert_close(engine.table("shared").vectors([1]), before["shared"] - 1.0)
+        torch.testing.assert_close(engine.table("b").vectors([2]), before["b"] - 2.0)
+        assert [engine.table(name).rows for name in ("shared", "b", "c")] == [1, 1, 0]
+
     def test_tables_with_different_optimizers(self, kind):
         """Also those whose rows have the same layout."""
         rules = {"x": ref.make_rule("adam"), "y": ref.make_rule("ftrl"), "z": ref.make_rule("adagrad")}
