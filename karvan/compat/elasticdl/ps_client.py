@@ -256,6 +256,8 @@ class PSClient:
 
     def _push_rows(self, rows: Mapping[str, tuple[Tensor, Tensor]], rate: float | None) -> None:
         """Look the ids up once more, and give their vectors these gradients: a training step of the rows."""
+        from karvan.store.remote.store import RemoteStore  # imports Arrow Flight
+
         optimizers = {id(each): each for each in (self._table(table)[1] for table in rows)}
         for table, (ids, values) in rows.items():
             self._table(table)[0](Batch({table: ids}))[table].backward(values)
@@ -269,6 +271,10 @@ class PSClient:
                 optimizer.zero_grad()
                 for group, lr in zip(optimizer.param_groups, usual, strict=True):
                     group["lr"] = lr
+        for table in rows:  # other workers see the rows of a push that was accepted
+            store = self._table(table)[0].store
+            assert isinstance(store, RemoteStore)
+            store.window.drain()
 
     def _checked_rows(self, given: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Tensor, Tensor]]:
         rows: dict[str, tuple[Tensor, Tensor]] = {}
