@@ -9,6 +9,7 @@ import torch
 from cluster_helpers import serving
 from communication_programs import OPTIMIZERS, USE_OTHER, TwoHeads, batch_of, batches_of, make
 from ranks_helpers import run
+from shared_results import shared_result
 
 WORLDS = (2, 3)
 RESUMED = {
@@ -26,13 +27,20 @@ NAMES = {
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """Results by world, rank and program; each world is started once, as starting takes seconds."""
-    folder = str(tmp_path_factory.mktemp("runs"))
-    return {
-        world: run(
-            world, "communication_programs:everything", runs=folder, names=NAMES[world], options=RESUMED
-        )
-        for world in WORLDS
-    }
+
+    def launch(folder):
+        return {
+            world: run(
+                world,
+                "communication_programs:everything",
+                runs=str(folder),
+                names=NAMES[world],
+                options=RESUMED,
+            )
+            for world in WORLDS
+        }
+
+    return shared_result(tmp_path_factory, "dense_communication", launch)[1]
 
 
 def results(launched, world, program):

@@ -8,6 +8,7 @@ import torch
 import trainer_programs
 from free_ports import free_port
 from ranks_helpers import run
+from shared_results import shared_result
 
 PROGRAMS = {
     "uneven": ["uneven", {}],
@@ -25,12 +26,21 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("kept")
+def shared(tmp_path_factory):
+    return shared_result(tmp_path_factory, "trainer_ranks", launch)
 
 
 @pytest.fixture(scope="module")
-def launched(folder):
+def folder(shared):
+    return shared[0]
+
+
+@pytest.fixture(scope="module")
+def launched(shared):
+    return shared[1]
+
+
+def launch(folder):
     """Results by world and program, one for each rank; by three processes, as starting takes seconds."""
 
     def fit(name, **options):
