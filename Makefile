@@ -17,7 +17,7 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint map docs stubs bench clean
+.PHONY: help demo test test-native test-python test-slow lint docs stubs bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,12 +49,8 @@ lint: $(VENV)/.dev  ## style and types
 	@$(BIN)/ruff check --quiet $(CHECKED)
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/python tools/file_map.py --check
 
-map: $(VENV)/.dev  ## write the file map of docs/architecture.md from the first lines of the files
-	@$(BIN)/python tools/file_map.py
-
-docs: $(VENV)/.docs map  ## the documentation as a site, to out/site
+docs: $(VENV)/.docs  ## the documentation as a site, to out/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open out/site/index.html"
 

@@ -123,18 +123,6 @@ def test_no_module_imports_itself_through_others_for_types():
     assert _cycle(graph) == []
 
 
-MOST_FILES = 14
-
-
-def test_no_folder_holds_more_than_about_a_dozen_files():
-    folders = {path.parent for path in PACKAGE.rglob("*.py")}
-    files = {
-        str(folder.relative_to(ROOT)): sum(path.name[:2] != "__" for path in folder.glob("*.py"))
-        for folder in folders
-    }
-    assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
-
-
 def _path(module):
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -190,14 +178,6 @@ def test_no_module_imports_the_privates_of_another():
         if name and name.startswith("_") and name != "_native"
     ]
     assert private == []
-
-
-def test_no_file_holds_two_ideas():
-    sources = [
-        *PACKAGE.rglob("*.py"),
-        *(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".inc")),
-    ]
-    assert [str(path) for path in sources if len(path.read_text().splitlines()) > 500] == []
 
 
 def test_public_names_are_listed_and_exist():
