@@ -61,7 +61,7 @@ class Metric(ABC):
         selection = {"scores": scores}
         for role, name in (("labels", self.label), ("weights", self.weight), ("groups", self.group)):
             if name is not None:
-                selection[role] = _column(batch, name, role.removesuffix("s"))
+                selection[role] = self._column(batch, name, role.removesuffix("s"))
                 self._check_beside(role, selection[role], scores)
         return selection
 
@@ -148,6 +148,25 @@ class Metric(ABC):
         self._check_beside(role, tensor, scores)
         return tensor.detach().reshape(-1).to(scores.device)
 
+    def _column(self, batch: Mapping[str, Any], name: str, role: str) -> Tensor:
+        if name not in batch:
+            raise KeyError(
+                f"{type(self).__name__} expects the {role} '{name}' in the batch, which has: "
+                f"{listed(name, batch)} Name the right column: {type(self).__name__}({role}=…)."
+            )
+        entry = batch[name]
+        if isinstance(entry, Ragged) and entry.offsets is None:
+            entry = entry.values
+        refuse_missing(name, entry)
+        if not isinstance(entry, Tensor):
+            kind = "lists or strings" if isinstance(entry, Ragged) else type(entry).__name__
+            raise TypeError(
+                f"{type(self).__name__} expects the {role} '{name}' to be a tensor with one value per sample,"
+                f" got {kind}. Strings become ids in the loader, before a metric sees them: kv.data.read(…, "
+                f"transform=kv.FeatureEngine([kv.Feature('{name}').hash('farm')]))."
+            )
+        return entry
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.compute():.6g})"
 
@@ -158,17 +177,3 @@ def check_state(metric: Metric, expected: Mapping[str, Tensor], received: Mappin
         raise ValueError(
             f"A state of {type(metric).__name__} has {', '.join(expected)}; got {', '.join(received)}."
         )
-
-
-def _column(batch: Mapping[str, Any], name: str, role: str) -> Tensor:
-    if name not in batch:
-        raise KeyError(f"The {role} '{name}' is not in the batch, which has: {listed(name, batch)}")
-    entry = batch[name]
-    if isinstance(entry, Ragged) and entry.offsets is None:
-        entry = entry.values
-    refuse_missing(name, entry)
-    if not isinstance(entry, Tensor):
-        raise TypeError(
-            f"The {role} '{name}' must be a tensor with one value per sample, but is {type(entry).__name__}."
-        )
-    return entry

@@ -155,7 +155,7 @@ def test_auc_takes_logits_or_probabilities_and_says_when_it_is_given_the_wrong_o
 
 def test_wrong_input_is_named():
     batch, output = _batch(8)
-    with pytest.raises(KeyError, match="label 'click' is not in the batch, which has: label, user, w"):
+    with pytest.raises(KeyError, match="AUC expects the label 'click' in the batch, which has: label, u"):
         metrics.AUC(label="click").update(output, batch)
     with pytest.raises(ValueError, match="output=, the name of one of the model's outputs: ctr, cvr"):
         metrics.AUC().update({"ctr": output, "cvr": output}, batch)
@@ -169,8 +169,14 @@ def test_wrong_input_is_named():
         metrics.GAUC().add(output, batch["label"])
     with pytest.raises(TypeError, match=r"groups of integers, got torch\.float32"):
         metrics.GAUC().add(output, batch["label"], groups=output)
-    with pytest.raises(TypeError, match="must be a tensor with one value per sample, but is list"):
+    with pytest.raises(TypeError, match="to be a tensor with one value per sample, got list"):
         metrics.AUC().update(output, {"label": [1] * 8})
+    with pytest.raises(
+        TypeError, match=r"the group 'user' .* got lists or strings\. .*Feature\('user'\)\.hash"
+    ):
+        metrics.GAUC("user").update(
+            output, {"label": batch["label"], "user": kv.Ragged.from_lists([[65]] * 8)}
+        )
     with pytest.raises(ValueError, match="at least 2 bins, got 1"):
         metrics.AUC(bins=1)
     with pytest.raises(ValueError, match="k of at least 1, got 0"):
