@@ -350,3 +350,28 @@ def test_only_what_is_of_the_program_uses_its_random_generators():
 )
 def test_a_draw_from_a_generator_of_the_program_is_seen(draws):
     assert len(list(_global_draws(draws))) == 1
+
+
+# Who may rename: a file that was written anew takes its place by `karvan.files`, which waits for the disk.
+RENAMES = {
+    "karvan.files": "the one place",
+    "karvan.checkpoint.format.atomic_folder": "renames folders, whose files are on the disk",
+    "karvan.owner.lease": "sets the lease of another aside",
+    "karvan.launch.engines.keeper": "imports nothing; its files mean nothing after a loss of power",
+}
+
+
+def test_files_are_replaced_in_one_place():
+    renames = {
+        module
+        for module, tree in _modules().items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and not call.keywords
+        and (
+            ast.unparse(call.func) in ("os.replace", "os.rename", "shutil.move")
+            or (call.func.attr in ("rename", "replace") and len(call.args) == 1)
+        )
+    }
+    assert renames == RENAMES.keys()

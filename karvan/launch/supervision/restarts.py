@@ -36,8 +36,8 @@ class RestartBudget:
         return clock.now() + retry_delay(self._backoff, max(0, len(self._restarts) - 1), _LONGEST_DELAY)
 
     def times(self) -> list[float]:
-        """When restarts were counted, by the wall clock, for the next master."""
-        return [time.time() - (clock.now() - each) for each in self._restarts]
+        """When restarts were counted, by the wall clock in whole seconds, for the next master."""
+        return [round(time.time() - (clock.now() - each)) for each in self._restarts]
 
     def restore(self, times: Iterable[float]) -> None:
         """Count the restarts of the last master."""
