@@ -10,6 +10,7 @@ Errors of Karvan that wrap others have an attribute `temporary`, which decides.
 from __future__ import annotations
 
 import errno
+import random
 from typing import TypeVar
 
 Failure = TypeVar("Failure", bound=BaseException)
@@ -24,6 +25,14 @@ _OUTAGE_NUMBERS = frozenset(
     )
     if (number := getattr(errno, name, None)) is not None
 )
+
+
+_random = random.SystemRandom()  # Python's global generator belongs to the program, as do numpy's and torch's
+
+
+def retry_delay(first: float, attempt: int, longest: float) -> float:
+    """Seconds before the next attempt: doubled with each, and random, so that not all try at once."""
+    return min(first * 2.0 ** min(attempt, 30), longest) * _random.uniform(0.5, 1.0)
 
 
 def mark(error: Failure, temporary: bool) -> Failure:

@@ -271,3 +271,107 @@ def test_import_needs_no_extra_and_leaves_cuda_alone():
         "import karvan, torch; karvan.EmbeddingEngine; assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# Who may draw from or set the generators of the program: its own are for everybody else.
+USES_GLOBAL_GENERATORS = {
+    "karvan.train.state.randomness": "saves and restores them",
+    "karvan.cli.config.build_job": "train.seed of the configuration is that of the model",
+    "karvan.cli.commands.demo": "is a program, whose model has the same weights each time",
+    "karvan.compat.persia.utils": "setup_seed is PERSIA's function to set them",
+    "karvan.models.deepfm": "initial weights of a layer",
+}
+_TORCH_DRAWS = {
+    *("bernoulli", "dropout", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"),
+    *("randint_like", "randn", "randn_like", "randperm"),
+}
+_DRAWS_IN_PLACE = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"),
+    *("trunc_normal_", "uniform_"),
+}
+_SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"}
+_OF_NO_GENERATOR = {"default_rng", "Generator", "SFC64", "PCG64", "SeedSequence", "SystemRandom", "Random"}
+
+
+def _global_draws(source):
+    """The calls of a program that draw from or set the global generators of Python, numpy and torch."""
+    tree, names = ast.parse(source), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [
+                (a.asname, a.name) if a.asname else (a.name.partition(".")[0],) * 2 for a in node.names
+            ]
+            names |= dict(modules)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or {"generator", "random_state"} & {
+            each.arg for each in call.keywords
+        }:
+            continue
+        name = ast.unparse(call.func)
+        first, dot, rest = name.partition(".")
+        whole = f"{names.get(first, '?')}{dot}{rest}"
+        module, _, last = whole.rpartition(".")
+        if (
+            (module in ("random", "numpy.random") and last not in _OF_NO_GENERATOR)
+            or (
+                module in ("torch", "torch.cuda", "torch.random", "torch.nn.functional")
+                and last in _TORCH_DRAWS | _SEEDS
+            )
+            or (module == "torch.nn.init" and last.endswith("_"))
+            or last in _DRAWS_IN_PLACE
+        ):
+            yield f"{name}, line {call.lineno}"
+
+
+def test_only_what_is_of_the_program_uses_its_random_generators():
+    found = {module: list(_global_draws(_path(module).read_text())) for module in _modules()}
+    assert {
+        module: calls for module, calls in found.items() if calls and module not in USES_GLOBAL_GENERATORS
+    } == {}
+    assert [module for module in USES_GLOBAL_GENERATORS if not found[module]] == []
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        "import random; random.uniform(0, 1)",
+        "import random as r; r.shuffle([])",
+        "from random import choice; choice([1])",
+        "import numpy as np; np.random.permutation(3)",
+        "from numpy import random; random.rand()",
+        "import torch; torch.randperm(3)",
+        "from torch import rand; rand(3)",
+        "import torch; torch.empty(3).uniform_()",
+        "from torch import nn; nn.init.zeros_(w)",
+        "import torch; torch.cuda.manual_seed_all(1)",
+    ],
+)
+def test_a_draw_from_a_generator_of_the_program_is_seen(draws):
+    assert len(list(_global_draws(draws))) == 1
+
+
+# Who may rename: a file that was written anew takes its place by `karvan.files`, which waits for the disk.
+RENAMES = {
+    "karvan.files": "the one place",
+    "karvan.checkpoint.format.atomic_folder": "renames folders, whose files are on the disk",
+    "karvan.owner.lease": "sets the lease of another aside",
+    "karvan.launch.engines.keeper": "imports nothing; its files mean nothing after a loss of power",
+}
+
+
+def test_files_are_replaced_in_one_place():
+    renames = {
+        module
+        for module, tree in _modules().items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and not call.keywords
+        and (
+            ast.unparse(call.func) in ("os.replace", "os.rename", "shutil.move")
+            or (call.func.attr in ("rename", "replace") and len(call.args) == 1)
+        )
+    }
+    assert renames == RENAMES.keys()

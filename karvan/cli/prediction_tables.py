@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from karvan.cli.errors import CommandError
+from karvan.files import replacing
 from karvan.train import Prediction, prediction_files
 
 
@@ -60,17 +60,10 @@ def open_table(out: str) -> Iterator[TableFile]:
         raise CommandError(f"--out expects a .parquet or .csv file, or -, got '{out}'.")
     if not path.parent.is_dir():
         raise CommandError(f"--out expects a folder that exists, got '{path.parent}'.")
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            table = TableFile(path.suffix[1:], file)
-            yield table
-            table.close()
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        table = TableFile(path.suffix[1:], file)
+        yield table
+        table.close()
 
 
 def record_batch(prediction: Prediction, *, sigmoid: bool = False) -> pa.RecordBatch:

@@ -19,9 +19,9 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from pathlib import Path
 
+from karvan.files import replace_file
 from karvan.job.environment import variable
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -119,10 +119,7 @@ def _base(scheme: str, user: str, query: str) -> Path:
     base = _root() / f"{scheme}@{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if base not in _known or not (base / _FILE).exists():
         base.mkdir(0o700, parents=True, exist_ok=True)
-        new = base / f"{_FILE}.{secrets.token_hex(4)}"
-        new.touch(0o600)
-        new.write_text(content)
-        new.replace(base / _FILE)
+        replace_file(base / _FILE, content, 0o600)
         _known[base] = (user, query)
     return base
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import stat
@@ -38,9 +39,12 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
+from karvan.files import DamagedFileError, read_object, replace_file
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
 from karvan.launch.engines.local import keeper_lives
+
+_log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
 JOBS = variable("jobs")
@@ -55,6 +59,10 @@ class RunFolderError(RuntimeError):
 
 class JobRunsError(RunFolderError):
     """The job runs already."""
+
+
+class DamagedRunFolderError(RunFolderError):
+    """A file of a run folder is not what was written, as after a loss of power."""
 
 
 class RunFolder:
@@ -163,11 +171,24 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._runs_error() from None
-            if self.runs:
-                raise self._runs_error()
+            self._require_end()
             yield
         finally:
             os.close(lock)
+
+    def _require_end(self) -> None:
+        """A RunFolderError if the job runs; a damaged description is of a job that ended with its machine."""
+        try:
+            if self.runs:
+                raise self._runs_error()
+        except DamagedRunFolderError as error:
+            keepers = (self.path / "processes").glob("*")
+            if _is_locked(self.path / "master.lock") or any(
+                keeper_lives({"folder": each}) for each in keepers
+            ):
+                text = f"{error} But its processes still run: stop them first, with SIGTERM to its master."
+                raise RunFolderError(text) from None
+            _log.warning("%s It is launched anew.", error)
 
     @contextmanager
     def mastering(self) -> Iterator[None]:
@@ -298,13 +319,10 @@ def _is_locked(path: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return found
+        return read_object(path)
+    except DamagedFileError as error:
+        raise DamagedRunFolderError(f"{error} `karvan launch` starts its job again.") from None
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(value))
-    os.replace(new, path)
+    replace_file(path, json.dumps(value))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from karvan import distributed
 from karvan.data.in_memory import nullable
+from karvan.files import replacing
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 from karvan.train.types import Prediction
 
@@ -38,15 +39,8 @@ def write_predictions(
         records = prediction.records
         name = f"rank-{rank:05d}-{place:08d}" if records is None else f"part-{records.number:08d}"
         batch = record_batch(prediction, sigmoid=sigmoid)
-        temporary = into / f".{name}.parquet.tmp-{os.uname().nodename}-{os.getpid()}"
-        try:
-            with temporary.open("wb") as file:
-                pq.write_table(pa.Table.from_batches([batch]), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, into / f"{name}.parquet")
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(into / f"{name}.parquet") as file:
+            pq.write_table(pa.Table.from_batches([batch]), file)
         rows += batch.num_rows
     return rows
 

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import os
-import random
 import secrets
 import threading
 from collections import deque
@@ -23,7 +22,7 @@ import pyarrow as pa
 
 from karvan.activity import activity
 from karvan.clock import clock
-from karvan.outages import mark
+from karvan.outages import mark, retry_delay
 from karvan.wire.errors import BusyError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed
 from karvan.wire.flight_connection import FlightConnection, short
@@ -35,7 +34,7 @@ from karvan.wire.server import REPORTED_ERRORS
 _log = logging.getLogger("karvan.wire")
 
 _CONNECT = 5.0  # seconds for one attempt to connect
-_LONGEST_PAUSE = 2.0  # seconds between two attempts
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0  # seconds between two attempts
 _GOODBYE = 1.0  # seconds to wait for the service to end the connection after a good-bye
 _SLOWEST = 8e6  # bytes per second that any network is assumed to carry: large messages get more time
 
@@ -259,7 +258,7 @@ class Client:
     def _pause(self, attempt: int, problem: str) -> bool:
         """Wait before the next attempt; returns whether there is one."""
         with self._changed:
-            pause = min(_LONGEST_PAUSE, 0.02 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1)
+            pause = retry_delay(_FIRST_PAUSE, attempt, _LONGEST_PAUSE)
             left = self._due() - clock.now()
             self._changed.wait_for(lambda: self._closing, max(0.0, min(pause, left)))
             now = clock.now()

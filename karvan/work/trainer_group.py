@@ -29,7 +29,6 @@ outlive the master.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
+from karvan.files import read_object, replace_file
 from karvan.outages import mark
 from karvan.protocol.trainer_group import GROUP_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
@@ -80,8 +80,8 @@ class TrainerGroup(Service):
         self._waits: dict[int, float] = {}  # when each that waits for the next round has called last
         self._heard: dict[int, float] = {}
         self._heard_last = now()  # of whomever
-        if path is not None and path.exists():
-            self._read(json.loads(path.read_text()))
+        if path is not None and (state := read_object(path)) is not None:
+            self._read(state)
         self.endpoints = endpoints(
             GROUP_CALLS,
             {
@@ -270,12 +270,7 @@ class TrainerGroup(Service):
             "left": sorted(self._left),
             "next_member": self._next_member,
         }
-        written = self._path.with_suffix(".new")
-        with written.open("w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(self._path)
+        replace_file(self._path, json.dumps(state))
 
     def _read(self, state: dict[str, Any]) -> None:
         self._round, self._run, self._group = state["round"], state["run"], state["group"]

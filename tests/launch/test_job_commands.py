@@ -1,5 +1,6 @@
 """`karvan status`, `karvan logs` and `karvan stop`, in every state of a job."""
 
+import fcntl
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from wire_helpers import wait_for
 
 from karvan.cli.main import main
 from karvan.data.leasing.client import WorkClient
+from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
 from karvan.wire import Security
 from karvan.work.holders import holder_of
 from karvan.work.spec import WorkSpec
@@ -91,6 +93,39 @@ def test_a_job_that_is_not_known_is_told_with_code_3(tmp_path, run):
         assert "got 'nobody'; there are none." in err
     assert run("status", "../etc")[0] == 3
     assert run("status", tmp_path / "none.yaml")[0] == 3
+
+
+@pytest.mark.parametrize("damage", ["", '{"spec": '])
+@pytest.mark.parametrize("file", ["job.json", "outcome.json"])
+def test_damage_is_told_for_the_damaged_job_alone(run, tmp_path, file, damage):
+    for name in ("good", "bad"):
+        folder = RunFolder.of_job(name)
+        make_private(folder.path)
+        folder.write_job({"launched": "today"})
+        folder.write_outcome(0, None, 0)
+    (RunFolder.of_job("bad").path / file).write_text(damage)
+    bad, good = json.loads(run("status", "--json", "-")[1])
+    assert (bad["job"], bad["state"]) == ("bad", "damaged")
+    assert (good["job"], good["state"], good["code"]) == ("good", "ended", 0)
+    assert run("status")[0] == 0
+    assert "ended with code 0" in run("status", "good")[1]
+    for command in ("status", "stop"):
+        code, out, err = run(command, "bad")
+        assert (code, out) == (3, "")
+        assert f"bad/{file} is damaged" in err
+        assert "`karvan launch`" in err
+
+
+def test_a_job_whose_description_is_damaged_can_be_launched_again_unless_it_runs(caplog):
+    folder = RunFolder.of_job("bad")
+    make_private(folder.path)
+    (folder.path / "job.json").touch()
+    with folder.launching():
+        assert "bad/job.json is damaged: it is empty" in caplog.text
+    with folder.path.joinpath("master.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RunFolderError, match=r"is damaged.*its processes still run"), folder.launching():
+            pass
 
 
 def test_stop_lets_trainers_save_and_now_kills(tmp_path, run):

@@ -270,3 +270,13 @@ def test_many_callers_at_once(service, server):
         for each in range(3):
             assert [n for base, n in done if base == 10 * index + each] == list(range(20))
         peer.close()
+
+
+def test_retries_leave_the_random_generator_of_the_program_alone():
+    with Server(Counting()) as gone:
+        address = gone.address
+    random.seed(5)
+    before = random.getstate()
+    with Client("counting", address, deadline=0.3) as peer, pytest.raises(WireError):
+        peer.call("echo")
+    assert random.getstate() == before

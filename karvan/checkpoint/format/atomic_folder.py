@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.safetensors_file import sync_folder
 from karvan.checkpoint.io.folder_locks import FileLock, folder_lock, is_held, take_lock
 from karvan.checkpoint.object_store import step_objects
+from karvan.files import sync_folder
 from karvan.job.checkpoint_url import url_of
 from karvan.outages import is_temporary
 

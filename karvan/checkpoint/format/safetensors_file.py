@@ -277,12 +277,3 @@ def _read_bytes(path: Path, file: Any, size: int) -> Bytes:
             raise DamagedCheckpointError.mismatch(path, f"{size} more bytes", at)
         at += count
     return data
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the folder's entries are on the disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.object_store import objects
+from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.outages import is_temporary
 
@@ -104,6 +104,4 @@ def fetch(path: Path) -> None:
     if path.exists() and path.stat().st_size >= len(content):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    new.write_bytes(content)
-    new.replace(path)
+    replace_file(path, content)

@@ -176,10 +176,12 @@ _KILLED = {"code": None, "failure": "its processes were killed, or the machine w
 @contextmanager
 def _known(job: str) -> Iterator[JobClient]:
     from karvan.launch.master.job_client import JobClient, MasterAwayError, RefusedByJobError, UnknownJobError
-    from karvan.launch.run_folder import RunFolderError
+    from karvan.launch.run_folder import DamagedRunFolderError, RunFolderError
 
     try:
         yield JobClient(job)
+    except DamagedRunFolderError as error:
+        raise CommandError(str(error), DAMAGED) from error
     except UnknownJobError as error:
         raise CommandError(str(error), DAMAGED) from error
     except MasterAwayError as error:
@@ -200,21 +202,9 @@ def _end_text(outcome: dict[str, Any] | None) -> str:
 
 
 def _show_all(json_path: str | None) -> int:
-    from karvan.launch.master.job_client import JobClient, job_names
+    from karvan.launch.master.job_client import job_names
 
-    rows = []
-    for name in job_names():
-        client = JobClient(name)
-        outcome = client.outcome()
-        state = "running" if client.runs else "ended" if outcome is not None else "killed"
-        rows.append(
-            {
-                "job": name,
-                "state": state,
-                "code": None if outcome is None else outcome["code"],
-                "launched": client.job["launched"],
-            }
-        )
+    rows = [_row(name) for name in job_names()]
     if not write_json(json_path, rows):
         print_table(
             None if rows else "No job was launched yet.",
@@ -223,6 +213,21 @@ def _show_all(json_path: str | None) -> int:
             right=["code"],
         )
     return OK
+
+
+def _row(name: str) -> dict[str, Any]:
+    """A job among others: what is damaged of it concerns nobody else."""
+    from karvan.launch.master.job_client import JobClient
+    from karvan.launch.run_folder import DamagedRunFolderError
+
+    try:
+        client = JobClient(name)
+        outcome = client.outcome()
+        state = "running" if client.runs else "ended" if outcome is not None else "killed"
+    except DamagedRunFolderError:
+        return {"job": name, "state": "damaged", "code": None, "launched": None}
+    code = None if outcome is None else outcome["code"]
+    return {"job": name, "state": state, "code": code, "launched": client.job["launched"]}
 
 
 def _show(found: dict[str, Any]) -> None:

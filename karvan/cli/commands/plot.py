@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import webbrowser
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import typer
 from karvan.cli.errors import DAMAGED, OK, CommandError
 from karvan.cli.folder_arguments import folder_of
 from karvan.cli.output import console, help_of
+from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 
 
@@ -89,10 +89,7 @@ def _beside(run: Path) -> Path:
 
 def _write(target: Path, page: str) -> None:
     """Replace the file at once, so that a browser never reads half a page."""
-    temporary = target.with_name(f".{target.name}.new")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, target)
+        replace_file(target, page)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CommandError(f"{target} cannot be written: {error.strerror}.") from error

@@ -1,19 +1,19 @@
 """`JobState`: what a supervisor knows of its job, in a file, so that the next master continues from it.
 
-The file is small, and replaced as a whole before and after every start of a process, and after every event:
-a master that is killed leaves the state before or after a change. It must survive the process, not the
-machine that has the file, so nothing is synced to the disk; network file systems write a file when it is
-closed. A full disk does not end the job, but is reported.
+The file is small, and replaced as a whole before and after every start of a process, and after every event
+that changes something: a master that is killed leaves the state before or after a change. A full disk does
+not end the job, but is reported.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from karvan.files import read_object, replace_file
 
 _log = logging.getLogger(__name__)
 _reported: set[Path] = set()  # files that could not be written, of which a warning is enough
@@ -44,27 +44,29 @@ class JobState:
     restarts: list[float] = field(default_factory=list)  # wall-clock times
     crash_loop: list[Any] = field(default_factory=list)
     members: dict[str, MemberState] = field(default_factory=dict)
+    saved: str = field(default="", init=False)  # the content of the file
 
     @classmethod
     def read(cls, path: Path) -> JobState:
         """The state in a file; a new one if there is none."""
-        try:
-            values = json.loads(path.read_bytes())
-        except FileNotFoundError:
+        values = read_object(path)
+        if values is None:
             return cls(path)
         members = {name: MemberState(**each) for name, each in values.pop("members").items()}
         return cls(path, **values, members=members)
 
     def save(self) -> None:
-        """Replace the file, if there is one."""
+        """Replace the file, if there is one and something has changed."""
         if self.path is None:
             return
         values = asdict(self)
-        del values["path"]
-        new = self.path.with_name(f"{self.path.name}.new")
+        del values["path"], values["saved"]
+        content = json.dumps(values)
+        if content == self.saved:
+            return
         try:
-            new.write_text(json.dumps(values))
-            os.replace(new, self.path)
+            replace_file(self.path, content)
+            self.saved = content
             _reported.discard(self.path)
         except OSError as error:
             if self.path not in _reported:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Iterable
 
 from karvan.clock import clock
+from karvan.outages import retry_delay
 
 _LONGEST_DELAY = 30.0
 
@@ -33,12 +33,11 @@ class RestartBudget:
 
     def due(self) -> float:
         """When the restart is due; delays are random, so that not all restart at once."""
-        doubled = self._backoff * 2.0 ** (len(self._restarts) - 1)
-        return clock.now() + min(doubled, _LONGEST_DELAY) * random.uniform(0.5, 1.0)
+        return clock.now() + retry_delay(self._backoff, max(0, len(self._restarts) - 1), _LONGEST_DELAY)
 
     def times(self) -> list[float]:
-        """When restarts were counted, by the wall clock, for the next master."""
-        return [time.time() - (clock.now() - each) for each in self._restarts]
+        """When restarts were counted, by the wall clock in whole seconds, for the next master."""
+        return [round(time.time() - (clock.now() - each)) for each in self._restarts]
 
     def restore(self, times: Iterable[float]) -> None:
         """Count the restarts of the last master."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
+from karvan.files import replace_file
 from karvan.train.reporting.results import Report
 
 _log = logging.getLogger("karvan.train")
@@ -81,8 +81,6 @@ def complete_lines(path: Path) -> list[str]:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file atomically: it has its old or its new lines at any moment."""
+    """Give a file other lines; it has its old or its new ones at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text("".join(f"{line}\n" for line in lines))
-    os.replace(temporary, path)
+    replace_file(path, "".join(f"{line}\n" for line in lines))
