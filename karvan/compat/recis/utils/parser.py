@@ -1,4 +1,4 @@
-"""`ArgumentParser`: arguments of a command that fill dataclasses, as `--batch_size 32 --drop_remainder=true`."""
+"""`ArgumentParser`: arguments that fill dataclasses, as `--batch_size 32 --drop_remainder=true`."""
 
 from __future__ import annotations
 
