@@ -1,6 +1,7 @@
 """Programs of other systems: aliases of their packages, the fallback to the CPU, and `karvan run`."""
 
 import sys
+import threading
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from forked_programs import run_forked
 
 from karvan.cli.main import main
-from karvan.compat.cuda_fallback import cuda_fallback, device_of
+from karvan.compat.cuda_fallback import cpu_devices, cuda_fallback, device_of
 from karvan.compat.import_aliases import import_aliases
 
 
@@ -63,7 +64,10 @@ def test_a_package_that_was_imported_already_is_refused(package):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_programs_run_on_the_cpu_with_one_warning():
-    before = (torch.cuda.set_device, torch.nn.Module.cuda, torch.Tensor.cuda)
+    def places():
+        return [torch.cuda.set_device, torch.nn.Module.cuda, torch.Tensor.cuda, torch.Tensor.to, torch.load]
+
+    before = places()
     with warnings.catch_warnings(record=True) as found, cuda_fallback():
         warnings.simplefilter("always")
         torch.cuda.set_device(3)
@@ -74,8 +78,79 @@ def test_without_a_gpu_programs_run_on_the_cpu_with_one_warning():
     assert [str(warning.message) for warning in found] == [
         "The program asks for a GPU, but there is none: it runs on the CPU."
     ]
-    assert before == (torch.cuda.set_device, torch.nn.Module.cuda, torch.Tensor.cuda)
+    assert before == places()
     assert device_of("cuda") == torch.device("cuda")
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")
+
+
+def _loaded(tmp_path):
+    torch.save(torch.ones(2), tmp_path / "saved")
+    return torch.load(tmp_path / "saved", map_location="cuda")
+
+
+def _within_a_device():
+    with torch.device("cuda"):
+        return torch.nn.Linear(2, 2).weight + torch.zeros(2)
+
+
+def _in_a_thread():
+    def work():
+        with cpu_devices():
+            made.append(torch.ones(2, device="cuda:0") + torch.ones(2).to("cuda"))
+
+    made = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda path: torch.ones(2).to("cuda"), torch.float32),
+        (lambda path: torch.ones(2).to(0), torch.float32),
+        (lambda path: torch.ones(2).to(torch.device("cuda", 1), torch.float64), torch.float64),
+        (lambda path: torch.ones(2).to(device="cuda", dtype=torch.int32), torch.int32),
+        (lambda path: torch.ones(2).new_zeros(2, device="cuda"), torch.float32),
+        (lambda path: torch.zeros_like(torch.ones(2), device="cuda"), torch.float32),
+        (lambda path: torch.tensor([1], device="cuda"), torch.int64),
+        (lambda path: torch.arange(2, device=0), torch.int64),
+        (lambda path: torch.nn.Linear(2, 2).to("cuda:0").weight, torch.float32),
+        (lambda path: torch.nn.Linear(2, 2, device="cuda").weight, torch.float32),
+        (lambda path: _within_a_device(), torch.float32),
+        (lambda path: _in_a_thread(), torch.float32),
+        (_loaded, torch.float32),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The program asks for a GPU")
+def test_every_way_to_ask_for_a_gpu_stays_on_the_cpu(make, dtype, tmp_path):
+    with cuda_fallback():
+        made = make(tmp_path)
+    assert made.is_cpu
+    assert made.dtype is dtype
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_program_for_large_machines_with_gpus_runs_on_a_small_one(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "torch.set_num_interop_threads(0)\n"
+        "torch.set_num_threads(1 // 16)\n"
+        "torch.set_default_device('cuda')\n"
+        "dist.init_process_group('nccl', device_id=torch.device('cuda:0'))\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.to(torch.float32) + torch.ones(x.shape[0], device=x.device)\n"
+        "made = torch.jit.script(Net())(torch.zeros(2)).tolist()\n"
+        "print(made, dist.get_backend(), torch.get_num_threads())\n"
+    )
+    done = run_forked([sys.executable, "-m", "karvan", "run", "--as", "recis", str(program)])
+    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0] gloo 1\n"), done.stderr
+    assert done.stderr.count("The program asks for a GPU") == 1
 
 
 def test_a_program_has_its_arguments_its_folder_and_its_imports(tmp_path, capfd):

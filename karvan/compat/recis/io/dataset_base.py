@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import IterableDataset
 
-from karvan.compat.cuda_fallback import device_of
+from karvan.compat.cuda_fallback import cpu_devices, device_of
 from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.data import Fixed, Loader, Raw, Varlen, read
@@ -96,13 +96,11 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         """Read a column with any number of values in a row.
 
         Strings are hashed. With trans_int8 they are read as bytes of int8, with the offsets of rows, which
-        are lists of strings, and those of strings.
+        are lists of strings, and those of strings. hash_bucket has a meaning with a hash_type only.
         """
         self._declare()
         if hash_type is not None and hash_type not in ("farm", "murmur"):
             raise ValueError(f"varlen_feature expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
-        if hash_type is None and hash_bucket:
-            raise ValueError(f"varlen_feature expects a hash_type with hash_bucket={hash_bucket}, got none.")
         if hash_type is None and trans_int8:
             self._add_column(Raw(name))
             self._texts.add(name)
@@ -153,8 +151,9 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
     def _transform(self, batch: Batch) -> dict[str, Any]:
         """What a batch becomes by the functions, in Karvan's form."""
         made: Any = [{name: self._entry(name, entry) for name, entry in batch.items()}]
-        for function in (*self._maps, *self._transforms):
-            made = function(made)
+        with cpu_devices():  # this is a thread of the loader
+            for function in (*self._maps, *self._transforms):
+                made = function(made)
         self.listed = isinstance(made, list)
         if self.listed and len(made) == 1:
             made = made[0]
