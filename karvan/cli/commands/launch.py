@@ -90,6 +90,8 @@ def launch(
     for path in spec.files():
         if not path.is_file():
             raise CommandError(f"{target}: there is no file {path}.", DAMAGED)
+    if spec.system == "persia":
+        spec = _with_its_configuration(spec)
     _check_token_file(spec)
     if engine == "ray":
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -132,6 +134,19 @@ def follow(
     if outcome.failure is not None:
         raise CommandError(outcome.failure, outcome.code)
     return outcome.code
+
+
+def _with_its_configuration(spec: JobSpec) -> JobSpec:
+    """A job of PERSIA with the limits of its global_config.yml; a wrong file is an error before it starts."""
+    from karvan.compat.persia.bridge.embedding_config import VARIABLE, read_slots
+    from karvan.compat.persia.bridge.global_config import with_global_config
+    from karvan.compat.unsupported import UnsupportedError
+
+    try:
+        read_slots(spec.roles.trainers.env.get(VARIABLE))
+        return with_global_config(spec)
+    except UnsupportedError as error:
+        raise CommandError(str(error)) from error
 
 
 def _check_token_file(spec: JobSpec) -> None:

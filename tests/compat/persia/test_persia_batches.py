@@ -150,12 +150,14 @@ def test_an_unknown_feature_is_named(configure):
         ({}, "slots_config"),
         ({"slots_config": {}}, "at least one slot"),
         ({"slots_config": {"user": {}}}, "user.dim"),
-        ({"slots_config": {"user": {"dim": 4, "dims": 3}}}, "unknown key 'dims'"),
-        ({"slots_config": {"user": {"dim": 4}}, "groups": {}}, "unknown key 'groups'"),
         ({"slots_config": {"user": {"dim": 4}}, "feature_groups": {"a": ["item"]}}, "names the slot 'item'"),
         (
             {"slots_config": {"user": {"dim": 4}}, "feature_groups": {"a": ["user"], "b": ["user"]}},
             "in two groups, 'a' and 'b'",
+        ),
+        (
+            {"slots_config": {"user": {"dim": 4}, "item": {"dim": 4}}, "feature_groups": {"user": ["item"]}},
+            "the name of a slot that is not in it, 'user'",
         ),
         (
             {"slots_config": {"user": {"dim": 4, "sqrt_scaling": True, "embedding_summation": False}}},

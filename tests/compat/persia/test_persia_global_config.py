@@ -1,5 +1,7 @@
 """`global_config.yml`: keys that map to something, that warn, and that are refused by name."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from persia_job import PersiaJob
 
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.launch.job_spec import JobSpec
+from karvan.launch.role_environment import environment_of
 
 
 @pytest.fixture
@@ -106,11 +110,8 @@ def test_a_server_has_the_capacity_of_its_global_configuration(configure, tmp_pa
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ({"common_config": {"metrics_config": {"enable_metrics": True}}}, "enable_metrics: true"),
         ({"common_config": {"job_type": "Infer"}}, r"job_type: Infer.*kv\.InferContext"),
-        ({"common_config": {"infer_config": {"servers": ["a:1"]}}}, "infer_config"),
         ({"embedding_parameter_server_config": {"enable_incremental_update": True}}, "full_every=n"),
-        ({"embedding_parameter_server_config": {"incremental_dir": "x"}}, "enable_incremental_update"),
     ],
 )
 def test_what_is_unsupported_is_refused_by_name(apply, content, text):
@@ -121,21 +122,104 @@ def test_what_is_unsupported_is_refused_by_name(apply, content, text):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ({"common": {}}, "unknown key 'common'"),
         ({"common_config": {"job_type": "Serve"}}, "job_type"),
         ({"embedding_worker_config": {"forward_buffer_size": 0}}, "forward_buffer_size"),
         ({"embedding_parameter_server_config": {"capacity": 0}}, "capacity"),
+        ({"embedding_server_config": {}, "shard_server_config": {}}, "got both"),
         ([1], "must be a mapping"),
     ],
 )
-def test_unknown_keys_and_wrong_values_are_errors(apply, content, text):
+def test_wrong_values_are_errors(apply, content, text):
     with pytest.raises(ValueError, match=text):
         apply(content)
 
 
-def test_tuning_of_persias_machinery_warns(apply):
-    with pytest.warns(UserWarning, match="num_hashmap_internal_shards=7 of PERSIA has no effect here"):
-        apply({"embedding_parameter_server_config": {"num_hashmap_internal_shards": 7}})
+PUBLISHED = {  # the form of PERSIA's own examples
+    "common_config": {
+        "metrics_config": {"enable_metrics": True, "push_interval_sec": 10},
+        "job_type": "Train",
+        "infer_config": {"servers": ["a:1"]},
+    },
+    "embedding_parameter_server_config": {
+        "capacity": 56,
+        "num_hashmap_internal_shards": 1,
+        "enable_incremental_update": False,
+        "incremental_buffer_size": 5_000_000,
+        "incremental_channel_capacity": 1000,
+        "incremental_dir": "x",
+        "capcity": 3,
+    },
+    "embedding_worker_config": {"forward_buffer_size": 1000},
+}
+WARNINGS = {
+    "enable_metrics=True": "karvan status",
+    "common_config.metrics_config.push_interval_sec": "seconds between two pushes",
+    "infer_config=": "InferContext",
+    "num_hashmap_internal_shards=1": "32 shards",
+    "incremental_buffer_size=5000000": "deltas of kv.Checkpoints",
+    "embedding_parameter_server_config.incremental_channel_capacity": "deltas of kv.Checkpoints",
+    "incremental_dir='x'": "deltas of kv.Checkpoints",
+    "embedding_parameter_server_config.capcity": "it is no key of PERSIA",
+}
+
+
+def test_keys_without_a_counterpart_warn_once_in_a_process(configure, apply):
+    from persia.ctx import eval_ctx
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert apply(PUBLISHED, Role.PARAMETER_SERVER).capacity == 56
+        with eval_ctx() as ctx:  # which reads the file several times
+            assert ctx.get_embedding_size() == [0]
+    texts = [str(each.message) for each in caught if "of PERSIA" in str(each.message)]
+    assert len(texts) == len(WARNINGS)
+    for key, reason in WARNINGS.items():
+        (text,) = (text for text in texts if f"{key} of PERSIA has no effect here: " in text or key in text)
+        assert reason in text
+
+
+def test_names_of_earlier_versions_mean_those_of_now(apply):
+    older = {
+        "common_config": {"intent": "Train", "metrics_config": None},
+        "shard_server_config": {"capacity": 7},
+        "middleware_config": {"forward_buffer_size": 8},
+    }
+    assert apply(older, Role.PARAMETER_SERVER).capacity == 7
+    assert apply(older).embedding_worker_batches == 8
+
+
+def test_slots_of_earlier_versions_warn_once_for_a_key(configure):
+    from persia.bridge.embedding_config import read_slots
+
+    slot = {"dim": 4, "index_prefix": 5, "capacity": 100_000}
+    configure(
+        {"feature_index_prefix_bit": 12, "slot_config": {"user": slot, "item": slot}, "feature_groups": {}}
+    )
+    with pytest.warns(UserWarning, match="of PERSIA has no effect") as caught:
+        assert {name: slot.dim for name, slot in read_slots().slots_config.items()} == {"user": 4, "item": 4}
+    texts = sorted(str(each.message).partition(": ")[2] for each in caught)
+    assert [text.split()[0] for text in texts] == ["slots_config.*.capacity", "slots_config.*.index_prefix"]
+
+
+def test_a_launched_job_has_the_limits_of_its_configuration(configure, tmp_path, monkeypatch):
+    from persia.bridge.global_config import with_global_config
+
+    (tmp_path / "limits.yml").write_text(
+        yaml.safe_dump({**LIMIT, "embedding_worker_config": {"forward_buffer_size": 9}})
+    )
+
+    def launched(**servers):
+        roles = {"parameter_servers": servers, "embedding_workers": 1}
+        return with_global_config(JobSpec(name="job", entry="a.py", system="persia", roles=roles))
+
+    assert launched(capacity=3).roles.parameter_servers.capacity == 3
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(tmp_path / "limits.yml"))
+    spec = launched()
+    server = environment_of(spec, Role.PARAMETER_SERVER, 0, registry="a:1", generation=0)
+    worker = environment_of(spec, Role.EMBEDDING_WORKER, 0, registry="a:1", generation=0)
+    assert (server["KARVAN_CAPACITY"], worker["KARVAN_EMBEDDING_WORKER_BATCHES"]) == ("5", "9")
+    with pytest.raises(ValueError, match=r"capacity is 3, and capacity in .*limits.yml is 5"):
+        launched(capacity=3)
 
 
 def test_workers_write_checkpoints(configure, apply, tmp_path):

@@ -177,11 +177,21 @@ def test_one_file_launches_a_whole_job(job):
 
 
 @pytest.mark.slow
-def test_a_launched_job_says_where_its_limits_are(job):
+def test_a_launched_job_has_the_capacity_of_its_global_configuration(job):
     (job.folder / "global.yml").write_text("embedding_parameter_server_config: {capacity: 5}\n")
     ended = launch(job, PERSIA_GLOBAL_CONFIG=str(job.folder / "global.yml"))
-    assert ended.returncode == 2  # the same error at every start
-    assert "capacity in a job of karvan launch of PERSIA is not supported: set roles.param" in ended.stdout
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert max(results_of(ended.stdout)[0][2]) == 5
+
+
+def test_a_launched_job_reads_its_configurations_before_anything_starts(job):
+    (job.folder / "global.yml").write_text("common_config: {job_type: Infer}\n")
+    ended = launch(job, PERSIA_GLOBAL_CONFIG=str(job.folder / "global.yml"))
+    assert ended.returncode == 2
+    assert "job_type: Infer, and infer_config of PERSIA is not supported" in ended.stderr
+    ended = launch(job, PERSIA_EMBEDDING_CONFIG="")
+    assert ended.returncode == 2
+    assert "in the environment variable PERSIA_EMBEDDING_CONFIG, got none" in ended.stderr
 
 
 def is_running(process):

@@ -69,7 +69,7 @@ class BaseCtx:
         self.device_id = None if device_id is None or device_id < 0 else device_id
         self._stack = ExitStack()
         self._in_job = join_job()
-        read_global_config().check()
+        read_global_config()  # whose errors come first
 
     @property
     def device(self) -> torch.device | None:

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from karvan.compat.persia.bridge.foreign_settings import Foreign, chosen_file, read_once
 from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.embedding import Table
 from karvan.embedding.init import Uniform
 from karvan.embedding.table import HashStack
 from karvan.presets import persia
-from karvan.settings.schema import Count, CountOrZero, Section, checked_settings, read_tree
+from karvan.settings.schema import Count, CountOrZero, SettingsError
 
 VARIABLE = "PERSIA_EMBEDDING_CONFIG"
-_OLDER = {"slot_configs": "slots_config"}
 
 
-class HashStackConfig(Section):
+class HashStackConfig(Foreign):
     """Ids become rows of a table of a fixed size, in some rounds; 0 rounds are none."""
 
     hash_stack_rounds: CountOrZero = 0
     embedding_size: CountOrZero = 0
 
 
-class SlotConfig(Section):
+class SlotConfig(Foreign):
     """A feature of ids."""
 
+    unused: ClassVar = {
+        "index_prefix": "it is the upper bits of the slot's ids; a slot has its own table, or that of its group "
+        "in feature_groups.",
+        "capacity": "it is how many rows the slot has; capacity in embedding_parameter_server_config of "
+        "global_config.yml limits the rows of all slots of a server.",
+        "is_pid": "it marks a slot; all slots are alike.",
+        "is_uid": "it marks a slot; all slots are alike.",
+    }
     dim: Count
     sample_fixed_size: Count = 10
     embedding_summation: bool = True
@@ -59,13 +65,18 @@ class SlotConfig(Section):
         )
 
 
-class Slots(Section):
+class Slots(Foreign):
     """The slots by name. Slots of one group of `feature_groups` share rows; all others have their own.
 
     feature_index_prefix_bit: how many bits of an id PERSIA takes for the group. Here groups are tables of
     their own, and ids keep all of their 64 bits.
     """
 
+    older: ClassVar = {"slot_configs": "slots_config", "slot_config": "slots_config"}
+    unused: ClassVar = {
+        "forward_buffer_size": "it is a queue of embedding workers, whose length is in global_config.yml.",
+        "target_config": "it makes labels of features; a batch has its labels.",
+    }
     slots_config: dict[str, SlotConfig]
     feature_index_prefix_bit: Annotated[Count, Field(le=63)] = 8
     feature_groups: dict[str, list[str]] = Field(default_factory=dict)
@@ -82,6 +93,10 @@ class Slots(Section):
                 if slot in owners:
                     raise ValueError(f"slot '{slot}' is in two groups, '{owners[slot]}' and '{group}'")
                 owners[slot] = group
+            if group in self.slots_config and owners.get(group) != group:
+                raise ValueError(
+                    f"feature_groups has a group with the name of a slot that is not in it, '{group}'"
+                )
         return self
 
     def tables(self, config: EmbeddingConfig) -> dict[str, Table]:
@@ -94,16 +109,7 @@ def read_slots(path: str | os.PathLike[str] | None = None) -> Slots:
     """The slots of a file; without one, of that which PERSIA_EMBEDDING_CONFIG names."""
     chosen = path or os.environ.get(VARIABLE)
     if not chosen:
-        raise ValueError(
+        raise SettingsError(
             f"Expected the path of embedding_config.yml in the environment variable {VARIABLE}, got none."
         )
-    if not Path(chosen).is_file():
-        raise FileNotFoundError(f"Expected embedding_config.yml at {chosen}, which does not exist.")
-    return slots_of(read_tree(Path(chosen)), str(chosen))
-
-
-def slots_of(content: Any, where: str = "The embedding configuration") -> Slots:
-    """The slots of a configuration that is a mapping already; `where` begins its errors."""
-    if isinstance(content, Mapping):
-        content = {_OLDER.get(key, key): value for key, value in content.items()}
-    return checked_settings(Slots, content, where)
+    return read_once(Slots, chosen_file(chosen, "embedding_config.yml"))
