@@ -23,7 +23,7 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.wire import Security, Server, Service, WireError
-from karvan.wire.security.credentials import reachable
+from karvan.wire.address import reachable
 
 _log = logging.getLogger("karvan.cluster")
 

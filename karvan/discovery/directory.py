@@ -19,6 +19,7 @@ from karvan.job.environment import JobEnvironment, addresses_variable
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
+from karvan.wire.address import split_address
 from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security.credentials import Security
@@ -148,9 +149,7 @@ class StaticDirectory:
         self._addresses = {role: list(each) for role, each in addresses.items()}
         for listed in self._addresses.values():
             for address in listed:
-                host, _, port = address.rpartition(":")
-                if not host or not port.isdigit():
-                    raise ValueError(f"An address must be host:port, got {address!r}.")
+                split_address(address)
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""

@@ -35,7 +35,7 @@ from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
-from karvan.wire.security.credentials import reachable
+from karvan.wire.address import reachable
 
 _log = logging.getLogger("karvan.cluster")
 

@@ -78,6 +78,7 @@ class JobEnvironment:
     tls_key: Verbatim = ""
     tls_ca: Verbatim = ""
     tls_mutual: bool | None = None
+    tls_name: str = ""
     on_server_loss: ServerLoss | None = None
     # Set by users.
     advertise: str = ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 
+UNIX = "unix:"  # the host "unix:/PATH" is a socket file
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach it."""
-    if host == "localhost":
+    if host == "localhost" or host.startswith(UNIX):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -5,9 +5,9 @@ peer = Client("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
 
+from karvan.wire.admission import Limits
 from karvan.wire.client import Client, Reply
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
-from karvan.wire.guard.limits import Limits
 from karvan.wire.message import Array, Message
 from karvan.wire.security.credentials import Security
 from karvan.wire.server import Server

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from karvan.wire.address import location, split_address
 from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.message import SCHEMA, Message, Packed, pack, read, write
-from karvan.wire.security.credentials import Security, split_address
-from karvan.wire.security.listener import check_listener
+from karvan.wire.security.credentials import Security
 
 # Parts of the messages of failed TLS handshakes, and what they mean. Trying again does not help.
 _HOPELESS = {
@@ -32,9 +32,7 @@ class FlightConnection:
         """Nothing is sent yet. seconds: how long one attempt to connect may take."""
         host, port = split_address(address)
         security.check_target(host)
-        if security.token and not security.tls:
-            check_listener(host, port)
-        self._security = security
+        self._security = security = security.at(host)
         options = security.client_options()
         options["generic_options"] = [
             ("grpc.enable_http_proxy", 0),  # roles connect to each other, not to the internet
@@ -44,7 +42,7 @@ class FlightConnection:
         self._cancelled = False
         self._readers: list[Any] = []
         self._writers: list[Any] = []
-        self._client = flight.FlightClient(security.location(host, port), **options)
+        self._client = flight.FlightClient(location(host, port, security.tls), **options)
 
     def handshake(self, hello: Mapping[str, Any]) -> dict[str, Any]:
         """Send the hello; returns the service's welcome, or its refusal."""

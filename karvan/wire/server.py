@@ -1,4 +1,4 @@
-"""`Server`: a service at a port.
+"""`Server`: a service at a port, or at a socket file.
 
 A caller has two streams, and so two threads here. One reads its calls and executes them in order; the answers
 go to the other stream, whose thread otherwise only reports from time to time that a call is still running.
@@ -17,20 +17,20 @@ import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from karvan.activity import activity
 from karvan.clock import clock
+from karvan.wire.address import binding, join_address, location, shut_connections
+from karvan.wire.admission import Admission, Limits
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit
-from karvan.wire.guard.accepted_sockets import host_of, peer_address
-from karvan.wire.guard.connection_guard import ConnectionGuard
-from karvan.wire.guard.limits import Limits
 from karvan.wire.message import MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
 from karvan.wire.schema.calls import hello_fields
-from karvan.wire.security.credentials import STREAMS, Security, join_address
+from karvan.wire.security.credentials import Security
 from karvan.wire.server_connection import BUSY_EVERY, ServerConnection
 from karvan.wire.service import Caller, Service
 from karvan.wire.session import Sessions
@@ -48,7 +48,7 @@ REPORTED_ERRORS = {
 
 
 class Server:
-    """A service at a port of this machine, until `close`."""
+    """A service at a port of this machine, or at the host "unix:/PATH", until `close`."""
 
     def __init__(
         self,
@@ -60,26 +60,28 @@ class Server:
         most_bytes: int = MOST_BYTES,
         limits: Limits | None = None,
     ) -> None:
-        security = security or Security()
+        security = (security or Security()).at(host)
         security.check_host(host)
         if security.ca and not security.cert:
             raise ValueError("A service with TLS expects a certificate and its key, got an authority alone.")
         self.service = service
         self.incarnation = secrets.token_hex(8)
         limits = limits or Limits()
-        self.sessions = Sessions(limits.sessions, limits.sessions_per_host)
-        self.guard = ConnectionGuard(service.name, self.sessions, limits)
+        self.sessions = Sessions(limits.sessions)
+        self.admission = Admission(service.name, limits)
         self.most_bytes = most_bytes
         self.connections: dict[str, ServerConnection] = {}
         self._closed = False
         self._process = os.getpid()
         try:
-            self._flight = _Flight(self, security.location(host, port), security.server_options(self.guard))
+            with binding(host):
+                at = location(host, port, security.tls)
+                self._flight = _Flight(self, at, security.server_options(self.admission))
         except (OSError, pa.ArrowException) as error:
-            text = _first_line(error)
-            raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {text}") from error
+            expected = f"{service.name} expected to listen at {join_address(host, port)}"
+            raise ListenError(f"{expected}, got: {_text(error).partition(chr(10))[0][:200]}") from error
         self.address = join_address(host, self._flight.port)
-        self.guard.start(self._flight.port)
+        self._host = host
         close_at_exit(listener=self)
 
     def close(self, grace: float = 2.0) -> None:
@@ -97,9 +99,8 @@ class Server:
             if time.monotonic() > due - grace / 2:
                 # Streams that are still open afterwards end on threads of gRPC that call Python: if the
                 # program ends in the meantime, they crash it.
-                self.guard.end_all()
+                shut_connections(self._host, self._flight.port)
             ending.join(0.05)
-        self.guard.close()
         if ending.is_alive():
             _do_not_wait_at_exit(self._flight)
             finish_at_exit(ending)
@@ -119,27 +120,19 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One of a caller's streams: its first message says which one."""
-        context.get_middleware(STREAMS).hand_over()
-        where = context.peer()
-        address = peer_address(where)
-        guard = self._server.guard
+        where = unquote(context.peer())
         try:
-            with guard.stream(address):
-                first = read(reader.read_chunk, self._server.most_bytes).head
-                if first.get("method") == "calls":
-                    self._calls(first, reader)
-                else:
-                    writer.begin(SCHEMA)
-                    with guard.identified(address):
-                        self._answers(context, where, first, writer)
+            first = read(reader.read_chunk, self._server.most_bytes).head
+            if first.get("method") == "calls":
+                self._calls(first, reader)
+            else:
+                writer.begin(SCHEMA)
+                self._answers(context, where, first, writer)
         except StopIteration:
             pass
         except (RefusedError, BusyError) as error:
-            guard.refusals.add(host_of(address), str(error), address)
-        except (
-            pa.ArrowException,
-            OSError,
-        ) as error:  # the caller is gone, or sends something else than Arrow
+            self._server.admission.refused(where, str(error))
+        except (pa.ArrowException, OSError) as error:  # the caller is gone, or sends no Arrow
             _log.info("%s lost %s: %s", self._name, where, _first_line(error))
         except Exception:
             _log.exception("%s failed with %s", self._name, where)
@@ -149,11 +142,11 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         try:
             caller, key = _identify(server.service, hello, where)
             connection = ServerConnection(caller, hello, writer)
-            with server.guard.admitted(connection):
+            with server.admission.admitted(connection):
                 details = server.service.welcome(caller)
                 if server._closed:
                     return
-                with server.sessions.use(caller.session, connection.host, connection.deadline) as session:
+                with server.sessions.use(caller.session, connection.deadline) as session:
                     connection.session = session
                     welcome = {**details, "incarnation": server.incarnation, "last": session.last}
                     server.connections[key] = connection
@@ -180,7 +173,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         every = max(0.05, min(BUSY_EVERY, connection.patience / 4))
         while not connection.ended.wait(every) and not context.is_cancelled():
             connection.say_if_busy(every)
-            problem = connection.overdue(clock.now(), self._server.guard.limits)
+            problem = connection.overdue(clock.now(), self._server.admission.limits)
             if problem:
                 raise RefusedError(problem)
 

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from karvan.clock import clock
+from karvan.wire.admission import Limits
 from karvan.wire.errors import WireError
-from karvan.wire.guard.accepted_sockets import host_of, peer_address
-from karvan.wire.guard.limits import Limits
 from karvan.wire.message import LARGE, Message, Packed, pack, write
 from karvan.wire.service import Caller
 from karvan.wire.session import USUAL_DEADLINE, Session
@@ -24,7 +23,6 @@ class ServerConnection:
     def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
         self.caller = caller
         self._hello = hello  # with the fields that the wire itself has added
-        self.host = host_of(peer_address(caller.address))
         self.session = Session()  # replaced by the caller's own once it is admitted
         self.ended = threading.Event()
         self.taken = False  # whether a thread reads its calls

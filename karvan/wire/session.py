@@ -32,10 +32,9 @@ _MOST_BYTES = 2**28  # of answers stored for disconnected callers; more of them 
 class Session:
     """A service's state of one caller; connections of the same caller take turns."""
 
-    def __init__(self, host: str = "", deadline: float = USUAL_DEADLINE) -> None:
+    def __init__(self, deadline: float = USUAL_DEADLINE) -> None:
         self._lock = threading.Lock()
         self._answers: dict[int, Packed] = {}
-        self.host = host
         self.deadline = deadline
         self.started = 0  # number of the last call that was started
         self.last = 0  # number of the last call that was completed
@@ -72,23 +71,20 @@ class Session:
 class Sessions:
     """The sessions of all callers of a service by name; those that are disconnected for long are removed."""
 
-    def __init__(self, most: int = 65536, most_per_host: int = 32768, idle: float = 3600.0) -> None:
+    def __init__(self, most: int = 65536, idle: float = 3600.0) -> None:
         self._most = most
-        self._most_per_host = most_per_host
         self._idle = idle
         self._lock = threading.Lock()
         self._known: dict[str, Session] = {}
-        self._per_host: dict[str, int] = {}
-        self._scanned = 0.0  # when the disconnected sessions were last scanned because of pressure
+        self._scanned = 0.0  # when the disconnected sessions were last scanned
 
     @contextmanager
-    def use(self, name: str, host: str = "", deadline: float = USUAL_DEADLINE) -> Iterator[Session]:
+    def use(self, name: str, deadline: float = USUAL_DEADLINE) -> Iterator[Session]:
         """The session of that name, created if necessary, for one connection."""
         with self._lock:
             if name not in self._known:
-                self._make_room(host)
-                self._known[name] = Session(host)
-                self._per_host[host] = self._per_host.get(host, 0) + 1
+                self._make_room()
+                self._known[name] = Session()
             session = self._known[name]
             session.deadline = max(1.0, min(deadline, LONGEST_DEADLINE))
             session.connections += 1
@@ -99,49 +95,25 @@ class Sessions:
                 session.connections -= 1
                 session.used = clock.now()
                 if not (session.connections or session.started) and self._known.get(name) is session:
-                    self._remove(name)
+                    del self._known[name]
 
     def end(self, name: str) -> None:
         """The caller has said good-bye."""
         with self._lock:
-            self._remove(name)
+            self._known.pop(name, None)
 
-    def forget(self) -> int:
-        """Remove sessions that are disconnected for too long; returns how many. Called periodically."""
-        with self._lock:
-            return self._forget(pressure=len(self._known) >= self._most // 2)
-
-    def _make_room(self, host: str) -> None:
-        of_host = self._per_host.get(host, 0)
-        pressure = len(self._known) >= self._most // 2 or of_host >= self._most_per_host // 2
-        if pressure and clock.now() - self._scanned > _SCAN_EVERY:
-            self._scanned = clock.now()
-            self._forget(pressure)
-        for most, known, whose in (
-            (self._most_per_host, self._per_host.get(host, 0), f" of {host or 'a host'}"),
-            (self._most, len(self._known), ""),
-        ):
-            if known >= most:
-                raise BusyError(
-                    f"expected up to {most} sessions{whose}, got one more; those without a connection are "
-                    "removed after their deadline"
-                )
-
-    def _forget(self, pressure: bool) -> int:
+    def _make_room(self) -> None:
+        """Remove sessions that are disconnected for too long; a BusyError if that leaves no room."""
         now = clock.now()
-        disconnected = [(name, one) for name, one in self._known.items() if not one.connections]
-        pressure = pressure or sum(one.bytes for _, one in disconnected) > _MOST_BYTES
-        expired = [name for name, one in disconnected if one.expired(now, self._idle, pressure)]
-        for name in expired:
-            self._remove(name)
-        return len(expired)
-
-    def _remove(self, name: str) -> None:
-        session = self._known.pop(name, None)
-        if session is None:
-            return
-        left = self._per_host[session.host] - 1
-        if left:
-            self._per_host[session.host] = left
-        else:
-            del self._per_host[session.host]
+        if now - self._scanned > _SCAN_EVERY:
+            self._scanned = now
+            disconnected = [(name, one) for name, one in self._known.items() if not one.connections]
+            stored = sum(one.bytes for _, one in disconnected)
+            pressure = len(self._known) >= self._most // 2 or stored > _MOST_BYTES
+            for name in [name for name, one in disconnected if one.expired(now, self._idle, pressure)]:
+                del self._known[name]
+        if len(self._known) >= self._most:
+            raise BusyError(
+                f"expected up to {self._most} sessions, got one more; those without a connection are removed "
+                "after their deadline"
+            )

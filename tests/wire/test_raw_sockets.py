@@ -26,7 +26,7 @@ def frame(kind, flags, stream, payload):
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def headers():
+def headers(te=b"trailers"):
     def literal(name, value):
         return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
@@ -38,7 +38,7 @@ def headers():
             (b":path", b"/arrow.flight.protocol.FlightService/DoExchange"),
             (b":authority", b"x"),
             (b"content-type", b"application/grpc"),
-            (b"te", b"trailers"),
+            (b"te", te),
         )
     )
 
@@ -79,6 +79,17 @@ def test_strangers_harm_nobody(process, name):
             peer.call("ping", deadline=60)
         peer.call("ping", deadline=60)
         assert peer.connections == 1
+
+
+def test_an_invalid_header_leaves_no_line_in_the_log():
+    with Process() as noisy, socket.create_connection(("127.0.0.1", noisy.port)) as one:
+        one.sendall(PREFACE + frame(4, 0, 0, b""))
+        for number in range(200):
+            one.sendall(frame(1, 5, 2 * number + 1, headers(b"nonsense")))
+        answered = b""
+        while answered.count(frame(1, 5, 399, b"")[4:]) < 1:  # the trailers of the last one
+            answered += one.recv(65536)
+        assert noisy.kill() == ""
 
 
 def test_many_strangers_leave_no_memory_taken(process):

@@ -54,12 +54,10 @@ def test_sessions_without_a_call_are_forgotten_with_their_connection():
     with Server(Counting()) as server:
         drop_sessions(server.address, 30)
         wait_for(lambda: not server.sessions._known, LIMIT)
-        assert server.sessions._per_host == {}
 
 
-@pytest.mark.parametrize("limit", ["sessions", "sessions_per_host"])
-def test_sessions_beyond_their_deadline_make_room(limit):
-    with Server(Counting(), limits=Limits(**{limit: 10})) as server:
+def test_sessions_beyond_their_deadline_make_room():
+    with Server(Counting(), limits=Limits(sessions=10)) as server:
         drop_sessions(server.address, 10, calls=1)
         wait_for(lambda: not server.connections, LIMIT)
         assert len(server.sessions._known) == 10

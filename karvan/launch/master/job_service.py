@@ -17,6 +17,7 @@ from typing import Any
 from karvan.activity import ActivityReport
 from karvan.discovery.directory import Member
 from karvan.discovery.registry import Registry
+from karvan.job.loopback import UNIX
 from karvan.launch.supervision.processes import ManagedProcess
 from karvan.launch.supervision.supervisor import Supervisor
 from karvan.protocol.job import JOB_CALLS
@@ -96,7 +97,9 @@ def _described(
     process: ManagedProcess, member: Member | None, report: ActivityReport | None
 ) -> dict[str, Any]:
     handle = process.handle
-    host = socket.gethostname() if member is None else member.address.rpartition(":")[0] or member.address
+    host = socket.gethostname()
+    if member is not None and not member.address.startswith(UNIX):
+        host = member.address.rpartition(":")[0] or member.address
     return {
         "role": process.role,
         "index": process.index,

@@ -1,1 +1,1 @@
-"""Access to services: tokens, TLS certificates, and checks of who listens at a port."""
+"""Access to services: tokens and TLS certificates."""

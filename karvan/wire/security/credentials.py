@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-# gRPC's own log lines about failed connections repeat what our errors say. It reads this when it starts.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# gRPC's own log lines repeat what our errors say, and strangers can cause any number of them, such as by an
+# invalid header. It reads this when it starts.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import pyarrow.flight as flight
 
 from karvan.job.environment import JobEnvironment
-from karvan.job.loopback import is_loopback
+from karvan.job.loopback import UNIX, is_loopback
+from karvan.wire.address import check_private
 from karvan.wire.errors import BusyError
 from karvan.wire.security.token_file import check_token, read_token
 
 HEADER = "authorization"
-STREAMS = "karvan-streams"  # the name of the middleware that checks them
+_NO_TOKEN = "expected the job's token, got none or another"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Security:
     """The credentials of a job's services.
 
     token: callers must send it. cert and key: a service's certificate and its key, in PEM; ca: the authority
-    that signed them, which callers trust. mutual: callers need a certificate of that authority, too.
+    that signed them, which callers trust. mutual: callers need a certificate of that authority, too. name:
+    the name in the certificates of services, if it is not the host by which they are reached.
     """
 
     token: str = field(default="", repr=False)
@@ -38,6 +39,7 @@ class Security:
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     mutual: bool = False
+    name: str = ""
 
     def __post_init__(self) -> None:
         if (
@@ -55,16 +57,24 @@ class Security:
         """Whether connections are encrypted."""
         return bool(self.cert or self.ca)
 
+    def at(self, host: str) -> Security:
+        """What is used at this host: TLS is for ports, a socket file has a private folder."""
+        return replace(self, cert=b"", key=b"", ca=b"", mutual=False) if host.startswith(UNIX) else self
+
     def check_host(self, host: str) -> None:
         """Raise if a service without token and TLS would be open to other machines."""
-        if not is_loopback(host) and not (self.token and self.cert):
+        if host.startswith(UNIX):
+            check_private(host)
+        elif not is_loopback(host) and not (self.token and self.cert):
             raise ValueError(
                 f"A service without TLS and a token expects a loopback address such as 127.0.0.1, got {host}."
             )
 
     def check_target(self, host: str) -> None:
         """Raise if a caller would send its token unencrypted to another machine."""
-        if self.token and not self.tls and not is_loopback(host):
+        if host.startswith(UNIX):
+            check_private(host)
+        elif self.token and not self.tls and not is_loopback(host):
             raise ValueError(f"A token expects TLS or a service on this machine, got {host} without TLS.")
 
     @classmethod
@@ -86,11 +96,12 @@ class Security:
             key=content("KARVAN_TLS_KEY", job.tls_key),
             ca=content("KARVAN_TLS_CA", job.tls_ca),
             mutual=bool(job.tls_mutual),
+            name=job.tls_name,
         )
 
     def server_options(self, watch: StreamWatch) -> dict[str, Any]:
         """For a Flight server, which reports its streams to `watch`."""
-        options: dict[str, Any] = {"middleware": {STREAMS: _CheckToken(self.token, watch)}}
+        options: dict[str, Any] = {"middleware": {"karvan-token": _CheckToken(self.token, watch)}}
         if self.cert:
             options["tls_certificates"] = [(self.cert, self.key)]
         if self.mutual:
@@ -102,6 +113,8 @@ class Security:
         options: dict[str, Any] = {}
         if self.ca:
             options["tls_root_certs"] = self.ca
+        if self.ca and self.name:
+            options["override_hostname"] = self.name
         if self.mutual:
             options |= {"cert_chain": self.cert, "private_key": self.key}
         return options
@@ -110,22 +123,18 @@ class Security:
         """The headers that a caller sends."""
         return [(HEADER.encode(), f"Bearer {self.token}".encode())] if self.token else []
 
-    def location(self, host: str, port: int) -> str:
-        """The address as a URI of Flight."""
-        return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{join_address(host, port)}"
-
 
 class StreamWatch(Protocol):
     """Gets reports of a service's streams before anything is read from them."""
 
-    def token_refused(self) -> None:
+    def refused(self, caller: str, reason: str) -> None:
         """A stream had a wrong token, or none."""
 
     def stream_opened(self) -> None:
         """A stream had the right one; a BusyError if there is no room for it."""
 
-    def stream_handed_over(self) -> None:
-        """It has sent its first message, or has ended."""
+    def stream_ended(self) -> None:
+        """It has ended."""
 
 
 class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -136,58 +145,28 @@ class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._expected = f"Bearer {token}".encode() if token else b""
         self._watch = watch
 
-    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> OpenedStream:
+    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> _OpenStream:
         if self._expected:
             tokens = next((values for name, values in headers.items() if name.lower() == HEADER), [])
             received = tokens[0] if len(tokens) == 1 else b""
             received = received.encode() if isinstance(received, str) else received
             if not hmac.compare_digest(received, self._expected):
-                self._watch.token_refused()
-                raise flight.FlightUnauthenticatedError("expected the job's token, got none or another one")
+                self._watch.refused("a caller", _NO_TOKEN)
+                raise flight.FlightUnauthenticatedError(_NO_TOKEN)
         try:
             self._watch.stream_opened()
         except BusyError as error:
             raise flight.FlightUnavailableError(str(error)) from error
-        return OpenedStream(self._watch)
+        return _OpenStream(self._watch)
 
 
-class OpenedStream(flight.ServerMiddleware):  # type: ignore[misc]
-    """A stream with the right token, until it is handed over or ends."""
+class _OpenStream(flight.ServerMiddleware):  # type: ignore[misc]
+    """A stream with the right token, until it ends."""
 
     def __init__(self, watch: StreamWatch) -> None:
         super().__init__()
         self._watch = watch
-        self._handed_over = False
-
-    def hand_over(self) -> None:
-        """Flight has received its first message and passes it to the service; or it has ended."""
-        if not self._handed_over:
-            self._handed_over = True
-            self._watch.stream_handed_over()
 
     def call_completed(self, exception: BaseException | None) -> None:
         """Flight says that the stream has ended."""
-        self.hand_over()
-
-
-def join_address(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port"."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdecimal() and int(port) < 65536):
-        raise ValueError(f"An address expects host:port, got {address!r}.")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def reachable(address: str, advertised: str = "") -> str:
-    """An address for other machines: with the advertised host, or this machine's name for 0.0.0.0 or ::."""
-    host, port = split_address(address)
-    try:
-        everywhere = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        everywhere = False
-    return join_address(advertised or (socket.getfqdn() if everywhere else host), port)
+        self._watch.stream_ended()

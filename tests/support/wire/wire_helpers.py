@@ -1,7 +1,6 @@
-"""Services to call, here and in a process of their own: `python wire_helpers.py [PORT] [DESCRIPTORS]`."""
+"""Services to call, here and in a process of their own: `python wire_helpers.py PORT-OR-HOST`."""
 
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from karvan.wire import Message, Security, Server, Service
+from karvan.wire.address import split_address
 from karvan.wire.schema.kinds import Plain
 
 
@@ -62,11 +62,11 @@ class Counting(Service):
 
 
 class Process:
-    """A counting service in a process of its own, with so many descriptors, or as many as are usual."""
+    """A counting service in a process of its own, at a port or a socket file."""
 
-    def __init__(self, port=0, descriptors=0, environment=None):
+    def __init__(self, port=0, environment=None):
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(port), str(descriptors)],
+            [sys.executable, __file__, str(port)],
             env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -74,7 +74,7 @@ class Process:
             text=True,
         )
         self.address = self._process.stdout.readline().strip()
-        self.port = int(self.address.rpartition(":")[2])
+        self.port = split_address(self.address)[1]
 
     def memory(self):
         """Resident bytes."""
@@ -108,8 +108,7 @@ if __name__ == "__main__":
     import logging
 
     logging.basicConfig(level=logging.INFO)
-    if int(sys.argv[2]):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
-    server = Server(Counting(), port=int(sys.argv[1]), security=Security.from_environment())
+    at = {"port": int(sys.argv[1])} if sys.argv[1].isdigit() else {"host": sys.argv[1]}
+    server = Server(Counting(), **at, security=Security.from_environment())
     print(server.address, flush=True)
     sys.stdin.read()
