@@ -13,17 +13,18 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from karvan.compat.recis.features.feature import Feature
-from karvan.compat.recis.features.feature_engine import FeatureEngine
-from karvan.compat.recis.features.op import (
+from karvan.compat.recis.features import (
     Bucketize,
+    Feature,
     FeatureCross,
+    FeatureEngine,
     Hash,
     Mod,
     SelectField,
     SelectFields,
     SequenceTruncate,
 )
+from karvan.compat.recis.features.op import _OP
 from karvan.compat.recis.hooks import HashTableFilterHook
 from karvan.compat.recis.metrics.auroc import AUROC
 from karvan.compat.recis.metrics.gauc import Gauc
@@ -261,10 +262,101 @@ def test_lists_of_lists_are_cut_filled_up_and_pooled_list_by_list():
     engine = FeatureEngine(
         [Feature("x").add_op(SelectField("x")).add_op(SequenceTruncate(2, n_dims=2))],
     )
-    with pytest.raises(TypeError, match="Feature 'x', SequenceTruncate: expected lists for n_dims=2"):
+    with pytest.raises(
+        TypeError,
+        match="Feature 'x', SequenceTruncate: expected lists, or rows that have one list each, for n_dims=2",
+    ):
         engine({"x": lists})
     with pytest.raises(TypeError, match="expected lists of lists for n_dims=3"):
         SequenceTruncate(2, n_dims=3)(RaggedTensor(torch.arange(3), torch.tensor([0, 3])))
+
+
+def test_lists_that_are_alone_in_their_rows_are_cut_as_lists_by_default():
+    alone = RaggedTensor(torch.arange(8), [torch.tensor([0, 1, 2]), torch.tensor([0, 5, 8])])
+    feature = Feature("x").add_op(SelectField("x")).add_op(SequenceTruncate(4)).add_op(Mod(1000))
+    for made in (FeatureEngine([feature])({"x": alone})["x"], SequenceTruncate(4, False)(alone)):
+        assert made.values().tolist() == [1, 2, 3, 4, 5, 6, 7]
+        assert [each.tolist() for each in made.offsets()] == [[0, 4, 7]]
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+@pytest.mark.parametrize("truncate", [True, False])
+def test_an_operation_alone_checks_the_length_by_default_as_in_recis(error, truncate):
+    long = RaggedTensor(torch.arange(3), torch.tensor([0, 3]))
+    lists = RaggedTensor(torch.arange(3), [torch.tensor([0, 3]), torch.tensor([0, 1, 2, 3])])
+    for entry, n_dims in ((long, 2), (lists, 3)):
+        with pytest.raises(error, match="expected at most 2 values, but received a row of 3"):
+            SequenceTruncate(2, truncate=truncate, n_dims=n_dims)(entry)
+    engine = FeatureEngine([Feature("x").add_op(SelectField("x")).add_op(SequenceTruncate(2))])
+    assert engine({"x": long})["x"].values().tolist() == [1, 2]
+
+
+def test_features_without_an_embedding_are_dense_except_for_bytes():
+    engine = EmbeddingEngine({"user": EmbeddingOption(2)})
+    samples = {
+        "user": RaggedTensor(torch.tensor([1, 2]), torch.tensor([0, 1, 2])),
+        "price": RaggedTensor(torch.tensor([0.5, 1.5, 2.5]), torch.tensor([0, 1, 3])),
+        "lists": RaggedTensor(torch.tensor([7, 8]), [torch.tensor([0, 0, 2]), torch.tensor([0, 1, 2])]),
+        "text": RaggedTensor(torch.tensor([65], dtype=torch.int8), torch.tensor([0, 1, 1])),
+        "label": torch.ones(2, 1),
+    }
+    made = engine(samples)
+    assert made["price"].tolist() == [[0.5, 0.0], [1.5, 2.5]]
+    assert made["lists"].tolist() == [[[0], [0]], [[7], [8]]]
+    assert made["text"] is samples["text"]
+    assert made["label"] is samples["label"]
+    none = torch.tensor([0])
+    empty = engine(
+        {
+            "user": RaggedTensor(torch.tensor([], dtype=torch.int64), none),
+            "price": RaggedTensor(torch.tensor([]), none),
+            "other": RaggedTensor(torch.tensor([]), none),
+        }
+    )  # as a rank has it whose data has ended
+    assert (empty["price"].shape, empty["other"].shape) == ((0, 2), (0, 1))
+
+
+class Scale(_OP):
+    """An operation of a program."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Halves(Mod):
+    """One that changes an operation of RecIS, and has two results."""
+
+    def forward(self, x):
+        return {"low": super().forward(x), "all": x}
+
+
+def test_operations_of_the_program_are_computed_and_trained():
+    engine = FeatureEngine(
+        [
+            Feature("price").add_op(SelectField("price", dim=1)).add_op(Scale(2.0)),
+            Feature("bucket").add_op(SelectField("price")).add_op(Scale(4.0)).add_op(Bucketize([1.0])),
+            Feature("user").add_op(SelectField("user")).add_op(Halves(10)),
+            Feature("plain").add_op(SelectField("user")).add_op(Mod(5)),
+        ]
+    )
+    made = engine({"price": torch.tensor([[0.5], [0.1]]), "user": torch.tensor([[11], [22]])})
+    assert made["price"].tolist() == [[1.0], [pytest.approx(0.2)]]
+    assert made["bucket"].tolist() == [[1], [0]]
+    assert (made["user_low"].tolist(), made["user_all"].tolist()) == ([[1], [2]], [[11], [22]])
+    assert made["plain"].tolist() == [[1], [2]]
+    made["price"].sum().backward()
+    assert [each.grad is not None for each in engine.parameters()] == [True, False]
+
+
+def test_a_feature_alone_computes_its_operations():
+    cross = Feature("x").add_op(SelectFields([SelectField("a"), SelectField("b")])).add_op(FeatureCross())
+    ids = RaggedTensor(torch.tensor([1001]), torch.tensor([0, 1]))
+    ones = RaggedTensor(torch.tensor([1]), torch.tensor([0, 1]))
+    assert cross({"a": ids, "b": ones}).values().tolist() == [-7808879811642834040]
 
 
 @pytest.mark.parametrize("trainable", [True, False])

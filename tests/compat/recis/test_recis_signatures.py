@@ -97,7 +97,7 @@ SIGNATURES = {
         "StringMultiHash": {"num_buckets": REQUIRED, "prefix": "str_multi_hash"},
     },
     "nn": {
-        "EmbeddingEngine": {"emb_options": REQUIRED},
+        "EmbeddingEngine": {"emb_options": REQUIRED, "use_pinned_memory": False},
         "EmbeddingEngine.forward": {"samples": REQUIRED},
         "DynamicEmbedding": {"emb_opt": REQUIRED, "pg": None},
         "NoReduceEmbedding": {"emb": REQUIRED, "reverse_index": REQUIRED, "offsets": REQUIRED},

@@ -330,7 +330,6 @@ class Clipping(Hook):
         (lambda: HashTableFilterHook(0), "an interval of at least 1, got 0"),
         (lambda: AdmitHook("ReadOnly", {"count": 2}), "ReadOnly expects no parameters"),
         (lambda: OrcDataset(8, device="gpu"), "expects device 'cpu', 'cuda' or 'pin', got 'gpu'"),
-        (lambda: OrcDataset(8).varlen_feature("a", hash_bucket=5), "expects a hash_type with hash_bucket=5"),
         (lambda: OrcDataset(8).varlen_feature("a", hash_type="md5"), "'farm' or 'murmur', got 'md5'"),
         (lambda: declared_twice(), "Feature 'a' is declared twice, as Varlen"),
     ],

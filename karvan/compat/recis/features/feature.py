@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import nn
 
 from karvan.compat.recis.features.op import FeatureOp
@@ -14,7 +16,7 @@ class Feature(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.ops: list[FeatureOp] = []
+        self.ops = nn.ModuleList()
 
     def add_op(self, op: FeatureOp) -> Feature:
         """Add an operation; returns the feature itself."""
@@ -25,15 +27,25 @@ class Feature(nn.Module):
         self.ops.append(op)
         return self
 
+    def operations(self) -> list[FeatureOp]:
+        """The operations."""
+        return cast(list[FeatureOp], list(self.ops))
+
     def chain(self) -> Chain:
         """The same as a feature of Karvan."""
         made = Chain(self.name)
-        for op in self.ops:
+        for op in self.operations():
             made = op.add_to(made)
         return made
 
     def renamed(self) -> dict[str, str]:
         """Karvan's names of its results → RecIS's, where they differ."""
-        suffixes = next((op.suffixes for op in self.ops if op.suffixes), ())
+        suffixes = next((op.suffixes for op in self.operations() if op.suffixes), ())
         names = [f"{self.name}_{suffix}" for suffix in suffixes]
         return dict(zip(self.chain().outputs(), names, strict=False))
+
+    def forward(self, data: Any) -> Any:
+        """The feature of a batch, one operation after the other; several results are a dict."""
+        for op in self.ops:
+            data = op(data)
+        return data

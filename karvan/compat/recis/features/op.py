@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
+from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError
 from karvan.features import Feature as Chain
 from karvan.features import FeatureEngine
@@ -19,19 +19,21 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 
 
 class FeatureOp(nn.Module):
-    """An operation: what it adds to a chain."""
+    """An operation: what it adds to a chain, or, of the program's own, a `forward` on one entry."""
 
     suffixes: Sequence[str] = ()  # of its results, if it has several
 
     def __init__(self) -> None:
         super().__init__()
 
+    @property
+    def chained(self) -> bool:
+        """Whether `add_to` is all that it does: not so of the program's own classes."""
+        return type(self).__module__ == __name__
+
     def add_to(self, chain: Chain) -> Chain:
         """The chain with this operation at its end."""
-        raise UnsupportedError(
-            f"{type(self).__name__}, an operation of the program's own,",
-            "make it a step of Karvan, kv.Feature.then, or compute it in the model.",
-        )
+        raise NotImplementedError(f"{type(self).__name__} expects a forward of its own.")
 
     def forward(self, data: Any) -> Any:
         """The operation on one entry."""
@@ -135,9 +137,13 @@ class FeatureCross(FeatureOp):
         return to_recis(made["x"])
 
 
+class LengthError(AssertionError, ValueError):
+    """A row is longer than `SequenceTruncate` allows: in RecIS an AssertionError."""
+
+
 @dataclass(frozen=True)
 class _ExpectDims(Op):
-    """An error for lists of another depth."""
+    """Lists, or lists of lists, as n_dims says; for n_dims=2 rows with one list each are lists, too."""
 
     n_dims: int
     name: ClassVar[str] = "SequenceTruncate"
@@ -146,11 +152,11 @@ class _ExpectDims(Op):
     def check(self, *entries: Entry) -> None:
         """See `Op.check`."""
         (entry,) = entries
+        if self.n_dims == 2 and isinstance(entry, NestedRagged) and bool((entry.outer.diff() == 1).all()):
+            return
         if isinstance(entry, Ragged | NestedRagged) and isinstance(entry, NestedRagged) != (self.n_dims == 3):
-            raise TypeError(
-                f"expected {'lists of lists' if self.n_dims == 3 else 'lists'} for n_dims={self.n_dims}, but "
-                f"received {describe(entry)}."
-            )
+            expected = "lists of lists" if self.n_dims == 3 else "lists, or rows that have one list each,"
+            raise TypeError(f"expected {expected} for n_dims={self.n_dims}, but received {describe(entry)}.")
 
     def fuse_key(self, *entries: Entry) -> Hashable:
         """See `Op.fuse_key`."""
@@ -158,16 +164,21 @@ class _ExpectDims(Op):
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """The entries as they are."""
-        return [entry for (entry,) in arguments]
+        """The entries as they are, or the lists that are alone in their rows."""
+        lists = [isinstance(op, _ExpectDims) and op.n_dims == 2 for op in ops]
+        return [
+            Ragged(entry.values, entry.inner) if alone and isinstance(entry, NestedRagged) else entry
+            for alone, (entry,) in zip(lists, arguments, strict=True)
+        ]
 
 
 class SequenceTruncate(FeatureOp):
     """Rows cut to a length: on the "left", so that the last values stay, or on the "right".
 
-    check_length has a meaning without truncate only: then a longer row is an error. dtype, as in RecIS,
-    changes nothing. n_dims=2 is for lists; n_dims=3 is for lists of lists: it cuts the lists of a row, and
-    fills shorter rows up with empty lists.
+    check_length: a longer row is an error, a `LengthError` where the operation is called by itself. In a
+    FeatureEngine that is so without truncate only: rows that are cut need no check. dtype, as in RecIS,
+    changes nothing. n_dims=2 is for lists, and for lists of lists with one in each row; n_dims=3 is for lists
+    of lists: it cuts the lists of a row, and fills shorter rows up with empty lists.
     """
 
     def __init__(
@@ -197,6 +208,17 @@ class SequenceTruncate(FeatureOp):
             return chain
         chain = chain.truncate(self.seq_len, self.truncate_side, check=not self.truncate)
         return chain.fill_lists(self.seq_len) if self.truncate and self.n_dims == 3 else chain
+
+    def forward(self, data: Any) -> Any:
+        """The rows of one entry, cut."""
+        if self.check_length and isinstance(data, RaggedTensor) and len(data.offsets()) >= self.n_dims - 1:
+            lengths = data.offsets()[0 if self.n_dims == 3 else -1].diff()
+            if lengths.numel() and (longest := int(lengths.max())) > self.seq_len:
+                raise LengthError(
+                    f"SequenceTruncate, check_length: expected at most {self.seq_len} values, but received a "
+                    f"row of {longest}; check_length=False cuts it."
+                )
+        return super().forward(data)
 
 
 class Hash(FeatureOp):
