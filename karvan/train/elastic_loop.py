@@ -11,20 +11,25 @@ the same parameters after the same number of steps.
   (`take_part`), since the others wait for it.
 - **The records have ended**: trainers wait for each other (`finish`), so that one that was started again
   still finds what the others have.
+- **`global_batches`**: a step has so many batches, however many trainers there are. Each computes its share,
+  and keeps the sum of their gradients. Then trainers tell each other how many they have. If some are missing,
+  because a trainer was lost or has no records, those that have records compute them.
 
-Trainers report their records themselves, after the step. The batch of a trainer that is lost between the two
-is in the step, and is trained again by others.
+Trainers report their records themselves, after the step. The batches of a trainer that is lost between the
+two are in the step, and are trained again by others.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from karvan.argument_checks import check_counts
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.clock import clock
 from karvan.distributed import RankError, current
@@ -35,9 +40,18 @@ from karvan.train.step.optimizer_step import engines_of
 _log = logging.getLogger("karvan.train")
 
 _IDLE = 0.1  # seconds between two steps in which nobody has a batch
-_COUNTS = (
-    3  # at the end of a sum: batches, trainers that know of others that want to join, trainers at the end
-)
+
+
+class _Counts(NamedTuple):
+    """What a sum ends with."""
+
+    batches: int
+    samples: int
+    joins: int  # trainers that know of others that want to join
+    ended: int  # trainers whose records have ended
+
+
+_COUNTS = len(_Counts._fields)
 
 
 class ElasticLoop:
@@ -45,14 +59,29 @@ class ElasticLoop:
 
     model, optimizer: those of the loop. group: the trainers, by default those of `kv.connect` in an elastic
     job. Call `begin` before each batch; `optimizer.step()` is then the step of all, and `finish` at the end.
-    steps: how many were made; batches: how many are in them, over all trainers.
+
+    global_batches: how many batches a step has, over all trainers; without it, one of each trainer. Then
+    `optimizer.step()` returns without a step until these are computed; the gradients of a batch move into the
+    sum. It should not be less than the number of trainers, because each computes one. A step has fewer only
+    if no trainer has a batch.
+
+    steps: how many were made; batches, samples: how many are in them, over all trainers, where samples are
+    those that `begin` was told of; computed: how many batches this trainer has computed.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: ElasticGroup | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: ElasticGroup | None = None,
+        *,
+        global_batches: int | None = None,
     ) -> None:
+        check_counts(1, global_batches=global_batches)
         self.steps = 0
         self.batches = 0
+        self.samples = 0
+        self.computed = 0
         self._model = model
         self._optimizer = optimizer
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -66,18 +95,30 @@ class ElasticLoop:
         self._regroup_due = True
         self._last: Tensor | None = None  # the sum of the last step
         self._summed: Tensor | None = None  # that of the step which is being made
+        self._mine: Tensor | None = None  # of the batches of this trainer that are in no step yet
+        self._samples = 0  # of the batch that is being computed
+        self._global_batches = global_batches
+        self._share = self._first_share()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        if global_batches is not None:
+            self._accumulate_in(optimizer)
 
     @property
     def world_size(self) -> int:
         """How many trainers there are."""
         return 1 if self._group is None else self._group.world_size
 
-    def begin(self) -> None:
-        """Before a batch is computed: have the state of the others."""
+    @property
+    def accumulated(self) -> int:
+        """How many batches of this trainer are in no step yet."""
+        return 0 if self._mine is None else _counts(self._mine).batches
+
+    def begin(self, samples: int = 0) -> None:
+        """Before a batch of so many samples is computed: have the state of the others."""
+        self._samples = samples
         while self._group is not None and self._regroup_due:
             try:
                 self._meet(self._group)
@@ -85,74 +126,151 @@ class ElasticLoop:
                 _log.warning("%s", self._group.describe_loss(error))
 
     def take_part(self) -> None:
-        """Make one step with the others, without a batch."""
+        """Make one step with the others, without another batch."""
         self.begin()
-        if self._group is None or not self._step_without_batch(self._group, ended=False)[0]:
+        counts = self._step_without_batch(ended=False)
+        if counts is not None and not counts.batches:
             clock.sleep(_IDLE)
 
     def finish(self) -> None:
         """The records have ended: wait for the others, and part from them."""
         self.begin()
+        ended = 0
+        while ended < self.world_size:
+            counts = self._step_without_batch(ended=True)
+            ended = 0 if counts is None else counts.ended
         if self._group is not None:
-            ended = 0
-            while ended < self._group.world_size:
-                _, ended = self._step_without_batch(self._group, ended=True)
             self._group.dissolve()
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
-    def _step_without_batch(self, group: ElasticGroup, ended: bool) -> tuple[int, int]:
-        """The numbers of batches in the step, and of trainers at the end."""
-        self._summed = total = self._sum(group, self._flat(batches=0, ended=ended))
-        batches, _, at_end = _counts(total)
-        if batches:
+    def _step_without_batch(self, ended: bool) -> _Counts | None:
+        """What is in the step; None if the others have batches for it that they have not computed yet."""
+        if self._mine is None:
+            self._mine = self._flat(batches=0)
+        self._summed = total = self._sum(idle=True, ended=ended)
+        if total is None:
+            return None
+        counts = _counts(total)
+        if counts.batches:
             self._optimizer.step()
             self._optimizer.zero_grad()
         else:
-            self._end_step(total)
-        return batches, at_end
+            self._end_step(counts)
+        return counts
 
     # A step
 
+    def _accumulate_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer.step()` make a step when the step has its batches."""
+        step = optimizer.step
+
+        def step_when_due(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            if self._hooks and self._summed is None:
+                self._check_call(args, options)
+                self._add_batch()
+                for parameter in self._parameters:
+                    parameter.grad = None
+                if self.accumulated < self._share:
+                    return None
+                self._summed = self._sum(idle=False)
+                if self._summed is None:
+                    return None
+            return step(*args, **options)
+
+        optimizer.step = MethodType(step_when_due, optimizer)  # type: ignore[method-assign]
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-        if self._group is None:
-            return
-        if not self._begun:
-            raise RuntimeError("ElasticLoop expects begin() before each batch, got a step without it.")
-        if any(each is not None for each in (*args[1:], *options.values())):
-            raise RuntimeError("ElasticLoop expects optimizer.step() without a closure, got one.")
         if self._summed is None:
-            self._summed = self._sum(self._group, self._flat(batches=1))
+            if self._group is None:
+                return
+            self._check_call(args[1:], options)
+            self._add_batch()
+            self._summed = self._sum(idle=False)
+            assert self._summed is not None, "a step of one batch of each trainer has them all"
         self._set_gradients(self._summed)
+
+    def _check_call(self, args: Any, options: Any) -> None:
+        if self._group is not None and not self._begun:
+            raise RuntimeError("ElasticLoop expects begin() before each batch, got a step without it.")
+        if any(each is not None for each in (*args, *options.values())):
+            raise RuntimeError("ElasticLoop expects optimizer.step() without a closure, got one.")
+
+    def _add_batch(self) -> None:
+        flat = self._flat(batches=1)
+        self._mine = flat if self._mine is None else self._mine + flat
+        self.computed += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         self.steps += 1
         if self._summed is None:
             self.batches += 1
+            self.samples += self._samples
+            self.computed += 1
             return
-        self.batches += _counts(self._summed)[0]
+        counts = _counts(self._summed)
+        self.batches += counts.batches
+        self.samples += counts.samples
         self._last = self._summed
-        self._end_step(self._summed)
+        self._end_step(counts)
 
-    def _end_step(self, total: Tensor) -> None:
-        self._summed = None
-        self._regroup_due |= _counts(total)[1] > 0
+    def _end_step(self, counts: _Counts) -> None:
+        self._summed = self._mine = None
+        self._regroup_due |= counts.joins > 0
+        self._share = self._first_share()
 
-    def _sum(self, group: ElasticGroup, mine: Tensor) -> Tensor:
-        """The sum over the trainers of a round, whichever completes it."""
+    def _sum(self, *, idle: bool, ended: bool = False) -> Tensor | None:
+        """The sum over the trainers of a round, whichever completes it.
+
+        None if batches are missing, and this trainer has some to compute, or others have.
+        """
+        assert self._mine is not None
+        group = self._group
+        if group is None:
+            self._mine[-1] = float(ended)
+            return self._mine
         while True:
             try:
                 if self._regroup_due:
                     missed = self._meet(group)
                     if missed is not None:
                         return missed
-                mine[-2] = float(group.regroup_wanted)
-                return ordered_sum(group.channel, [mine], list(range(group.world_size)))
+                if self._global_batches is not None and not self._has_all(group, idle):
+                    return None
+                self._mine[-2:] = torch.tensor([float(group.regroup_wanted), float(ended)])
+                return ordered_sum(group.channel, [self._mine], list(range(group.world_size)))
             except RankError as error:
                 _log.warning("%s", group.describe_loss(error))
                 self._regroup_due = True
 
-    def _flat(self, batches: int, ended: bool = False) -> Tensor:
+    def _first_share(self) -> int:
+        """How many batches of a step this trainer computes before it asks the others, and at least one."""
+        if self._global_batches is None:
+            return 1
+        rank = 0 if self._group is None else self._group.rank
+        return max(1, _part(self._global_batches, rank, self.world_size))
+
+    def _has_all(self, group: ElasticGroup, idle: bool) -> bool:
+        """Whether the trainers have all batches of the step, or no more of them.
+
+        If not, those that have records compute the missing ones, and the others come back meanwhile.
+        """
+        assert self._global_batches is not None
+        while True:
+            said = group.channel.gather_json({"batches": self.accumulated, "idle": idle})
+            missing = self._global_batches - sum(each["batches"] for each in said)
+            able = [rank for rank, each in enumerate(said) if not each["idle"]]
+            if missing <= 0 or not able:
+                return True
+            if idle:
+                return False
+            part = _part(missing, able.index(group.rank), len(able))
+            if part:
+                self._share = self.accumulated + part
+                return False
+
+    def _flat(self, batches: int) -> Tensor:
         """All gradients, whether each exists, and the counts."""
         pieces, exists = [], torch.zeros(len(self._parameters))
         for index, parameter in enumerate(self._parameters):
@@ -163,10 +281,11 @@ class ElasticLoop:
                 exists[index] = 1.0
             else:
                 pieces.append(torch.zeros(parameter.numel()))
-        return torch.cat([*pieces, exists, torch.tensor([float(batches), 0.0, float(ended)])])
+        counts = _Counts(batches, self._samples if batches else 0, 0, 0)
+        return torch.cat([*pieces, exists, torch.tensor(counts, dtype=torch.float32)])
 
     def _set_gradients(self, total: Tensor) -> None:
-        mean = total / _counts(total)[0]
+        mean = total / _counts(total).batches
         exists = total[-_COUNTS - len(self._parameters) : -_COUNTS]
         first = 0
         for parameter, there in zip(self._parameters, exists.tolist(), strict=True):
@@ -195,6 +314,8 @@ class ElasticLoop:
                 assert self.steps == state["steps"] - 1, "a trainer missed more than one step"
                 missed = state["last"]
         self._begun = True
+        if not self.accumulated:
+            self._share = self._first_share()
         if channel.rank == 0:
             group.settle()
         channel.barrier()
@@ -209,16 +330,21 @@ class ElasticLoop:
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
             "batches": self.batches,
+            "samples": self.samples,
             "last": self._last,
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.steps, self.batches, self._last = state["steps"], state["batches"], state["last"]
+        self.steps, self.batches, self.samples = state["steps"], state["batches"], state["samples"]
+        self._last = state["last"]
 
 
-def _counts(total: Tensor) -> tuple[int, int, int]:
-    """Of a sum: batches, trainers that know of others that want to join, trainers at the end."""
-    batches, joins, ended = total[-_COUNTS:].tolist()
-    return int(batches), int(joins), int(ended)
+def _counts(total: Tensor) -> _Counts:
+    return _Counts(*map(int, total[-_COUNTS:].tolist()))
+
+
+def _part(batches: int, place: int, places: int) -> int:
+    """How many batches the trainer at a place of so many computes."""
+    return max(0, -(-(batches - place) // places))

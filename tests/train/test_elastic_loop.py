@@ -21,16 +21,16 @@ from karvan.work.trainer_group import TrainerGroup
 class Trainer:
     """A trainer in a thread: a model of its own, and its loop."""
 
-    def __init__(self, group, seed):
+    def __init__(self, group, seed, global_batches=None):
         torch.manual_seed(seed)
         self.group = group
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.loop = ElasticLoop(self.model, self.optimizer, group)
+        self.loop = ElasticLoop(self.model, self.optimizer, group, global_batches=global_batches)
 
     def train(self, batches):
         for batch in batches:
-            self.loop.begin()
+            self.loop.begin(len(batch))
             train(self.model, self.optimizer, [batch])
 
     def parameters(self):
@@ -38,7 +38,7 @@ class Trainer:
 
 
 @contextmanager
-def trainers(tmp_path, *names, least=2):
+def trainers(tmp_path, *names, least=2, global_batches=None):
     service = TrainerGroup(tmp_path / "group.json", least=least, lost_after=60.0)
     with closing(Registry(beside=[service])) as registry:
         groups = [
@@ -47,7 +47,7 @@ def trainers(tmp_path, *names, least=2):
             )
             for name in names
         ]
-        made = [Trainer(group, seed) for seed, group in enumerate(groups)]
+        made = [Trainer(group, seed, global_batches) for seed, group in enumerate(groups)]
         yield made
         for group in groups:
             group.close()
@@ -162,6 +162,63 @@ def test_a_trainer_that_misses_the_end_of_a_sum_gets_it_from_another(tmp_path, m
         for seed in (0, 1)
     ]
     assert sum(found) == 1  # of whichever trainer was the first
+
+
+def test_a_step_of_global_batches_is_the_mean_of_those_of_all_trainers(tmp_path):
+    data = [batches_of(10, 4), batches_of(11, 2)]
+    with trainers(tmp_path, "one", "two", global_batches=3) as made:
+        run(*(each.loop.begin for each in made))
+        first = first_of(made)  # it computes two batches of a step, the other one
+        work = [(made[first], data[0]), (made[1 - first], data[1])]
+        run(*(lambda t=t, d=d: (t.train(d), t.loop.finish()) for t, d in work))
+    steps = [[*data[0][:2], data[1][0]], [*data[0][2:], data[1][1]]]
+    expected = reference(first, steps)
+    for each in made:
+        assert torch.allclose(each.parameters(), expected, atol=1e-6)
+        assert (each.loop.steps, each.loop.batches, each.loop.samples) == (2, 6, 30)
+
+
+def test_trainers_with_records_compute_the_global_batches_of_those_without(tmp_path):
+    data = batches_of(10, 7)
+    with trainers(tmp_path, "one", "two", global_batches=3) as made:
+        run(lambda: (made[0].train(data), made[0].loop.finish()), made[1].loop.finish)
+        first = first_of(made)
+    expected = reference(first, [data[:3], data[3:6], data[6:]])  # there are no more for the last step
+    for each in made:
+        assert torch.allclose(each.parameters(), expected, atol=1e-6)
+        assert (each.loop.steps, each.loop.batches) == (3, 7)
+
+
+def test_the_global_batches_of_a_trainer_that_is_lost_are_computed_by_the_others(tmp_path):
+    data, lost = batches_of(10, 8), batches_of(11, 3)
+    with trainers(tmp_path, "one", "two", global_batches=4) as made:
+        run(*(each.loop.begin for each in made))
+        first = first_of(made)
+
+        def leave():
+            made[1].train(lost)
+            assert (made[1].loop.steps, made[1].loop.accumulated) == (1, 1)
+            made[1].group.leave()
+
+        run(lambda: (made[0].train(data), made[0].loop.finish()), leave)
+        loop = made[0].loop
+        assert (loop.steps, loop.batches, loop.computed) == (3, 10, 8)
+        steps = [[*data[:2], *lost[:2]], data[2:6], data[6:]]
+        assert torch.allclose(made[0].parameters(), reference(first, steps), atol=1e-6)
+
+
+@pytest.mark.parametrize("zeroed", ["optimizer", "model"])
+def test_a_trainer_that_is_alone_accumulates_global_batches(zeroed):
+    alone, data = Trainer(None, 0, global_batches=3), batches_of(10, 7)
+    torch.optim.lr_scheduler.StepLR(alone.optimizer, 1)  # it wraps optimizer.step, too
+    for batch in data:
+        alone.loop.begin()
+        getattr(alone, zeroed).zero_grad()
+        alone.model(batch).square().mean().backward()
+        alone.optimizer.step()
+    assert (alone.loop.steps, alone.loop.accumulated) == (2, 1)
+    alone.loop.finish()
+    assert torch.allclose(alone.parameters(), reference(0, [data[:3], data[3:6], data[6:]]), atol=1e-6)
 
 
 def test_a_step_before_the_first_meeting_is_an_error(tmp_path):
