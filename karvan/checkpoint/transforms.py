@@ -1,7 +1,8 @@
 """Transforms of data in a checkpoint: the statistics of a fitted `FeatureEngine`, by the engine's name.
 
 A transform is anything with `state_dict` and `load_state_dict`. In the state of a checkpoint they are
-`{"transforms": {name: state}}`.
+`{"transforms": {name: state}}`. Beside them are the kinds of the data's columns,
+`{":columns": {name: [kind, file]}}`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 from karvan.checkpoint.errors import CheckpointError
 
 KEY = "transforms"
+COLUMNS = ":columns"  # a name that no transform has
 
 
 @runtime_checkable

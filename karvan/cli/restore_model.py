@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
     """Load a checkpoint, or the newest one of a run's folder; without a path, of the job's own run."""
     from karvan.checkpoint import CheckpointError, find
+    from karvan.train.state.transforms import Transforms
 
     folder = path if path is not None else job.trainer.saver.folder
     if folder is None:
@@ -32,6 +33,7 @@ def restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
             checkpoint.path, f"its model is another than the job's: {' '.join(lines)}"
         ) from error
     _restore_transform(job.eval_data, checkpoint, state)
+    Transforms(job.eval_data).require_columns(state)
     return checkpoint
 
 

@@ -77,7 +77,7 @@ class Fit:
         self._counts = parts.counts
         self._window = parts.window
         self._stopping = Stopping(parts.connection, parts.stop_request)
-        self._transforms = Transforms()
+        self._transforms = Transforms(columns=parts.run.columns)
         runs, self._passes = parts.setup.runs, parts.setup.passes
         self._placement = runs.placement
         self._epoch = Epoch(
@@ -162,6 +162,7 @@ class Fit:
         self._transforms.match_loaders()
         self._transforms.require_fitted(parts.model)
         self._transforms.require_equal(parts.connection.main, parts.model)
+        parts.run.columns = self._transforms.columns
         parts.setup.dense.begin()
         parts.model.train()
         parts.saver.begin()

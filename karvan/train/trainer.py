@@ -305,8 +305,9 @@ class Trainer:
 
     def _prepare_evaluation(self, call: str, data: Iterable[Any]) -> None:
         check_data(call, data)
+        transforms = Transforms(data, columns=self.run_progress.columns)
         if self._loaded is not None:
-            Transforms(data).load(self._loaded)
+            transforms.load(self._loaded)
         elif self.step == 0 and not any(each.step or each.state.filled for each in engines_of(self.model)):
             newest = self.saver.latest()
             if newest is not None and self.connection.rank == 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
+from karvan.data.columns.kinds import ColumnKind
 from karvan.data.identity import Identity
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
@@ -27,6 +29,7 @@ class RunProgress:
     counts: TrainingCounts
     window: ReportWindow
     data_identity: Identity | None = None  # of the last fit without checkpoints
+    columns: Mapping[str, ColumnKind] = field(default_factory=dict)  # that the model was trained with
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from karvan.checkpoint import warm_start
+from karvan.checkpoint import find, warm_start
 from karvan.former_names import former_fields
 from karvan.train.fit import check_fit
 from karvan.train.reporting.results import FitResult
 from karvan.train.state.transforms import Transforms
+from karvan.train.step.optimizer_step import engines_of
 from karvan.train.stopping.goal import Goal
 from karvan.train.trainer import Trainer
 
@@ -80,11 +81,19 @@ class TrainingJob:
     def _warm_start(self, options: Mapping[str, Any]) -> None:
         # Without the dense tensors there is nothing that depends on the scale of features.
         takes_dense = options.get("dense", "*") not in ((), [])
-        found = Transforms(self.data, self.eval_data).found if takes_dense else ()
+        transforms = Transforms(self.data, self.eval_data)
+        found = transforms.found if takes_dense else ()
         report = warm_start(
             self.trainer.model,
             **options,
             sparse_optimizer=self.trainer.update.sparse,
             transforms=found,
         )
+        features = [
+            feature
+            for engine in engines_of(self.trainer.model)
+            for feature, table in engine.features.items()
+            if (table.name or feature) in report.tables
+        ]
+        transforms.require_columns(find(report.path).state(), features)
         self.trainer.progress.say(str(report))

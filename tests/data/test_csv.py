@@ -350,3 +350,68 @@ def test_lists_in_cells_can_be_declared_by_name(tmp_path):
     options = {"schema": {"h": "list<int64>"}, "separators": [" ", ";", ":"]}
     (batch,) = read(path, 3, options=options)
     assert batch["h"].to_lists() == [[3, 4], [], []]
+
+
+def test_a_column_with_text_in_any_file_is_text_in_all_of_them(tmp_path):
+    put(tmp_path, "zip,x\n10115,1\n00501,2\n", "1.csv")
+    put(tmp_path, "x,zip\n3,V3N4P\n0.5,20095\n", "2.csv")
+    source = open_files(tmp_path)
+    assert source.schema == pa.schema([("zip", pa.string()), ("x", pa.float64())])
+    assert read_all(source).to_pylist() == [
+        {"zip": "10115", "x": 1.0},
+        {"zip": "00501", "x": 2.0},
+        {"zip": "V3N4P", "x": 3.0},
+        {"zip": "20095", "x": 0.5},
+    ]
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+@pytest.mark.parametrize(
+    ("first", "late", "expected"),
+    [
+        ("7", "V3N4P", r"Expected integers.* got 'V3N4P'"),
+        ("7", "1e5", r"Expected integers.* got '1e5'"),
+        ("1.5", "123e4567", r"Expected numbers.* got '123e4567'"),
+        ("", "V3N4P", r"Expected no values.* got 'V3N4P'"),
+        ("true", "7", "bool.*invalid value '7'.*unlike the first lines"),
+    ],
+)
+def test_a_cell_unlike_the_first_lines_is_an_error_that_names_record_and_column(
+    tmp_path, monkeypatch, first, late, expected, quoted
+):
+    monkeypatch.setattr(csv_module, "_BLOCK", 64)
+    path = put(tmp_path, "n,x\n" + f"1,{first}\n" * 50 + f"1,{late}\n" + f"1,{first}\n")
+    with pytest.raises(DataError, match=rf"x\.csv, .*column 'x': .*{expected}") as caught:
+        read_all(open_files(path, quoted_newlines=quoted))
+    assert '"string"' in str(caught.value)
+    if "Expected" in expected:
+        assert "record 50," in str(caught.value)
+    declared = open_files(path, schema={"x": "string"}, quoted_newlines=quoted)
+    assert read_all(declared)["x"].to_pylist()[50] == late
+
+
+@pytest.mark.parametrize("cells", [["123e4567", "12345678"], ["1e5"], ["7", "nan", "1E5"]])
+def test_digits_with_an_exponent_may_be_base_16_and_need_a_declared_type(tmp_path, cells):
+    path = put(tmp_path, "n,x\n" + "".join(f"1,{cell}\n" for cell in cells), "1.csv")
+    with pytest.raises(DataError, match=r"1\.csv, column 'x': The cell '.*' may be .*base 16.*schema"):
+        open_files(tmp_path).schema  # noqa: B018
+    assert open_files(tmp_path, columns=["n"]).schema.names == ["n"]
+    assert read_all(open_files(path, schema={"x": "string"}))["x"].to_pylist() == cells
+    put(tmp_path, "n,x\n1,deadbeef\n", "2.csv")
+    assert read_all(open_files(tmp_path))["x"].to_pylist() == [*cells, "deadbeef"]
+
+
+def test_numbers_as_programs_write_them_stay_numbers(tmp_path):
+    cells = ["1.0", "1e+20", "1e16", "inf", "-Infinity", "nan"]
+    path = put(tmp_path, "n,x\n" + "".join(f"1,{cell}\n" for cell in cells))
+    for quoted in (True, False):
+        values = read_all(open_files(path, quoted_newlines=quoted))["x"].to_pylist()
+        assert values[:-1] == [float(cell) for cell in cells[:-1]]
+
+
+def test_a_column_that_the_first_file_lacks_is_reported(tmp_path, caplog):
+    put(tmp_path, "a\n1\n", "1.csv")
+    put(tmp_path, "a,b\n2,3\n", "2.csv")
+    assert read_all(open_files(tmp_path))["a"].to_pylist() == [1, 2]
+    assert "Column 'b' of" in caplog.text
+    assert "2.csv is not read" in caplog.text

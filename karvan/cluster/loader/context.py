@@ -37,6 +37,7 @@ from karvan.cluster.role_process import RoleSettings, listening
 from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
 from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read
+from karvan.data.columns.kinds import ColumnKind
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 
@@ -77,6 +78,7 @@ class LoaderContext:
         if leased:
             self._reading = TaskReadingService(settings.index, workers=workers, split=split)
         self._transforms: list[object] = []  # with statistics
+        self._columns: dict[str, ColumnKind] = {}
         self._saved = SavedStatistics(JobEnvironment.read().checkpoints)
         self._started = False
         self._once = False  # whether batches are sent outside of `epochs`
@@ -97,9 +99,10 @@ class LoaderContext:
         statistics of the transforms that were passed to `read` before `serve`, `epochs` or `send`.
         """
         self._use(options.get("transform"))
-        if self._reading is not None:
-            return read(data, batch_size, **options)
-        return read(data, batch_size, rank=self.index, world_size=self.count, **options)
+        share = {} if self._reading is not None else {"rank": self.index, "world_size": self.count}
+        opened = read(data, batch_size, **share, **options)
+        self._columns = {**opened.column_kinds(), **self._columns}
+        return opened
 
     def serve(self, batches: Batches) -> None:
         """Send all batches of as many epochs as trainers ask for; usually runs until the process ends.
@@ -231,7 +234,7 @@ class LoaderContext:
     def _statistics(self) -> LoaderStatistics:
         for transform in self._transforms:
             self._saved.give(transform)  # the program may have called fit since
-        return LoaderStatistics.of(self._transforms)
+        return LoaderStatistics.of(self._transforms, self._columns)
 
     def _reporting(self) -> ExitStack:
         """Reports errors inside of it to trainers."""

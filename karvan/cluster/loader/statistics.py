@@ -27,7 +27,8 @@ import numpy as np
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.checkpoint.recovery import resume
-from karvan.checkpoint.transforms import KEY, has_state, name_of
+from karvan.checkpoint.transforms import COLUMNS, KEY, has_state, name_of
+from karvan.data.columns.kinds import ColumnKind
 from karvan.features import FeatureEngine
 from karvan.job.checkpoint_url import local_path
 from karvan.train.state.transforms import replace_statistics
@@ -43,9 +44,16 @@ class LoaderStatistics:
         self.digest = digest_of(self.digests)
 
     @classmethod
-    def of(cls, transforms: Iterable[object]) -> LoaderStatistics:
-        """Of the transforms that have statistics; an engine that was not fitted is an error."""
+    def of(
+        cls, transforms: Iterable[object], columns: Mapping[str, ColumnKind] | None = None
+    ) -> LoaderStatistics:
+        """Of the transforms that have statistics, and of the kinds of columns.
+
+        An engine that was not fitted is an error.
+        """
         packed: dict[str, bytes] = {}
+        if columns:
+            packed[COLUMNS] = pack({name: list(kind) for name, kind in columns.items()})
         for transform in transforms:
             if not has_state(transform):
                 continue
@@ -80,7 +88,13 @@ def ask_loaders(ask: Callable[[int, bool], Message], loaders: Sequence[int]) -> 
     for loader, answer in zip(loaders, answers, strict=True):
         other: dict[str, str] = answer.head["statistics"]
         if other != first:
-            names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
+            differ = {name for name in {*first, *other} if first.get(name) != other.get(name)}
+            names = sorted(differ - {COLUMNS})
+            if not names:
+                raise ValueError(
+                    f"loader {loaders[0]} and loader {loader} read columns of other names or types: expected "
+                    "the same columns in all loaders, from files that all of them see. Declare their types."
+                )
             raise ValueError(
                 f"loader {loaders[0]} and loader {loader} have different statistics of transform "
                 f"'{names[0]}': expected the same in all loaders. In every loader program, fit the engine to "

@@ -12,6 +12,7 @@ that they start in from its beginning, so they should be about as long as groups
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import fs, types
 
+from karvan.data.columns.kinds import kind_of
 from karvan.data.columns.type_widening import common_type
 from karvan.data.columns.whole_floats import whole_numbers
 from karvan.data.errors import DataError, located
@@ -31,6 +33,8 @@ from karvan.data.fingerprint import fingerprint_files
 from karvan.data.formats.paths import Files
 from karvan.data.retry.file_outages import FileOutages
 from karvan.data.source import Part, Split
+
+_log = logging.getLogger("karvan.data")
 
 _STORED_READERS = 4  # each may hold a decoded stripe
 
@@ -84,6 +88,7 @@ class FileSource(ABC):
     def _find_schema(self) -> pa.Schema:
         names = self.names
         self._inspect_all()
+        unread: dict[str, str] = {}
         different: dict[str, pa.Schema] = {}  # mostly all files have the schema of the first
         for path in self._files.paths:
             schema = self._layouts[path].schema
@@ -93,6 +98,15 @@ class FileSource(ABC):
             with located(path):
                 for name in names:
                     _field(schema, name, path)
+            if self._columns is None:
+                unread.update((name, path) for name in schema.names if name not in names)
+        for name, path in unread.items():
+            _log.warning(
+                "Column '%s' of %s is not read, because %s does not have it.",
+                name,
+                path,
+                self._files.paths[0],
+            )
         return pa.schema([(name, self._type(name, different)) for name in names])
 
     def _inspect_all(self) -> None:
@@ -107,6 +121,15 @@ class FileSource(ABC):
         elif unknown:
             with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
                 list(pool.map(inspect, unknown))
+
+    def first_of_kind(self, name: str) -> str | None:
+        """The first file whose column has the kind that it has in the schema."""
+        kind = kind_of(self.schema.field(name).type)
+        for path in self._files.paths:
+            index = self._layouts[path].schema.get_field_index(name)
+            if index >= 0 and kind_of(self._layouts[path].schema.field(index).type) == kind:
+                return path
+        return None
 
     def _type(self, name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
         """The type of a column over files of these schemas."""

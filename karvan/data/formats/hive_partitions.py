@@ -52,6 +52,10 @@ class PartitionedSource:
         """That of the files."""
         return self._source.group_records
 
+    def first_of_kind(self, name: str) -> str | None:
+        """See `FileSource.first_of_kind`."""
+        return None if name in self._columns else self._source.first_of_kind(name)
+
     def parts(self) -> list[Part]:
         """The files."""
         return self._source.parts()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from karvan.data.columns.kinds import ColumnKind, kinds_of
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.leasing.client import WorkClient
@@ -98,6 +99,10 @@ class SharedData:
         if self._identity is None:
             self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
         return self._identity
+
+    def column_kinds(self) -> dict[str, ColumnKind]:
+        """See `Loader.column_kinds`."""
+        return retrying(lambda: kinds_of(self._source, self._decode), Patience(self._retry_seconds))
 
     def call_data(self, name: str) -> None:
         """Give the data a name, which is its identity from now on."""

@@ -18,6 +18,7 @@ import torch
 from karvan import distributed
 from karvan.activity import activity
 from karvan.argument_checks import check_counts, check_integers
+from karvan.data.columns.kinds import ColumnKind, kinds_of
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
@@ -322,6 +323,10 @@ class Loader:
         if self._identity is None:
             self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
         return self._identity
+
+    def column_kinds(self) -> dict[str, ColumnKind]:
+        """The kinds of the columns that are read, by name; a Trainer compares those of all its data."""
+        return retrying(lambda: kinds_of(self._source, self._steps.decode), Patience(self._retry_seconds))
 
     def call_data(self, name: str) -> None:
         """Give the data a name, which is its identity from now on."""

@@ -59,6 +59,11 @@ class Stream:
         states = getattr(self._batches, "transform_states", None)
         return dict(states()) if states is not None else {}
 
+    def column_kinds(self) -> dict[str, Any]:
+        """The kinds of the columns of the iterable, if it is a Loader or like it."""
+        kinds = getattr(self._batches, "column_kinds", None)
+        return dict(kinds()) if kinds is not None else {}
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

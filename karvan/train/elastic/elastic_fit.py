@@ -237,6 +237,7 @@ class ElasticFit(Fit):
 
     def _begin_training(self) -> None:
         parts = self._parts
+        parts.run.columns = self._transforms.columns
         parts.model.train()
         parts.saver.begin()
         self._reporter = Reporter(parts)  # counts from here on, not from the start of the run

@@ -8,20 +8,24 @@ tomorrow's data has to be scaled by the numbers that the model was trained with.
 Data that other processes transform, such as a job's loaders, has `transform_states()` instead, which gives
 the states by name. They are saved in checkpoints as well, but cannot be replaced by this process: if they
 differ from those of the checkpoint, or of a transform of the same name in this process, it is an error.
+
+The kinds of the columns are saved beside them (see `karvan/data/columns/kinds.py`): a column that was text
+when the model was trained, and is read as numbers from other files, is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from karvan import distributed
 from karvan.checkpoint.format.state_bytes import pack
-from karvan.checkpoint.transforms import KEY, Transform, has_state, name_of
+from karvan.checkpoint.transforms import COLUMNS, KEY, Transform, has_state, name_of
+from karvan.data.columns.kinds import ColumnKind, require_equal
 from karvan.distributed import CollectiveChannel
 from karvan.features import FeatureEngine
 
@@ -41,14 +45,22 @@ def replace_statistics(transform: Transform, state: Mapping[str, Any]) -> None:
     transform.load_state_dict(state)
 
 
+def _columns_of(saved: Mapping[str, Any]) -> dict[str, ColumnKind]:
+    return {name: ColumnKind(*kind) for name, kind in saved.get(COLUMNS, {}).items()}
+
+
 def _equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return pack(state) == pack(other)
 
 
 class Transforms:
-    """The transforms of some data, by name; those of a checkpoint that the data lacks are saved again."""
+    """The transforms of some data, by name; those of a checkpoint that the data lacks are saved again.
 
-    def __init__(self, *data: object) -> None:
+    `columns` are the kinds of the columns of the data, and those that the model was trained with before.
+    """
+
+    def __init__(self, *data: object, columns: Mapping[str, ColumnKind] | None = None) -> None:
+        self.columns: dict[str, ColumnKind] = dict(columns or {})
         self._found: dict[str, Transform] = {}
         self._streamed: dict[str, Any] = {}  # states of transforms in other processes
         self._asked: list[object] = []  # data that has been asked for such states
@@ -67,11 +79,18 @@ class Transforms:
             transform = getattr(each, "transform", None)
             if has_state(transform):
                 self._add(name_of(transform), transform)
+            column_kinds = getattr(each, "column_kinds", None)
+            if callable(column_kinds):
+                self._add_columns(column_kinds())
         for each in data:
             transform_states = getattr(each, "transform_states", None)
             if callable(transform_states) and all(each is not one for one in self._asked):
                 self._add_states(transform_states())
                 self._asked.append(each)
+
+    def _add_columns(self, kinds: Mapping[str, ColumnKind]) -> None:
+        require_equal(self.columns, kinds)
+        self.columns = {**kinds, **self.columns}
 
     def _add(self, name: str, transform: Transform) -> None:
         if name not in self._found:
@@ -84,7 +103,10 @@ class Transforms:
             )
 
     def _add_states(self, states: Mapping[str, Any]) -> None:
+        self._add_columns(_columns_of(states))
         for name, state in states.items():
+            if name == COLUMNS:
+                continue
             if name not in self._streamed:
                 self._streamed[name] = state
                 self._give(name)
@@ -95,7 +117,8 @@ class Transforms:
                 )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the statistics in the state of a checkpoint into the transforms."""
+        """Load the statistics in the state of a checkpoint into the transforms, and compare the columns."""
+        self.require_columns(saved)
         self._saved, self._loaded = dict(saved.get(KEY, {})), True
         names = {**self._found, **self._streamed}
         missing = [name for name in names if name not in self._saved]
@@ -107,6 +130,12 @@ class Transforms:
             )
         for name in names:
             self._give(name)
+
+    def require_columns(self, saved: Mapping[str, Any], only: Collection[str] | None = None) -> None:
+        """Raise a DataError unless all columns, or some, have the kinds in the state of a checkpoint."""
+        trained = {name: kind for name, kind in _columns_of(saved).items() if only is None or name in only}
+        require_equal(trained, self.columns)
+        self.columns = {**self.columns, **trained}
 
     def _give(self, name: str) -> None:
         """Load the statistics of one name; those of other processes must be equal."""
@@ -156,7 +185,10 @@ class Transforms:
     def state(self) -> dict[str, Any]:
         """The state for checkpoints."""
         own = {name: transform.state_dict() for name, transform in self._found.items()}
-        return {KEY: {**self._saved, **self._streamed, **own}}
+        return {KEY: {**self._saved, **self._streamed, **own}, **self._column_state()}
+
+    def _column_state(self) -> dict[str, Any]:
+        return {COLUMNS: {name: list(kind) for name, kind in self.columns.items()}}
 
     def require_fitted(self, model: nn.Module) -> None:
         """Raise if a transform, or an engine of the model, has no statistics yet."""
@@ -165,7 +197,7 @@ class Transforms:
                 each.require_fitted()
 
     def require_equal(self, channel: CollectiveChannel, model: nn.Module) -> None:
-        """Raise if ranks have other statistics than this one; a collective."""
+        """Raise if ranks have other statistics, or other kinds of columns; a collective."""
         if channel.world_size == 1:
             return
         engines = {
@@ -173,7 +205,9 @@ class Transforms:
             for name, module in model.named_modules()
             if isinstance(module, FeatureEngine)
         }
-        digest = hashlib.sha256(pack({**self.state(), "model": engines})).hexdigest()
+        for kinds in channel.gather_json(self._column_state()):
+            self._add_columns(_columns_of(kinds))
+        digest = hashlib.sha256(pack({KEY: self.state()[KEY], "model": engines})).hexdigest()
         gathered = channel.gather_json(digest)
         if others := [rank for rank, each in enumerate(gathered) if each != digest]:
             raise ValueError(

@@ -70,8 +70,23 @@ def from_digits(array: pa.Array, column: str) -> pa.Array:
 
 def are_digits(array: pa.Array) -> bool:
     """Whether all cells that are not null are integers, of any size."""
-    found = pc.match_substring_regex(pc.utf8_trim_whitespace(array), r"^[+-]?[0-9]+$")
-    return bool(pc.all(found).as_py())
+    return bool(pc.all(digits_only(array)).as_py())
+
+
+def digits_only(array: pa.Array) -> pa.Array:
+    """Which cells are integers, of any size; null for null."""
+    return pc.match_substring_regex(pc.utf8_trim_whitespace(array), r"^[+-]?([0-9]+|0[xX][0-9a-fA-F]+)$")
+
+
+def ambiguous_cell(array: pa.Array) -> str | None:
+    """A cell such as `12e7` in a column whose other cells are digits, as programs write ids in base 16.
+
+    A program that writes floats has a point or a sign in some of them: `1.0`, `1e+20`.
+    """
+    digits = pc.match_substring_regex(array, r"^([0-9]+([eE][0-9]+)?|[nN][aA][nN]|[iI][nN][fF])$")
+    exponents = array.filter(pc.match_substring_regex(array, r"^[0-9]+[eE][0-9]+$"))
+    cell = exponents.drop_null()[0].as_py() if len(exponents.drop_null()) else None
+    return str(cell) if cell is not None and bool(pc.all(digits).as_py()) else None
 
 
 def from_hex(array: pa.Array, column: str) -> pa.Array:

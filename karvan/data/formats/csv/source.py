@@ -14,19 +14,30 @@ from __future__ import annotations
 
 import csv as text_csv
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv, types
 
 from karvan.data.columns.declarations import is_text
 from karvan.data.columns.type_names import type_of
-from karvan.data.errors import DataError, located
+from karvan.data.columns.type_widening import common_type
+from karvan.data.errors import DataError, reason
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv.integer_tables import IntegerTable
-from karvan.data.formats.csv.list_cells import are_digits, from_digits, from_hex, from_text
+from karvan.data.formats.csv.list_cells import (
+    ambiguous_cell,
+    are_digits,
+    digits_only,
+    from_digits,
+    from_hex,
+    from_text,
+)
 from karvan.data.formats.paths import Files
 from karvan.native import _native
 
@@ -34,13 +45,16 @@ _SPAN = 8 << 20
 _BLOCK = 1 << 20
 _LONGEST_LINE = 256 << 20
 
+_Texts = Callable[[Sequence[str], Sequence[str]], Iterable[pa.RecordBatch]]
+
 
 class CsvSource(FileSource):
     """CSV files with a header line, or without one if a schema names the columns.
 
     `schema` gives types, by name (see `karvan/data/columns/type_names.py`) or as pyarrow types: of all
-    columns without a header; with one, of those that should not be inferred from the first lines of the first
-    file that has a value.
+    columns without a header; with one, of those that should not be inferred from the first lines of all files
+    (the first megabyte of each). A column with text in one file is text in all of them. A cell behind these
+    lines that does not fit is an error.
     `hexadecimal` columns are ids written in base 16. `nulls` are the cells that mean a missing value.
     `quote` is None where quotes have no meaning.
     """
@@ -77,7 +91,8 @@ class CsvSource(FileSource):
         self._hexadecimal = frozenset(hexadecimal)
         self._separators = (separators[0], separators[1], separators[2])
         self._quoted_newlines = quoted_newlines
-        self._inferred_integers: set[str] = set()
+        self._inferred: dict[str, pa.DataType] = {}  # of all files together
+        self._ambiguous: dict[tuple[str, str], str] = {}  # of a file and column: a number, or base 16
         self._with_carriage_returns: set[str] = set()
         self._nulls = list(nulls)
         self._parsing = csv.ParseOptions(
@@ -93,6 +108,7 @@ class CsvSource(FileSource):
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         with self._text(path) as text:
             head = text.read(_BLOCK)
+            is_all = len(head) < _BLOCK and not text.read(1)
         if b"\r" in head and b"\n" not in head:
             self._with_carriage_returns.add(path)
             head = head.replace(b"\r", b"\n")
@@ -112,21 +128,35 @@ class CsvSource(FileSource):
         else:
             with self._text(path) as text:
                 counts, bounds = _scan(text, begin, _all_lines if len(names) == 1 else _lines)
-        return Layout(self._schema_of(names), np.cumsum([0, *counts], dtype=np.int64), bounds)
+        types_ = self._types | self._infer_types(path, names, head[begin:], is_all)
+        schema = pa.schema([(name, types_.get(name, pa.null())) for name in names])
+        return Layout(schema, np.cumsum([0, *counts], dtype=np.int64), bounds)
 
     def _schema_of(self, names: Sequence[str]) -> pa.Schema:
         return pa.schema([(name, self._types.get(name, pa.null())) for name in names])
 
     def _find_schema(self) -> pa.Schema:
-        names = super()._find_schema().names
-        for path in self._files.paths:
-            unknown = [name for name in names if name not in self._types]
-            if unknown:
-                self._types |= self._infer_types(path, unknown)
-        return self._schema_of(names)
+        schema = super()._find_schema()
+        self._inferred = {field.name: field.type for field in schema if field.name not in self._types}
+        self._types |= self._inferred
+        return schema
 
     def _type(self, name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
-        return self._types.get(name, pa.null())
+        if name in self._types:
+            return self._types[name]
+        of_files = {path: schema.field(name).type for path, schema in schemas.items()}
+        if any(is_text(type_) for type_ in of_files.values()):
+            return pa.string() if pa.binary() not in of_files.values() else pa.binary()
+        for (path, column), cell in self._ambiguous.items():
+            if column == name:
+                raise DataError(
+                    f"The cell '{cell}' may be a number or text, such as an id in base 16. {_declare(name)}",
+                    path=path,
+                    column=name,
+                )
+        if {pa.int64(), pa.float64()} <= set(of_files.values()) <= {pa.int64(), pa.float64(), pa.null()}:
+            return pa.float64()
+        return common_type(name, of_files.items())
 
     def _groups(
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
@@ -135,7 +165,8 @@ class CsvSource(FileSource):
         if self._quoted_newlines:
             for number, batch in enumerate(self._stream(path, names, columns)):
                 if number >= group:
-                    yield number, self._convert(batch)
+                    first = int(layout.starts[number])
+                    yield number, self._convert(batch, first, partial(self._stream, path, names))
             return
         bounds: list[int] = layout.detail
         schema = self._schema_of(names)
@@ -149,8 +180,9 @@ class CsvSource(FileSource):
                 if parsed is not None:
                     yield number, parsed
                     continue
-                for batch in self._parse(data, names, columns).to_batches():
-                    yield number, self._convert(batch)
+                first = int(layout.starts[number])
+                for batch in self._converted(data, names, columns, first):
+                    yield number, batch
 
     def _place(self, layout: Layout, group: int) -> str:
         if group + 1 >= len(layout.starts):
@@ -183,40 +215,74 @@ class CsvSource(FileSource):
         except text_csv.Error as error:
             raise DataError(f"The header cannot be read: {error}.", path=path) from error
 
-    def _infer_types(self, path: str, unknown: Sequence[str]) -> dict[str, pa.DataType]:
+    def _infer_types(
+        self, path: str, names: Sequence[str], head: bytes, is_all: bool
+    ) -> dict[str, pa.DataType]:
         """Types of columns without one, as far as the first lines of a file have values."""
-        layout = self._layouts[path]
-        names = layout.schema.names
-        with located(path):
-            with self._text(path) as text:
-                _skip(text, layout.detail[0])
-                data = text.read(_BLOCK)
-                is_all = len(data) < _BLOCK and not text.read(1)
-            cut = 0 if is_all else data.rfind(b"\n") + 1
-            data = data[:cut] if cut else data
-            if not data.strip():
-                return {}
-            found = {f.name: f.type for f in self._parse(data, names, unknown).schema}
-            # Arrow reads integers that are too large for int64 as floats, which would round them.
-            floats = [name for name, type_ in found.items() if type_ == pa.float64()]
-            if floats:
-                text_of = self._read(data, names, self._converting(names, floats, as_text=floats))
-                for name in floats:
-                    cells = text_of.column(name).combine_chunks()
-                    if are_digits(cells):
-                        found[name] = from_digits(cells, name).type
-        self._inferred_integers |= {name for name, type_ in found.items() if type_ == pa.int64()}
+        unknown = [
+            name
+            for name in names
+            if name not in self._types and (self._columns is None or name in self._columns)
+        ]
+        if not unknown or not head.strip():
+            return {}
+
+        def cells_of(columns: Sequence[str], as_text: Collection[str] = ()) -> pa.Table:
+            return self._first_lines(path, names, head, is_all, self._converting(names, columns, as_text))
+
+        found = {f.name: f.type for f in cells_of(unknown).schema}
+        # Arrow reads integers that are too large for int64 as floats, which would round them.
+        floats = [name for name, type_ in found.items() if type_ == pa.float64()]
+        texts = cells_of(floats, floats) if floats else {}
+        for name in floats:
+            cells = texts[name].combine_chunks()
+            if are_digits(cells):
+                found[name] = from_digits(cells, name).type
+            elif (cell := ambiguous_cell(cells)) is not None:
+                self._ambiguous[path, name] = cell
         return {name: type_ for name, type_ in found.items() if type_ != pa.null()}
+
+    def _first_lines(
+        self, path: str, names: Sequence[str], head: bytes, is_all: bool, converting: csv.ConvertOptions
+    ) -> pa.Table:
+        """The first lines of a file; those that cannot be read are an error when they are."""
+        parsing = csv.ParseOptions(
+            delimiter=self._parsing.delimiter,
+            quote_char=self._parsing.quote_char,
+            newlines_in_values=self._quoted_newlines,
+            ignore_empty_lines=len(names) > 1,
+            invalid_row_handler=lambda row: "skip",
+        )
+        if self._quoted_newlines:
+            reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_BLOCK)
+            with self._text(path) as text:
+                first = csv.open_csv(text, reading, parsing, converting)
+                return pa.Table.from_batches([first.read_next_batch()], first.schema)
+        cut = len(head) if is_all else head.rfind(b"\n") + 1
+        lines = pa.BufferReader(head[: cut or len(head)])
+        reading = csv.ReadOptions(column_names=names, block_size=len(head) + 1)
+        return csv.read_csv(lines, reading, parsing, converting)
 
     def _parse(self, data: bytes, names: list[str], columns: Sequence[str]) -> pa.Table:
         try:
             return self._read(data, names, self._converting(names, columns))
         except pa.ArrowInvalid:
-            integers = [name for name in columns if name in self._inferred_integers]
-            if not integers:
+            integers = self._inferred_as(pa.int64(), columns)
+            with self._inferring():  # the first lines may have been the only ones with small ids
+                return self._read(data, names, self._converting(names, columns, as_text=integers))
+
+    @contextmanager
+    def _inferring(self) -> Iterator[None]:
+        """Say in errors of cells where their types come from, unless all types are declared."""
+        try:
+            yield
+        except pa.ArrowInvalid as error:
+            if not self._inferred or "conversion error" not in str(error):
                 raise
-            # The first lines of the first file may have been the only ones with small ids.
-            return self._read(data, names, self._converting(names, columns, as_text=integers))
+            raise DataError(f"{reason(error)}, unlike the first lines. {_declare('…')}") from error
+
+    def _inferred_as(self, type_: pa.DataType, columns: Collection[str]) -> list[str]:
+        return [name for name in columns if self._inferred.get(name) == type_]
 
     def _read(self, data: bytes, names: list[str], converting: csv.ConvertOptions) -> pa.Table:
         for block in (_BLOCK, len(data) + 1):
@@ -228,12 +294,28 @@ class CsvSource(FileSource):
                     raise
         raise AssertionError
 
-    def _stream(self, path: str, names: list[str], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def _converted(
+        self, data: bytes, names: list[str], columns: Sequence[str], first: int
+    ) -> Iterator[pa.RecordBatch]:
+        """The records of some lines, of which `first` is the number of the first."""
+
+        def texts(wanted: Sequence[str], as_text: Collection[str]) -> Iterable[pa.RecordBatch]:
+            return self._read(data, names, self._converting(names, wanted, as_text)).to_batches()
+
+        at = first
+        for batch in self._parse(data, names, columns).to_batches():
+            yield self._convert(batch, at, texts, at - first)
+            at += batch.num_rows
+
+    def _stream(
+        self, path: str, names: list[str], columns: Sequence[str], as_text: Collection[str] = ()
+    ) -> Iterator[pa.RecordBatch]:
         with self._text(path) as text:
             reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
-            integers = [name for name in columns if name in self._inferred_integers]
-            converting = self._converting(names, columns, as_text=integers)
-            yield from csv.open_csv(text, reading, self._parsing_of(names), converting)
+            integers = self._inferred_as(pa.int64(), columns)
+            converting = self._converting(names, columns, as_text=[*integers, *as_text])
+            with self._inferring():
+                yield from csv.open_csv(text, reading, self._parsing_of(names), converting)
 
     def _parse_through(self, path: str, names: list[str]) -> list[int]:
         with self._text(path) as text:
@@ -253,7 +335,12 @@ class CsvSource(FileSource):
     def _converting(
         self, names: Sequence[str], columns: Sequence[str], as_text: Collection[str] = ()
     ) -> csv.ConvertOptions:
-        in_cells = {name: pa.string() for name in columns if self._is_in_cells(name) or name in as_text}
+        untold = self._inferred_as(pa.null(), columns)
+        in_cells = {
+            name: pa.string()
+            for name in columns
+            if self._is_in_cells(name) or name in as_text or name in untold
+        }
         plain = {name: self._types[name] for name in columns if name in self._types}
         return csv.ConvertOptions(
             column_types=plain | in_cells,
@@ -268,17 +355,51 @@ class CsvSource(FileSource):
         type_ = self._types.get(name)
         return name in self._hexadecimal or (type_ is not None and types.is_nested(type_))
 
-    def _convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _convert(
+        self, batch: pa.RecordBatch, first: int, texts: _Texts, skipped: int | None = None
+    ) -> pa.RecordBatch:
+        """The columns by their types.
+
+        `first` is the number of the first record in its file. `texts` reads columns again as they are
+        written, with `skipped` records before these ones, by default all of the file.
+        """
         arrays = []
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            inferred = self._inferred.get(name)
             if name in self._hexadecimal:
                 array = from_hex(array, name)
             elif self._is_in_cells(name):
                 array = from_text(array, self._types[name], self._separators, name)
-            elif name in self._inferred_integers and array.type == pa.string():
+            elif inferred == pa.int64() and array.type == pa.string():
+                _require(name, first, array, digits_only(array), "integers")
                 array = from_digits(array, name)
+            elif inferred == pa.float64():
+                if pc.any(pc.is_inf(array)).as_py():
+                    cells = pa.chunked_array(part.column(0) for part in texts([name], [name]))
+                    cells = cells.slice(first if skipped is None else skipped, len(array)).combine_chunks()
+                    said = pc.match_substring_regex(cells, "(?i)^[+-]?inf(inity)?$")
+                    _require(name, first, cells, pc.or_(pc.invert(pc.is_inf(array)), said), "numbers")
+            elif inferred == pa.null():
+                _require(name, first, array, pc.is_null(array), "no values")
+                array = pa.nulls(len(array))
             arrays.append(array)
         return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def _require(name: str, first: int, array: pa.Array, fits: pa.Array, expected: str) -> None:
+    """Raise for the first cell that is not what the first lines of the files have shown."""
+    at = pc.index(fits, False).as_py()
+    if at >= 0:
+        raise DataError(
+            f"Expected {expected}, as in the first lines of the files, got '{array[at].as_py()}'. "
+            f"{_declare(name)}",
+            place=f"record {first + at}",
+            column=name,
+        )
+
+
+def _declare(name: str) -> str:
+    return f'Declare the type of the column: options={{"schema": {{"{name}": "string"}}}}, or "float64".'
 
 
 def _scan(
