@@ -12,6 +12,7 @@ its own. The file is locked while it is open: a second master is refused.
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,6 +69,17 @@ class LedgerError(RuntimeError):
     """A ledger that cannot be used: in use by another master, damaged, or of another job."""
 
 
+class LedgerDiskError(OSError):
+    """The disk did not take a change of the ledger, so nothing has changed: it may be full."""
+
+
+_OUTAGES = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+}
+
+
 class LedgerFile:
     """The open tasks and the settings of a ledger on disk."""
 
@@ -83,6 +95,8 @@ class LedgerFile:
                     self._database.execute(statement)
                 found = self._database.execute("SELECT version FROM ledger").fetchone()
         except sqlite3.OperationalError as error:
+            if (number := _OUTAGES.get(error.sqlite_errorcode & 0xFF)) is not None:
+                raise LedgerDiskError(number, f"{path} could not be opened: {error}") from None
             if "locked" not in str(error):
                 raise LedgerError(f"{path} could not be opened: {error}.") from None
             raise LedgerError(
@@ -112,9 +126,9 @@ class LedgerFile:
             if self._database.in_transaction:  # SQLite itself undoes one that found the disk full
                 self._database.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):
-                raise LedgerError(
-                    f"{self.path} could not be written, nothing was changed: {error}."
-                ) from None
+                number = _OUTAGES.get(error.sqlite_errorcode & 0xFF, errno.EIO)
+                text = f"{self.path} could not be written, nothing was changed: {error}"
+                raise LedgerDiskError(number, text) from None
             raise
 
     def begin(self, spec: WorkSpec) -> None:

@@ -39,8 +39,12 @@ change the work of the others are refused, such as a `restore_position` that was
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +54,11 @@ from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 from karvan.work.holders import is_of_process, process_of
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
-from karvan.work.ledger_file import LedgerError
+from karvan.work.ledger_file import LedgerDiskError, LedgerError
 from karvan.work.spec import NO_WORK, WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
+
+_log = logging.getLogger(__name__)
 
 PATIENCE = 300.0
 _SLOWEST_TIMES = 3.0
@@ -85,6 +91,8 @@ class WorkService(Service):
         self._predicts: dict[str, tuple[int, float]] = {}  # which prediction holders are in, and since when
         self._started = now()
         self._ended: set[str] = set()  # processes that were reported dead: refused
+        self._postponed: deque[Callable[[], object]] = deque()  # ends of leases that the disk did not take
+        self._disk_is_full = False  # as far as the log says
         self.endpoints = endpoints(
             WORK_CALLS,
             {
@@ -139,6 +147,20 @@ class WorkService(Service):
             self._forget(tokens)
             return tasks
 
+    @contextmanager
+    def _postponing(self, again: Callable[[], object]) -> Iterator[None]:
+        """Do this again with the next `overdue` if the disk of the ledger is full now.
+
+        Only who asks for tasks waits for the disk: the supervisor of a job does not.
+        """
+        try:
+            yield
+        except LedgerDiskError as error:
+            if not self._disk_is_full:
+                _log.warning("Leases of processes that are gone end later: %s.", error.strerror)
+            self._disk_is_full = True
+            self._postponed.append(again)
+
     def release_process(self, process_holder: str) -> list[Task]:
         """A process has died: the tasks of all holders in it wait. Returns them.
 
@@ -149,7 +171,11 @@ class WorkService(Service):
             self._leave_prediction(process_holder)
             leases = [] if self._opened is None else self._opened.leases
         holders = dict.fromkeys(each.holder for each in leases if is_of_process(each.holder, process_holder))
-        return [task for holder in holders for task in self.release(holder)]
+        released: list[Task] = []
+        with self._postponing(partial(self.release_process, process_holder)):
+            for holder in holders:
+                released += self.release(holder)
+        return released
 
     def refuse(self, processes: Iterable[str]) -> None:
         """These were reported dead to an earlier master."""
@@ -170,8 +196,9 @@ class WorkService(Service):
                 for lease in self._opened.leases
                 if lease.task.kind is TaskKind.PREDICT and is_of_process(lease.holder, process_holder)
             ]
-            self._opened.give_back(tokens)
-            self._forget(tokens)
+            with self._postponing(partial(self.release_predictions, process_holder)):
+                self._opened.give_back(tokens)
+                self._forget(tokens)
             return bool(self._in_prediction(self._opened.position.prediction))
 
     def forget_predictions(self) -> None:
@@ -228,6 +255,9 @@ class WorkService(Service):
         spared: whether a holder keeps its leases however long it takes, because others watch it. Nobody does
         in a prediction, and a record that is predicted twice is no harm.
         """
+        for _ in range(len(self._postponed)):
+            self._postponed.popleft()()
+        self._disk_is_full = bool(self._postponed)
         with self._lock:
             if self._opened is None:
                 return []
@@ -240,7 +270,10 @@ class WorkService(Service):
                 and (lease.task.kind is TaskKind.PREDICT or not spared(lease.holder))
             ]
             tokens = [lease.token for lease in late]
-            self.ledger.give_back(tokens)
+            try:
+                self.ledger.give_back(tokens)
+            except LedgerDiskError:  # the next time
+                return []
             self._forget(tokens)
             return late
 

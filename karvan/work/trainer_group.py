@@ -23,12 +23,13 @@ is the master that is out of reach, and silence begins anew.
 
 If all members are gone, what they had trained since the last checkpoint is lost, and another run begins.
 Rounds, members and runs have numbers and names that are never used again. They are in a file, so that they
-outlive the master.
+outlive the master. What a full disk does not take is in memory, with a warning, and in the file later.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from karvan.files import read_object, replace_file
 from karvan.outages import mark
 from karvan.protocol.trainer_group import GROUP_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
+
+_log = logging.getLogger(__name__)
 
 _PRESENT = 5.0  # seconds since its last call for which a trainer that wants to join counts as present
 
@@ -80,6 +83,7 @@ class TrainerGroup(Service):
         self._waits: dict[int, float] = {}  # when each that waits for the next round has called last
         self._heard: dict[int, float] = {}
         self._heard_last = now()  # of whomever
+        self._unwritten = False  # whether the disk has not taken the last change
         if path is not None and (state := read_object(path)) is not None:
             self._read(state)
         self.endpoints = endpoints(
@@ -200,6 +204,8 @@ class TrainerGroup(Service):
         with self._lock:
             member = self._admit(head["process"])
             self._hear(member, now)
+            if self._unwritten:
+                self._write()
             if head["round"] != self._round:
                 return Message({"regroup": True, "broken": True, "gone": [], "waiting": []})
             for each in self._present():
@@ -270,7 +276,14 @@ class TrainerGroup(Service):
             "left": sorted(self._left),
             "next_member": self._next_member,
         }
-        replace_file(self._path, json.dumps(state))
+        try:
+            replace_file(self._path, json.dumps(state))
+            self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
+                text = "%s could not be written, in case the master dies: %s."
+                _log.warning(text, self._path, error.strerror)
+            self._unwritten = True
 
     def _read(self, state: dict[str, Any]) -> None:
         self._round, self._run, self._group = state["round"], state["run"], state["group"]

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_helpers import run
 from role_loaders import in_threads
+from small_disk import small_disk
 from support_paths import support_path
 from wire_helpers import wait_for
 
@@ -175,6 +176,26 @@ def test_a_group_outlives_its_master(tmp_path):
     finally:
         one.process.kill()
         registry.close()
+
+
+def test_a_full_disk_of_the_master_ends_no_trainer(tmp_path, caplog):
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk.folder / "group.json"
+        service = TrainerGroup(path, least=1)
+        with closing(Registry(beside=[service])) as registry:
+            one, two = (GroupClient(registry.address, name) for name in ("one", "two"))
+            with closing(one), closing(two):
+                assert one.join(0).members == (0,)
+                disk.fill()
+                assert two.join(0) is None
+                assert one.join(1).members == (0, 1)
+                assert service.remove("two")
+                assert one.watch(2).gone == (1,)
+                disk.empty()
+                one.watch(2)
+        assert TrainerGroup(path).gone == ["two"]
+    [said] = caplog.records
+    assert "group.json could not be written" in said.getMessage()
 
 
 class Silences:

@@ -76,18 +76,19 @@ def test_a_job_whose_machine_was_suspended_continues(tmp_path):
         job.finish()
 
 
-def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path):
+def test_a_full_disk_is_waited_for_and_costs_no_trainer(tmp_path):
     with (
         small_disk(tmp_path / "disk", "8m") as disk,
         ElasticLaunch(tmp_path, checkpoints=disk.folder / "run") as job,
     ):
         job.wait(lambda: len(saved(job)) >= 2)
         disk.fill()
-        job.wait(lambda: "No space left" in job.log.read_text())
+        job.wait(lambda: "work.db could not be written" in job.log.read_text())
         disk.empty()
-        if job.process.poll() is not None:
-            job.launch()
-        job.finish()
+        log = job.finish()
+    assert "Traceback" not in log
+    assert "restarted" not in log
+    assert "Generation 1" not in log
 
 
 def test_checkpoints_that_vanish_are_an_error(tmp_path):

@@ -3,14 +3,20 @@
 import random
 import signal
 import sys
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from subprocess import PIPE
 
 import pytest
 from forked_programs import ForkedProgram
 from free_ports import free_port
+from small_disk import small_disk
+from wire_helpers import wait_for
 
+from karvan.activity import activity
+from karvan.data.leasing.client import WorkClient
+from karvan.outages import is_temporary
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client, RefusedError, Server
 from karvan.work.ledger import Ledger
@@ -304,3 +310,67 @@ def test_work_ends_complete_though_masters_and_holders_are_killed(tmp_path):
     ledger = Ledger(path)
     assert (ledger.position.records, ledger.leases, ledger.waiting) == (1800, [], [])
     ledger.close()
+
+
+@contextmanager
+def _service_on_a_small_disk(tmp_path):
+    """A ledger of two tasks of 5 records of file f, its service, and a function that makes clients of it."""
+    with small_disk(tmp_path / "disk") as disk:
+        work = WorkService(disk.folder / "work.db", patience=0.0)
+        with Server(work) as server, ExitStack() as stack:
+
+            def client(holder):
+                made = WorkClient(server.address, holder)
+                stack.callback(made.disconnect)
+                made.open(WorkSpec((("f", 10),), 5))
+                return made
+
+            yield disk, work, client
+        work.close()
+
+
+def test_holders_wait_while_the_disk_of_the_ledger_is_full_and_say_so(tmp_path, caplog):
+    with _service_on_a_small_disk(tmp_path) as (disk, work, client), ThreadPoolExecutor() as threads:
+        first, second = client("first"), client("second")
+        [lease] = first.lease()
+        disk.fill()
+        calls = threads.submit(first.acknowledge, {lease.token: 3}), threads.submit(second.lease)
+        wait_for(lambda: len(caplog.records) >= 2)
+        wait_for(lambda: "master" in activity.report().waits)
+        assert not any(call.done() for call in calls)
+        assert work.progress()["records"] == 0
+        disk.empty()
+        assert calls[0].result(10) == []
+        assert [each.task.first for each in calls[1].result(10)] == [5]
+        assert work.progress()["records"] == 3
+        first.disconnect()
+    warnings = [each.getMessage() for each in caplog.records]
+    assert len(warnings) == 2, "one for each holder"
+    for text in warnings:
+        assert "work.db could not be written" in text
+        assert "waits until it can be" in text
+
+
+def test_a_holder_that_waits_for_the_disk_of_the_ledger_can_be_ended(tmp_path, caplog):
+    with _service_on_a_small_disk(tmp_path) as (disk, _, client), ThreadPoolExecutor() as threads:
+        holder = client("first")
+        disk.fill()
+        call = threads.submit(holder.lease)
+        wait_for(lambda: caplog.records)
+        holder.disconnect()
+        assert is_temporary(call.exception(10))
+
+
+def test_leases_of_the_dead_end_once_the_disk_of_the_ledger_has_room(tmp_path):
+    with _service_on_a_small_disk(tmp_path) as (disk, work, client):
+        dead, late, living = client("trainer-0 process a"), client("late"), client("living")
+        dead.lease()
+        late.lease()
+        disk.fill()
+        assert work.release_process("trainer-0 process a") == []
+        assert not work.release_predictions("trainer-0 process a")
+        assert work.overdue() == []
+        assert work.progress()["leased"] == 2
+        disk.empty()
+        assert [lease.holder for lease in work.overdue(lambda holder: holder != "late")] == ["late"]
+        assert sorted(each.task.first for each in living.lease(most=2)) == [0, 5]

@@ -1,11 +1,13 @@
 """`WorkClient`: how a trainer or loader leases tasks from the master of its job.
 
 It outlives the master: while none answers, a call waits and is sent again to the next one, which has the same
-ledger. So every error that is raised here is final.
+ledger. It waits as well while the disk of the ledger is full, and says so. So every error that is raised here
+is final.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +15,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from karvan.activity import activity
+from karvan.outages import is_temporary, retry_delay
 from karvan.protocol.work import MOST_ERROR, MOST_LEASES, WORK_CALLS
-from karvan.wire import Client, Security
+from karvan.wire import Client, Message, Security, WireError
 from karvan.work.ledger import JobFailedError, NoTask, TaskFailure
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
 
+_log = logging.getLogger(__name__)
+
 _DEADLINE = 600.0  # seconds in which a master must come back
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds until a call is repeated for which the disk had no room
 
 
 class WorkClient:
@@ -38,11 +45,12 @@ class WorkClient:
         self._lock = threading.Lock()
         self._held: dict[int, int] = {}  # records by token; one thread leases while another acknowledges
         self._last = 0  # token
+        self._disconnected = threading.Event()
         self._client = Client("master", find, security, calls=WORK_CALLS, deadline=deadline, forgetful=True)
 
     def open(self, spec: WorkSpec) -> None:
         """Describe the work; the first holder of a job begins its ledger, others must say the same."""
-        self._client.call("open_work", {"spec": asdict(spec)})
+        self._call("open_work", {"spec": asdict(spec)})
 
     def lease(
         self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1, epoch: int | None = None
@@ -59,7 +67,7 @@ class WorkClient:
                 "most": most,
                 "epoch": epoch,
             }
-            got = self._client.call("lease_tasks", head).head
+            got = self._call("lease_tasks", head).head
             tasks = {each["token"]: task_from(each["task"]) for each in got["leases"]}
             with self._lock:
                 self._held.update({token: task.records for token, task in tasks.items()})
@@ -74,7 +82,7 @@ class WorkClient:
         pairs = [list(each) for each in done.items()]
         for first in range(0, len(pairs), MOST_LEASES):
             head = {"holder": self.holder, "done": pairs[first : first + MOST_LEASES]}
-            ended += self._client.call("acknowledge_records", head).head["ended"]
+            ended += self._call("acknowledge_records", head).head["ended"]
         with self._lock:
             finished = [token for token, count in done.items() if self._held.get(token) == count]
         self._forget([*ended, *finished])
@@ -85,7 +93,7 @@ class WorkClient:
         tokens = list(tokens)
         for first in range(0, len(tokens), MOST_LEASES):
             some = tokens[first : first + MOST_LEASES]
-            self._client.call("give_back_tasks", {"holder": self.holder, "tokens": some})
+            self._call("give_back_tasks", {"holder": self.holder, "tokens": some})
         self._forget(tokens)
 
     def give_back_all(self) -> None:
@@ -105,7 +113,7 @@ class WorkClient:
             "record": record,
             "number_in_file": number,
         }
-        answer = self._client.call("fail_task", head).head
+        answer = self._call("fail_task", head).head
         self._forget([token])
         return TaskFailure(**answer)
 
@@ -118,7 +126,7 @@ class WorkClient:
             "parts": listed,
             "records_per_task": records_per_task,
         }
-        self._client.call("begin_evaluation", head)
+        self._call("begin_evaluation", head)
 
     def begin_prediction(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> bool:
         """Take part in a prediction; False: others are still in the one before, so ask again."""
@@ -128,12 +136,12 @@ class WorkClient:
             "parts": [list(part) for part in parts],
             "records_per_task": records_per_task,
         }
-        return bool(self._client.call("begin_prediction", head).head["begun"])
+        return bool(self._call("begin_prediction", head).head["begun"])
 
     @contextmanager
     def export(self) -> Iterator[None]:
         """While this process makes the final checkpoint of the job; an error leaves it to be made again."""
-        token: int = self._client.call("begin_export", {"holder": self.holder}).head["token"]
+        token: int = self._call("begin_export", {"holder": self.holder}).head["token"]
         with self._lock:
             self._held[token], self._last = 0, max(self._last, token)
         yield
@@ -141,12 +149,12 @@ class WorkClient:
 
     def take_position(self) -> str:
         """The ledger's position, for a checkpoint: JSON."""
-        state: str = self._client.call("take_position", {"holder": self.holder}).head["state"]
+        state: str = self._call("take_position", {"holder": self.holder}).head["state"]
         return state
 
     def restore_position(self, state: str | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning. All leases end."""
-        self._client.call("restore_position", {"holder": self.holder, "state": state})
+        self._call("restore_position", {"holder": self.holder, "state": state})
         with self._lock:
             self._held.clear()
 
@@ -162,7 +170,25 @@ class WorkClient:
 
     def disconnect(self) -> None:
         """Disconnect; leases stay until they are acknowledged, by whomever, or taken back."""
+        self._disconnected.set()
         self._client.close()
+
+    def _call(self, method: str, head: Mapping[str, Any]) -> Message:
+        """Call the master; returns when the disk of the ledger has taken the change."""
+        attempt = 0
+        while True:
+            try:
+                return self._client.call(method, head)
+            except WireError:
+                raise
+            except OSError as error:
+                if not is_temporary(error) or self._disconnected.is_set():
+                    raise
+                if not attempt:
+                    _log.warning("%s. This process waits until it can be.", error.strerror)
+            with activity.waiting("master"):
+                self._disconnected.wait(retry_delay(_FIRST_PAUSE, attempt, _LONGEST_PAUSE))
+            attempt += 1
 
 
 def task_from(fields: Mapping[str, Any]) -> Task:

@@ -156,7 +156,7 @@ def _services(
     """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
     from karvan.cluster.master import LEDGER, release_all
     from karvan.launch.master.job_service import JobService
-    from karvan.work.ledger_file import LedgerError
+    from karvan.work.ledger_file import LedgerDiskError, LedgerError
     from karvan.work.service import WorkService
     from karvan.work.trainer_group import TrainerGroup
 
@@ -166,6 +166,10 @@ def _services(
         work = WorkService(ledger)
     except LedgerError as error:
         raise MasterError(str(error), USAGE) from None
+    except LedgerDiskError as error:
+        if folder.master() is not None:
+            raise  # processes of the job run: its keeper tries again
+        raise MasterError(f"{error.strerror}.", TEMPORARY) from None
     with closing(work):
         if not state.begun:
             work.forget_predictions()  # of the launch before
