@@ -31,6 +31,7 @@ _OUTAGE_NUMBERS = frozenset(
 _EXHAUSTION_NUMBERS = frozenset(
     getattr(errno, name) for name in ("ENOMEM", "ENOSPC", "EDQUOT", "EIO", "EROFS", "EMFILE", "ENFILE")
 )
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc"
 _random = random.SystemRandom()  # Python's global generator belongs to the program, as do numpy's and torch's
 
 
@@ -57,6 +58,8 @@ def is_temporary(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this process got no more memory."""
+    if isinstance(error, RuntimeError):  # torch's, for tensors on the CPU
+        return any(text in str(error) for text in _NO_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 

@@ -13,8 +13,8 @@ events:
                                          the same next time
     a process ends with code 75          as if it had died: not the program has failed but its environment: a
                                          disk is full, or data, a server or another rank is unavailable
-    trainers or servers fail by          the job fails with code 1: a wrong program will be wrong next time, and
-      themselves, three times from         rows that do not fit into the memory of a server will not fit
+    trainers or servers fail by          the job fails with code 1: a wrong program is wrong next time, as are
+      themselves, three times from         rows that do not fit into the memory of a server
       the same checkpoint
     too many deaths within a window      the job fails with code 1, or with 75 if that was the last code
     all trainers have ended with 0       the job is done
