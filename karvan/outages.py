@@ -27,6 +27,11 @@ _OUTAGE_NUMBERS = frozenset(
 )
 
 
+# What says that this process has no room: its memory, its disk, or the files that it may open.
+_EXHAUSTION_NUMBERS = frozenset(
+    getattr(errno, name) for name in ("ENOMEM", "ENOSPC", "EDQUOT", "EIO", "EROFS", "EMFILE", "ENFILE")
+)
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc"
 _random = random.SystemRandom()  # Python's global generator belongs to the program, as do numpy's and torch's
 
 
@@ -49,3 +54,20 @@ def is_temporary(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     return isinstance(error, OSError) and error.errno in _OUTAGE_NUMBERS
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this process got no more memory."""
+    if isinstance(error, RuntimeError):  # torch's, for tensors on the CPU
+        return any(text in str(error) for text in _NO_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether this process lacks memory or a disk to go on; what it was asked for is not to blame.
+
+    Errors of Karvan that wrap others, such as that of a save, say themselves what they mean.
+    """
+    if isinstance(getattr(error, "temporary", None), bool):
+        return False
+    return is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in _EXHAUSTION_NUMBERS)

@@ -3,6 +3,9 @@
 `RoleSettings` come from the environment, in which an engine describes each process (`JobEnvironment`).
 
 SIGTERM and SIGINT end a role: it leaves the registry, so that nobody looks it up, and closes its port.
+
+A role that gets no more memory, or cannot use its disk, ends at once: its callers have lost it as if it had
+been killed, and an engine replaces it. What it was asked for is not to blame.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from karvan.clock import clock
 from karvan.discovery.membership import Membership
+from karvan.exit_codes import FAILED, TEMPORARY, plain
 from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
+from karvan.outages import is_out_of_memory
 from karvan.wire import Security, Server, Service, WireError
 from karvan.wire.address import reachable
 
@@ -148,6 +154,7 @@ def listening(
     service: Service, settings: RoleSettings, ended: threading.Event
 ) -> Iterator[Membership | None]:
     """Answer calls and be registered while inside; once `ended` is set, stop waiting for a registry."""
+    service.on_exhaustion = partial(_end_exhausted, settings.name)
     try:
         with Server(service, settings.host, settings.port, settings.security) as server:
             address = reachable(server.address, settings.advertise)
@@ -168,6 +175,17 @@ def end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_exhausted(name: str, error: BaseException) -> None:
+    """Without memory, the same rows will not fit again: code 1. A disk may have room later: code 75."""
+    memory = is_out_of_memory(error)
+    try:
+        what = "is out of memory" if memory else "cannot use its disk"
+        why = getattr(error, "strerror", None) or plain(error) or type(error).__name__
+        print(f"error: {name} {what}: {why}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(FAILED if memory else TEMPORARY)
 
 
 def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membership | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,10 @@ from karvan.outages import is_temporary
 # What pyarrow and the file systems raise for bytes that they cannot parse.
 _FOREIGN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, EOFError, KeyError)
 
+
+_SOME_MEMORY = 1 << 26  # bytes that a process gets unless it has none left
+
+_NO_THREAD = "Failed to launch worker thread: Resource temporarily unavailable"  # Arrow's, for want of memory
 
 # Google's client states an error's text, and then repeats it among other details.
 _GOOGLE = re.compile(r"google::cloud::Status\((.*?) error_info=\{.*")
@@ -60,8 +66,21 @@ def located(path: str | None = None, place: str | None = None, column: str | Non
             temporary=error.temporary,
         ) from (error.__cause__ or error)
     except _FOREIGN as error:
-        temporary = is_temporary(error)
+        if isinstance(error, MemoryError) and _lacks_memory(error):
+            raise
+        temporary = is_temporary(error) or str(error).endswith(_NO_THREAD)
         raise DataError(reason(error), path=path, place=place, column=column, temporary=temporary) from error
+
+
+def _lacks_memory(error: MemoryError) -> bool:
+    """Whether this process has no memory left; damaged bytes may ask for more than any machine has."""
+    if size := re.search(r"size (\d+)", str(error)):  # as Arrow says it
+        return int(size[1]) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        mmap.mmap(-1, _SOME_MEMORY).close()
+    except (MemoryError, OSError):
+        return True
+    return False
 
 
 def reason(error: BaseException) -> str:

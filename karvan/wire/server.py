@@ -41,7 +41,7 @@ _log = logging.getLogger("karvan.wire")
 REPORTED_ERRORS = {
     error.__name__: error
     for error in (
-        *(ValueError, KeyError, TypeError, RuntimeError, OSError),
+        *(ValueError, KeyError, TypeError, RuntimeError, OSError, MemoryError),
         *(RefusedError, WireError, PeerLostError),
     )
 }
@@ -210,7 +210,10 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     return pack(Message({"service": service.name}))
                 return pack(service.answer(call, connection.caller), most)
             except Exception as error:
+                service.note_failure(error)
                 kind, cause = type(error).__name__, None
+                if isinstance(error, MemoryError):
+                    kind = "MemoryError"
                 if kind not in REPORTED_ERRORS and isinstance(error, OSError):
                     kind = "OSError"
                 if kind not in REPORTED_ERRORS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, final
 
+from karvan.outages import is_exhausted
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array, Message
 from karvan.wire.schema.calls import Call, CallTable
@@ -56,12 +57,20 @@ class Service:
 
     hello: the fields of a caller's hello. endpoints: set by the service; see `endpoints`. progresses:
     whether an answered call counts as progress (`karvan.activity`); some services may answer "wait".
+    on_exhaustion: called with an error that says that this process has no memory or disk to go on; a process
+    that is there for its service ends then, before a caller could take the error for its own.
     """
 
     name = "service"
     hello: ClassVar[Kind] = Fields({})
     endpoints: Mapping[str, Endpoint] = {}
     progresses = True
+    on_exhaustion: Callable[[BaseException], object] | None = None
+
+    def note_failure(self, error: BaseException) -> None:
+        """Something failed in the service, in a call or behind it."""
+        if self.on_exhaustion is not None and is_exhausted(error):
+            self.on_exhaustion(error)
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """A caller connects, for the first time or again; returns what it should know. May refuse."""

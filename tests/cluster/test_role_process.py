@@ -2,21 +2,28 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from subprocess import PIPE
 
 import numpy as np
 import pytest
+import torch
 from forked_programs import ForkedProgram
 from support_paths import support_path
 
+import karvan as kv
 from karvan.cluster.role_process import RoleSettings, factory_of
+from karvan.data.leasing.record_search import may_be_of_a_record
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
-from karvan.wire import Client, RefusedError, Security
+from karvan.exit_codes import FAILED, TEMPORARY
+from karvan.wire import Client, RefusedError, Security, WireError
 
 PROGRAM = support_path("cluster/echo_role.py")
 
@@ -60,6 +67,43 @@ def test_a_role_serves_until_a_signal_even_if_a_caller_stays(number):
         assert role.out == "closed\n"
         assert role.err.splitlines()[-1].endswith("loader 1 ends")
         peer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        ("MemoryError", FAILED, "error: loader 0 is out of memory: no room"),
+        ("OSError", TEMPORARY, "error: loader 0 cannot use its disk: no room"),
+    ],
+)
+def test_a_role_without_memory_or_disk_ends_and_its_caller_has_lost_it(kind, code, text):
+    with Role("loader") as role:
+        peer = Client("loader 0", role.address(), deadline=1.0)
+        with pytest.raises(WireError):
+            peer.call("raise", {"kind": kind})
+        assert role.wait() == code
+        assert role.err.splitlines()[-1] == text
+
+
+def test_a_parameter_server_that_gets_no_more_memory_ends_before_it_answers_for_a_record():
+    with Role("parameter-server", "--threads", 1) as role:
+        kv.connect("remote", servers=[role.address()])
+        engine = kv.EmbeddingEngine({"user": kv.Table(64)})
+        engine({"user": torch.arange(10)})
+        pid = role.process.pid
+        used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        with ThreadPoolExecutor() as threads:
+            filling = threads.submit(_fill, engine)
+            assert role.wait() == FAILED
+            kv.connect("memory")  # it would wait for another server
+            assert not may_be_of_a_record(filling.exception())
+        assert "error: parameter-server 0 is out of memory" in role.err.splitlines()[-1]
+
+
+def _fill(engine):
+    for first in range(0, 100 << 20, 1 << 18):
+        engine({"user": torch.arange(first, first + (1 << 18))})
 
 
 def test_a_role_registers_and_leaves():

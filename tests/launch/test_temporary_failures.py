@@ -11,16 +11,16 @@ TEMPORARY = 75
 
 
 class Ordered(Running):
-    """A job whose trainers end as they are ordered."""
+    """A job whose trainers, and servers if there are some, end as they are ordered."""
 
-    def __init__(self, folder, orders, **more):
-        for index, order in enumerate(orders):
-            (folder / f"trainer-{index}.json").write_text(json.dumps(order))
+    def __init__(self, folder, orders, servers=(), **more):
+        for role, its in (("trainer", orders), ("parameter-server", servers)):
+            for index, order in enumerate(its):
+                (folder / f"{role}-{index}.json").write_text(json.dumps(order))
         command = (sys.executable, "-IS", str(support_path("launch/failing_program.py")), str(folder))
-        commands = {**small_commands(folder), "trainer": command}
-        super().__init__(
-            folder, {"trainers": len(orders)}, commands=commands, checkpoints=str(folder / "run"), **more
-        )
+        commands = {**small_commands(folder), "trainer": command, "parameter-server": command}
+        roles = {"trainers": len(orders)} | ({"parameter_servers": len(servers)} if servers else {})
+        super().__init__(folder, roles, commands=commands, checkpoints=str(folder / "run"), **more)
 
     def starts(self, name):
         return (self.folder / "started").read_text().splitlines().count(name)
@@ -42,6 +42,20 @@ def test_temporary_failures_between_failures_of_the_program_do_not_excuse_them(t
     assert outcome.code == 1
     assert "again without a newer checkpoint" in outcome.failure
     assert job.starts("trainer-0") == len(codes)
+
+
+@pytest.mark.parametrize("loss", ["rollback", "reload"])
+def test_a_server_that_runs_out_of_memory_again_from_one_checkpoint_ends_the_job(tmp_path, loss):
+    end = {"code": 1, "line": "error: parameter-server 0 is out of memory: std::bad_alloc"}
+    stays = [{"code": 0, "after": "never"}] * 4
+    with Ordered(tmp_path, [stays], servers=[[end]], on_server_loss=loss) as job:
+        outcome = job.outcome()
+    assert outcome.code == 1
+    assert outcome.failure.splitlines() == [
+        "parameter-server-0 ended with code 1, again without a newer checkpoint. It said:",
+        "error: parameter-server 0 is out of memory: std::bad_alloc",
+    ]
+    assert job.starts("parameter-server-0") == 3
 
 
 def test_the_number_of_restarts_bounds_temporary_failures_with_their_code(tmp_path):

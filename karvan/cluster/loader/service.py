@@ -415,6 +415,7 @@ class LoaderService(Service):
 
     def fail(self, error: BaseException) -> None:
         """Reading has failed: trainers get the error, until a new generation of them starts."""
+        self.note_failure(error)
         with self._changed:
             self._error = f"it could not continue reading: {type(error).__name__}: {error}"
             self._error_code = code_of(error)

@@ -208,6 +208,7 @@ class TaskReadingService(Service):
 
     def _failure(self, failure: ReadFailure) -> Message:
         error, code = failure.error, code_of(failure.error)
+        self.note_failure(error)
         text = f"{type(error).__name__}: {error}"
         if code in _KINDS:
             _log.error("%s could not read a task: %s", self.name, text_of(error))

@@ -26,7 +26,7 @@ from karvan.data.loading.read_jobs import Order, joined
 from karvan.data.retry import RetryingSource
 from karvan.data.source import Source
 from karvan.distributed import RankError
-from karvan.outages import is_temporary
+from karvan.outages import is_out_of_memory, is_temporary
 from karvan.ragged import Batch
 from karvan.wire import RefusedError
 from karvan.work.ledger import JobFailedError
@@ -58,7 +58,7 @@ class BadRecord(NamedTuple):
 
 
 _OF_OTHERS = (
-    *(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, RankError, RefusedError),
+    *(torch.OutOfMemoryError, torch.AcceleratorError, RankError, RefusedError),
     *(JobFailedError, Closed, BatchError),
 )
 
@@ -72,7 +72,8 @@ class SearchResult(NamedTuple):
 
 def may_be_of_a_record(error: BaseException) -> bool:
     """Whether the data of a batch may have raised an error: no outage, and nothing of the job itself."""
-    return isinstance(error, Exception) and not isinstance(error, _OF_OTHERS) and not is_temporary(error)
+    of_others = isinstance(error, _OF_OTHERS) or is_temporary(error) or is_out_of_memory(error)
+    return isinstance(error, Exception) and not of_others
 
 
 @contextmanager

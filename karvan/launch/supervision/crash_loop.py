@@ -1,4 +1,4 @@
-"""Detects trainers that fail again and again from the same checkpoint.
+"""Detects trainers and servers that fail again and again from the same checkpoint.
 
 Only failures of the program count. An end by a signal, or with code 75 (the environment has failed: a disk is
 full, data or a server is unavailable, another rank was lost), says nothing about it; `max_restarts` bounds
@@ -17,7 +17,7 @@ _MOST = 3  # failures from the same checkpoint
 
 
 class CrashLoopDetector:
-    """Counts failures of trainers since the newest checkpoint in a folder, if there is one."""
+    """Counts failures since the newest checkpoint in a folder, if there is one."""
 
     def __init__(self, checkpoints: Path | None) -> None:
         self._checkpoints = checkpoints
@@ -26,7 +26,7 @@ class CrashLoopDetector:
         self._failures = 0
 
     def failed(self) -> bool:
-        """A trainer has failed by itself; whether that was once too many."""
+        """A trainer or a server has failed by itself; whether that was once too many."""
         newest = self._find_newest()
         self._failures = self._failures + 1 if newest == self._newest else 1
         self._newest = newest

@@ -13,8 +13,9 @@ events:
                                          the same next time
     a process ends with code 75          as if it had died: not the program has failed but its environment: a
                                          disk is full, or data, a server or another rank is unavailable
-    trainers fail by themselves, three   the job fails with code 1: a wrong program will be wrong next time
-      times from the same checkpoint
+    trainers or servers fail by          the job fails with code 1: a wrong program is wrong next time, as are
+      themselves, three times from         rows that do not fit into the memory of a server
+      the same checkpoint
     too many deaths within a window      the job fails with code 1, or with 75 if that was the last code
     all trainers have ended with 0       the job is done
     Ctrl-C, SIGTERM                      the job stops, with code 130 or 143 (`shutdown.py`)
@@ -261,7 +262,8 @@ class Supervisor:
         if not 0 < code < _OF_SIGNALS and not member.stalled:
             self._crash_loop.forget()
             return False
-        return code != TEMPORARY and member.role == Role.TRAINER and self._crash_loop.failed()
+        counts = member.role in (Role.TRAINER, Role.PARAMETER_SERVER) and code != TEMPORARY
+        return counts and self._crash_loop.failed()
 
     def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
         if reason := self.logs.reason(member.name):

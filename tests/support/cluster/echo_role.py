@@ -1,6 +1,8 @@
 """A role with a service that gives back what it gets: `python echo_role.py`, with the command's options."""
 
 import sys
+from errno import ENOSPC
+from functools import partial
 
 from karvan.cli.main import main
 from karvan.cluster import role_process
@@ -12,6 +14,10 @@ class Echo(Service):
         self.name = settings.name
 
     def answer(self, call, caller):
+        if call.head["method"] == "raise":
+            raise {"MemoryError": MemoryError, "OSError": partial(OSError, ENOSPC)}[call.head["kind"]](
+                "no room"
+            )
         return Message(call.head, call.arrays)
 
     def close(self):
