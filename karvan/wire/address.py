@@ -109,11 +109,26 @@ def shut_connections(host: str, port: int) -> None:
     """Shut down the connections that a port or socket file of this process has accepted."""
     for name in os.listdir("/proc/self/fd"):
         # A descriptor that was closed in the meantime may be another one: the duplicate is asked what it is.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            ours = one.getsockname()
-            if (f"{UNIX}{ours}" == host) if isinstance(ours, str) else (ours[1:2] == (port,)):
-                one.getpeername()  # an OSError for the socket that listens
-                one.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            duplicate = os.dup(int(name))
+            try:
+                _shut_if_accepted(duplicate, host, port)
+            finally:
+                os.close(duplicate)
+
+
+def _shut_if_accepted(descriptor: int, host: str, port: int) -> None:
+    """Shut down a connection of this host and port; an OSError for anything else."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return
+    one = socket.socket(fileno=descriptor)
+    try:
+        ours = one.getsockname()
+        if (f"{UNIX}{ours}" == host) if isinstance(ours, str) else (ours[1:2] == (port,)):
+            one.getpeername()  # an OSError for the socket that listens
+            one.shutdown(socket.SHUT_RDWR)
+    finally:
+        one.detach()
 
 
 def _listener_of(path: str) -> int | None:

@@ -12,7 +12,7 @@ from neighbour import needs_root, run_as_neighbour
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import Client, ListenError, Security, Server, WireError
-from karvan.wire.address import split_address
+from karvan.wire.address import shut_connections, split_address
 
 TOKEN = "a-token-of-sufficient-length"
 
@@ -148,3 +148,9 @@ def test_another_user_does_not_reach_grpc_at_all(tmp_path):
     with Server(Counting(), f"unix:{tmp_path}/run/one.sock") as server:
         os.chmod(tmp_path / "run" / "one.sock", 0o777)  # the folder alone protects it
         assert run_as_neighbour(ATTACK, server.address.removeprefix("unix:")) == "no\nno\n"
+
+
+def test_shutting_connections_down_leaves_no_descriptor_open():
+    before = os.listdir("/proc/self/fd")
+    shut_connections("127.0.0.1", 1)
+    assert os.listdir("/proc/self/fd") == before

@@ -19,7 +19,7 @@ from karvan.data.source import Source
 
 
 class ColumnKind(NamedTuple):
-    """The kind of a column, and which file shows it."""
+    """The kind of a column, and which file shows it: its name and folder, wherever the data lies."""
 
     kind: str
     where: str
@@ -46,7 +46,14 @@ def kinds_of(source: Source, decode: Any) -> dict[str, ColumnKind]:
     part = next((part.path for part in source.parts()), "the data")
     names = getattr(decode, "names", schema.names)
     kinds = {name: kind_of(schema.field(name).type) for name in names if name in schema.names}
-    return {name: ColumnKind(kind, first(name) or part) for name, kind in kinds.items() if kind is not None}
+    return {
+        name: ColumnKind(kind, _short(first(name) or part)) for name, kind in kinds.items() if kind is not None
+    }
+
+
+def _short(path: str) -> str:
+    """The last folder and the name: checkpoints do not depend on where data lies, and have no credentials."""
+    return "/".join(path.split("/")[-2:])
 
 
 def require_equal(before: Mapping[str, ColumnKind], now: Mapping[str, ColumnKind]) -> None:
