@@ -137,7 +137,8 @@ class Trainer:
     def _evaluate(self, eval_steps: int | None) -> dict[str, Any]:
         trainer = self.karvan_trainer
         if trainer.step == 0 and trainer.saver.latest() is not None:
-            self._calls.step = trainer.load().step
+            batches = trainer.load().step * self.args.gradient_accumulation_steps
+            self._calls.load_state_dict({"global_step": batches})
         else:
             self._load_bank()
         data = _data_of("eval_dataset", self.eval_dataset)
