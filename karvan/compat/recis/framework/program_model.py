@@ -50,6 +50,7 @@ class _Pairs:
     def __iter__(self) -> Iterator[Batch]:
         for is_end, samples in self._dataset:
             if is_end:
+                getattr(self._dataset, "reset", lambda: None)()  # for the next epoch, as RecIS does
                 return
             yield Batch({name: to_karvan(entry) for name, entry in samples.items()})
 
