@@ -53,13 +53,21 @@ class _AliasFinder(MetaPathFinder):
             return None
         spec = importlib.util.find_spec(real)
         if spec is None:
-            raise ModuleNotFoundError(
-                f"No module named '{fullname}': {self._packages[fullname.partition('.')[0]]} stands for the "
-                "package, and does not have it. See docs/migrating.md for what it has.",
-                name=fullname,
-            )
+            raise ModuleNotFoundError(self._missing(fullname), name=fullname)
         is_package = spec.submodule_search_locations is not None
         return ModuleSpec(fullname, _AliasLoader(real), origin=spec.origin, is_package=is_package)
+
+    def _missing(self, fullname: str) -> str:
+        """What to say of a module that a package lacks; it may have MISSING_MODULES: what to use instead."""
+        package, _, rest = fullname.partition(".")
+        real = self._packages[package]
+        missing: Mapping[str, str] = getattr(importlib.import_module(real), "MISSING_MODULES", {})
+        if rest in missing:
+            return f"'{fullname}' is not supported: {missing[rest]} See docs/migrating.md."
+        return (
+            f"No module named '{fullname}': {real} stands for the package, and does not have it. "
+            "See docs/migrating.md for what it has."
+        )
 
 
 class _AliasLoader(Loader):

@@ -35,3 +35,10 @@ def missing_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]
         raise AttributeError(f"module '{module}' has no attribute '{name}'")
 
     return get
+
+
+def refuse_methods(kind: type, names: Mapping[str, str]) -> None:
+    """Raise if a class of the program defines a method that would never be called."""
+    for name in vars(kind):
+        if name in names:
+            raise UnsupportedError(f"{name} of {kind.__name__}", names[name])

@@ -5,6 +5,8 @@ Numbers come from formulas written out here, from torch and from scikit-learn.
 
 import copy
 import math
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +37,7 @@ from karvan.compat.recis.nn import (
     HashTable,
     NoReduceEmbedding,
 )
+from karvan.compat.recis.nn.functional import array_ops, fused_ops, hash_ops, ragged_ops
 from karvan.compat.recis.nn.hashtable_hook import FilterHook
 from karvan.compat.recis.nn.initializers import ConstantInitializer, TruncNormalInitializer
 from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
@@ -46,7 +49,8 @@ from karvan.compat.recis.optim import (
     SparseAdamWTF,
     SparseRowWiseAdagrad,
 )
-from karvan.compat.recis.ragged.tensor import RaggedTensor
+from karvan.compat.recis.ragged import RaggedTensor
+from karvan.compat.recis.utils.data_utils import copy_data_to_device
 from karvan.compat.unsupported import UnsupportedError
 
 
@@ -555,3 +559,56 @@ def test_gauc_weighs_groups_by_their_clicks():
             total, weight = total + y.sum() * roc_auc_score(y, s), weight + y.sum()
     found, _ = Gauc()(torch.tensor(clicks), torch.tensor(scores), torch.tensor(users))
     assert found == pytest.approx(total / weight)
+
+
+def test_functions_on_tensors_do_what_their_operations_do():
+    assert array_ops.bucketize(torch.tensor([[0.5, 1.0], [2.5, 9.0]]), [1.0, 2.0]).tolist() == [
+        [0, 1],
+        [2, 2],
+    ]
+    assert array_ops.bucketize_mod(torch.tensor([[12345, -1]]), 1000).tolist() == [[345, 615]]
+    primes = [28979, 46997, 66977, 82997]  # the largest below 1000 times 29, 47, 67 and 83
+    expected = [[1, 2, 3], [3, 6, 9], [5, 10, 15], [7, 14, 21]]
+    ids, muls = torch.tensor([1001, 1002, 1003]), [1, 3, 5, 7]
+    assert [each.tolist() for each in array_ops.multi_hash(ids, muls, primes, 1000)] == expected
+    settings = ([torch.tensor(muls)], [torch.tensor(primes)], [torch.full((4,), 1000)])
+    assert [each.tolist() for each in fused_ops.fused_multi_hash([ids], *settings)] == expected
+    numbers, mods = [torch.tensor([11, 12]), torch.tensor([-1])], torch.tensor([10, 10])
+    assert [each.tolist() for each in fused_ops.fused_uint64_mod_gpu(numbers, mods)] == [[1, 2], [5]]
+    (bucket,) = fused_ops.fused_bucketize_gpu([torch.tensor([0.5])], [torch.tensor([0.0])])
+    assert bucket.tolist() == [1]
+    texts, lengths = fused_ops.fused_int64_to_string_int8([torch.tensor([123, -4])])
+    assert (bytes(texts[0].tolist()), lengths[0].tolist()) == (b"123-4", [3, 2])
+    strings, offsets = torch.tensor([0, 1, 2, 1, 2, 3], dtype=torch.int8), torch.tensor([0, 3, 6])
+    assert hash_ops.farmhash([strings], [offsets])[0].tolist() == [-7736835464683084646, -5546720800891377920]
+    assert hash_ops.murmurhash([strings], [offsets])[0].tolist() == [
+        -4003751876240412087,
+        -1042754718167355375,
+    ]
+    values, rows = ragged_ops.dense_to_ragged(torch.tensor([[1, 0, 3, 0], [6, 7, 0, 0]]), check_invalid=True)
+    assert (values.tolist(), rows[0].tolist()) == ([1, 0, 3, 6, 7], [0, 3, 5])
+    assert ragged_ops.ragged_to_dense(values, rows, -1).tolist() == [[1, 0, 3], [6, 7, -1]]
+    assert ragged_ops.ragged_to_sparse(values, rows).to_dense().tolist() == [[1, 0, 3], [6, 7, 0]]
+    one = torch.tensor([0, 1])
+    crossed = ragged_ops.feature_cross_ragged(torch.tensor([1001]), one, torch.tensor([1]), one)
+    assert [each.tolist() for each in crossed] == [[-7808879811642834040], [0, 1], [1.0]]
+
+
+def test_data_is_copied_to_a_device_with_its_structure():
+    @dataclass
+    class Pair:
+        a: torch.Tensor
+        b: str
+
+    Named = namedtuple("Named", "x y")
+    data = {
+        "list": [torch.ones(1), 3],
+        "pair": Pair(torch.ones(1), "b"),
+        "named": Named(torch.ones(1), None),
+        "default": defaultdict(int, {"x": torch.ones(1)}),
+        "ragged": RaggedTensor(torch.tensor([1]), torch.tensor([0, 1])),
+    }
+    made = copy_data_to_device(data, "meta")
+    moved = [made["list"][0], made["pair"].a, made["named"].x, made["default"]["x"], made["ragged"]]
+    assert {str(each.device) for each in moved} == {"meta"}
+    assert (made["list"][1], made["pair"].b, made["named"].y, made["default"]["y"]) == (3, "b", None, 0)

@@ -114,6 +114,90 @@ def test_training_and_evaluation_take_turns(files, tmp_path):
     assert [call for call in hook.calls if call[0] in ("start", "end")] == [("start", True), ("end", True)]
 
 
+class FirstGeneration:
+    """A hook as RecIS 1.0 calls it, which need not be a `Hook`."""
+
+    def __init__(self):
+        self.calls = []
+
+    def after_step(self, metrics, step):
+        self.calls.append((sorted(metrics), step.item()))
+
+    def end(self):
+        self.calls.append("end")
+
+
+class Named(FirstGeneration, Hook):
+    """One with the documented names."""
+
+    def after_step(self, metrics, global_step):
+        super().after_step(metrics, global_step)
+
+
+class Starred(FirstGeneration):
+    """One that takes what there is."""
+
+    def after_step(self, *args):
+        super().after_step(*args)
+
+
+def test_hooks_of_both_generations_are_called_by_their_signatures(files, tmp_path):
+    hooks = [FirstGeneration(), Named(), Starred(), Noting()]
+    trainer = make(files, tmp_path / "run", hooks=hooks, eval_dataset=dataset(files), train_steps=2)
+    trainer.train()
+    trainer.evaluate(eval_steps=1)
+    trained = [(["epoch", "loss", "mean"], 1), (["epoch", "loss", "mean"], 2), "end"]
+    for hook in hooks[:3]:
+        assert hook.calls == [*trained, (["mean"], 2), "end"]
+    assert ("step", True, 1, True) in hooks[3].calls
+
+
+def test_a_hook_that_cannot_be_called_says_so_when_it_is_added(files, tmp_path):
+    class Documented(Hook):
+        def after_step(self, trainer):
+            """As a page of RecIS's documentation has it, which it does not call either."""
+
+    trainer = make(files, tmp_path / "run")
+    with pytest.raises(
+        TypeError,
+        match=r"after_step of Documented, which takes \(trainer\), expects arguments among is_train",
+    ):
+        trainer.add_hook(Documented())
+
+
+def test_hooks_are_called_after_each_batch_of_a_step(files, tmp_path, capsys):
+    class Losses(Hook):
+        def after_step(self, is_train=True, *args, metrics, global_step, **options):
+            losses.append(float(metrics["loss"]))
+            steps.append(int(global_step))
+
+    def trained(folder, steps):
+        trainer = make(
+            files,
+            tmp_path / folder,
+            data=dataset(files, batch_size=4),
+            hooks=[Losses()],
+            gradient_accumulation_steps=4,
+            train_steps=steps,
+        )
+        trainer.train()
+        return trainer
+
+    losses, steps = [], []
+    trainer = trained("run", None)
+    assert steps == list(range(1, 11))  # of 10 batches, which make 3 steps
+    assert trainer.karvan_trainer.step == 3
+    whole, losses, steps = losses, [], []
+    assert len(set(whole)) == 10
+    assert [line.split("<lstep=")[1].split(">")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "2", "4", "6", "8", "10"
+    ]  # fmt: skip
+    trained("again", 4)
+    trained("again", None)  # continues
+    assert steps == list(range(1, 11))
+    assert losses == pytest.approx(whole)
+
+
 def test_a_fresh_trainer_evaluates_the_newest_checkpoint(files, tmp_path):
     trained = make(files, tmp_path / "run")
     trained.train()

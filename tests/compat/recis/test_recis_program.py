@@ -1,12 +1,17 @@
-"""The CTR example of RecIS's documentation under `karvan run --as recis`, in one process and in two."""
+"""Programs of the form of RecIS's examples under `karvan run --as recis`, in one process and in two.
+
+That is the CTR example of its documentation, and programs in the form of its deepfm and seq2seq examples.
+"""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import orc
 from safetensors import safe_open
 
 import karvan as kv
@@ -75,6 +80,76 @@ def test_the_documented_program_trains_on_the_cpu(tmp_path, monkeypatch, capsys)
     for file in files:
         with safe_open(file, framework="np") as opened:
             assert list(opened.keys())
+
+
+FM = (
+    "--data_paths=./data/ --batch_size=10 --thread_num=1 --prefetch=1 --drop_remainder=true "
+    "--gradient_accumulation_steps=4 --output_dir=./ckpt --log_steps=5 --save_steps=2000 --dense_lr 0.05"
+)
+
+
+def _fm_data(folder, records):
+    """Numbers of float64 and ids, each in a list, in two files."""
+    (folder / "data").mkdir()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, (records, 3), generator=generator)
+    columns = {
+        "clicked": [[float(row.sum() % 2)] for row in ids],
+        **{name: torch.rand(records, 1, generator=generator).double().tolist() for name in ("age", "price")},
+        **{name: ids[:, i : i + 1].tolist() for i, name in enumerate(("user", "item", "shop"))},
+    }
+    table = pa.table(columns)
+    for part, rows in enumerate((table.slice(0, records // 2), table.slice(records // 2))):
+        orc.write_table(rows, folder / "data" / f"part-{part}.orc")
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_program_of_the_form_of_deepfm_trains_on_the_cpu(tmp_path, monkeypatch, capsys):
+    _fm_data(tmp_path, records=104)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    program = PROGRAM.parent / "recis_fm" / "train.py"
+    with pytest.warns(UserWarning, match="The program asks for a GPU, but there is none"):
+        assert main(["run", "--as", "recis", str(program), *FM.split()]) == 0
+    sys.modules.pop("columns")
+    out = capsys.readouterr().out
+    assert [line[:2] for line in LINE.findall(out)] == [("5", "5"), ("10", "10")]
+    assert "hook: 10 batches" in out
+    assert "tables: {'user_vector': HashTable_user_vector" in out
+    saved = kv.Checkpoints(tmp_path / "ckpt").latest()
+    assert saved.step == 3  # of 4, 4 and 2 batches
+    assert {name: table.rows for name, table in saved.manifest.tables.items()} == dict.fromkeys(
+        (f"{name}_{part}" for name in ("user", "item", "shop") for part in ("vector", "bias")), 5
+    )
+
+
+@pytest.mark.slow
+def test_a_program_of_the_form_of_deepfm_trains_on_two_ranks_with_unequal_data(tmp_path):
+    _fm_data(tmp_path, records=51)  # six batches of 5 for a rank, and five for the other
+    program = PROGRAM.parent / "recis_fm" / "train.py"
+    words = FM.replace("batch_size=10", "batch_size=5").replace("drop_remainder=true", "nodrop_remainder")
+    done = _run(tmp_path, *TORCHRUN[:-1], str(program), *words.split())
+    assert "nan" not in done.stdout
+    assert [line[0] for line in LINE.findall(done.stdout)] == ["5", "5"]
+    assert kv.Checkpoints(tmp_path / "ckpt").latest().step == 2
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported")
+def test_a_program_of_the_form_of_seq2seq_trains_on_the_cpu(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").mkdir()
+    sessions = [[[i % 5, i % 7] for i in range(row, row + 1 + row % 9)] for row in range(24)]
+    words = [[[f"a{i % 3}"] for i in range(len(session))] for session in sessions]
+    table = pa.table({"item": sessions, "action": words, "hour": words})
+    orc.write_table(table, tmp_path / "data" / "part.orc")
+    monkeypatch.chdir(tmp_path)
+    program = PROGRAM.parent / "recis_next_item" / "train.py"
+    given = "--data_paths data --batch_size 8 --prefetch 1 --drop_remainder --log_steps 1 --heads=4"
+    with pytest.warns(UserWarning, match="The program asks for a GPU, but there is none"):
+        assert main(["run", "--as", "recis", str(program), *given.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "<hit_rate=" in line]) == 3
+    tables = kv.Checkpoints(tmp_path / "output_dir").latest().manifest.tables
+    assert {name: table.rows for name, table in tables.items()} == {"item": 7, "action": 3, "hour": 3}
 
 
 @pytest.mark.slow

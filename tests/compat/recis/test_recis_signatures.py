@@ -1,11 +1,16 @@
 """Every public name of RecIS is there with its arguments, in order, and their defaults, or is refused."""
 
 import importlib
+import importlib.util
 import inspect
 
 import pytest
 import torch
 
+from karvan.compat.import_aliases import import_aliases
+from karvan.compat.recis import MISSING_MODULES
+from karvan.compat.recis.framework import Trainer
+from karvan.compat.recis.io import OrcDataset
 from karvan.compat.unsupported import UnsupportedError
 
 REQUIRED = inspect.Parameter.empty
@@ -72,6 +77,12 @@ SIGNATURES = {
         "RaggedTensor.to_sparse": {},
         "RaggedTensor.from_dense": {"dense": REQUIRED, "check_invalid": False, "invalid_value": 0},
         "RaggedTensor.from_numpy": {"values": REQUIRED, "offsets": REQUIRED},
+    },
+    "features": {
+        "FeatureEngine": {"feature_list": REQUIRED},
+        "Feature": {"name": REQUIRED},
+        "Mod": {"mod_value": REQUIRED},
+        "Hash": {"hash_type": REQUIRED},
     },
     "features.feature": {"Feature": {"name": REQUIRED}, "Feature.add_op": {"op": REQUIRED}},
     "features.feature_engine": {
@@ -223,13 +234,19 @@ SIGNATURES = {
         },
         "Trainer.train": {"train_steps": None},
         "Trainer.evaluate": {"eval_steps": None},
-        "Trainer.train_and_evaluate": {"train_steps": None, "eval_steps": None},
+        "Trainer.train_and_evaluate": {
+            "args": REQUIRED,
+            "epochs": None,
+            "train_steps": None,
+            "eval_steps": None,
+        },
         "Trainer.add_hook": {"hook": REQUIRED},
         "Trainer.add_hooks": {"hooks": REQUIRED},
     },
     "framework.metrics": {
         "add_metric": {"name": REQUIRED, "metric": REQUIRED},
         "get_log_metrics": {},
+        "get_global_metrics": {},
     },
     "hooks": {
         "Hook": {},
@@ -290,6 +307,41 @@ SIGNATURES = {
         },
         "Loader.load": {},
     },
+    "serialize.checkpoint_reader": {
+        "CheckpointReader": {"path": REQUIRED},
+        "CheckpointReader.tensor_names": {},
+        "CheckpointReader.read_tensor": {"name": REQUIRED},
+        "CheckpointReader.tensor_shape": {"name": REQUIRED},
+        "CheckpointReader.tensor_dtype": {"name": REQUIRED},
+    },
+    "io": {"OrcDataset": DATASET},
+    "metrics": {"AUROC": {"num_thresholds": 200, "dist_sync_on_step": False}, "Gauc": {}},
+    "nn.functional.array_ops": {
+        "bucketize": {"input": REQUIRED, "boundaries": REQUIRED},
+        "bucketize_mod": {"input": REQUIRED, "bucket": REQUIRED},
+        "multi_hash": dict.fromkeys(("input", "muls", "primes", "bucket_num"), REQUIRED),
+    },
+    "nn.functional.hash_ops": {
+        "farmhash": {"inputs": REQUIRED, "splits": REQUIRED},
+        "murmurhash": {"inputs": REQUIRED, "splits": REQUIRED},
+    },
+    "nn.functional.ragged_ops": {
+        "dense_to_ragged": {"tensor": REQUIRED, "check_invalid": False, "invalid_value": 0},
+        "ragged_to_dense": {"values": REQUIRED, "offsets": REQUIRED, "default_value": 0.0},
+        "ragged_to_sparse": {"values": REQUIRED, "row_splits": REQUIRED},
+        "feature_cross_ragged": {
+            **dict.fromkeys(("x_val", "x_offsets", "y_val", "y_offsets"), REQUIRED),
+            **dict.fromkeys(("x_weight", "y_weight")),
+        },
+    },
+    "nn.functional.fused_ops": {
+        "fused_bucketize_gpu": {"values": REQUIRED, "boundaries": REQUIRED},
+        "fused_uint64_mod_gpu": {"values": REQUIRED, "mods": REQUIRED},
+        "fused_multi_hash": dict.fromkeys(("inputs", "muls", "primes", "bucket_nums"), REQUIRED),
+        "fused_int64_to_string_int8": {"inputs": REQUIRED},
+    },
+    "utils.data_utils": {"copy_data_to_device": {"data": REQUIRED, "device": REQUIRED, "args": REQUIRED}},
+    "utils.parser": {"ArgumentParser": {"args": REQUIRED}},
     "utils.logger": {"Logger": {"name": "a name", "level": 10}},
 }
 CASES = [(module, name) for module, names in SIGNATURES.items() for name in names]
@@ -328,6 +380,13 @@ def test_a_name_has_its_arguments(module, name):
         ("io.window_io", "make_odps_window_io"),
         ("io.lake_dataset", "LakeDataset"),
         ("framework.checkpoint_manager", "Saver"),
+        ("features", "Mask"),
+        ("io", "LakeStreamDataset"),
+        ("metrics", "GAUC"),
+        ("nn.functional.array_ops", "parse_sample_id"),
+        ("nn.functional.fused_ops", "fused_ids_encode_gpu"),
+        ("nn.functional.hash_ops", "sdbmhash"),
+        ("nn.functional.ragged_ops", "fused_ragged_cutoff_2D"),
     ],
 )
 def test_names_without_a_counterpart_say_what_to_use(module, name):
@@ -337,3 +396,29 @@ def test_names_without_a_counterpart_say_what_to_use(module, name):
         getattr(importlib.import_module(f"karvan.compat.recis.{module}"), name)
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         _ = importlib.import_module(f"karvan.compat.recis.{module}").other
+
+
+@pytest.mark.parametrize("module", ["fg.feature_generator", "hooks.checkpoint_hooks", "framework.exporter"])
+def test_modules_without_a_counterpart_say_what_to_use(module):
+    named = rf"'recis.{module.removesuffix('.feature_generator')}' is not supported: .* See docs/migrating"
+    with import_aliases({"recis": "karvan.compat.recis"}), pytest.raises(ModuleNotFoundError, match=named):
+        importlib.import_module(f"recis.{module}")
+
+
+@pytest.mark.parametrize("module", sorted(MISSING_MODULES))
+def test_no_module_is_said_to_be_missing_that_is_there(module):
+    assert importlib.util.find_spec(f"karvan.compat.recis.{module}") is None
+
+
+@pytest.mark.parametrize(
+    ("base", "method"),
+    [
+        (Trainer, "_train_step"),
+        (Trainer, "build_saver"),
+        (OrcDataset, "make_dataset_fn"),
+    ],
+)
+def test_a_method_that_would_never_be_called_is_refused(base, method):
+    with pytest.raises(UnsupportedError, match=f"{method} of Own is not supported"):
+        type("Own", (base,), {method: lambda self: None})
+    type("Own", (base,), {"other": lambda self: None})

@@ -20,7 +20,7 @@ from karvan.compat.recis.io.orc_dataset import OrcDataset
 from karvan.compat.recis.nn.hashtable_hook import AdmitHook
 from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
 from karvan.compat.recis.optim import SparseAdamW
-from karvan.compat.recis.serialize import Loader, Saver
+from karvan.compat.recis.serialize import CheckpointReader, Loader, Saver
 from karvan.compat.unsupported import UnsupportedError
 from karvan.data.loading.position import merge
 
@@ -344,3 +344,36 @@ def declared_twice():
     data.varlen_feature("a")
     data.varlen_feature("a")  # the same again
     data.fixedlen_feature("a", [0.0])
+
+
+def test_a_checkpoint_is_read_by_the_names_of_its_tensors(files, tmp_path):
+    trainer = make(files, tmp_path / "run")
+    trainer.train()
+    reader = CheckpointReader(str(tmp_path / "run"))
+    names = reader.tensor_names()
+    assert {"user@id", "user@embedding", "items@id", "items@embedding", "net.weight", "net.bias"} <= set(
+        names
+    )
+    table = filter_out_sparse_param(trainer.model)["user"]
+    found = zip(reader.read_tensor("user@id").tolist(), reader.read_tensor("user@embedding"), strict=True)
+    vectors = dict(zip(table.ids().tolist(), table.embeddings(), strict=True))
+    assert all(torch.equal(vectors.pop(key), vector) for key, vector in found)
+    assert not vectors
+    assert torch.equal(reader.read_tensor("net.weight"), trainer.model.net.weight)
+    assert (reader.tensor_shape("user@embedding"), reader.tensor_dtype("user@id")) == (
+        [RECORDS, 4],
+        torch.int64,
+    )
+    with pytest.raises(KeyError, match="has no tensor 'user@other'"):
+        reader.read_tensor("user@other")
+
+
+def test_the_trainer_shows_what_it_was_given_and_names_what_it_lacks(files, tmp_path):
+    trainer = make(files, tmp_path / "run", gradient_accumulation_steps=2)
+    assert isinstance(trainer.dense_optimizer, torch.optim.Adam)
+    assert trainer.dense_lr_scheduler.optimizer is trainer.dense_optimizer
+    assert (type(trainer.sparse_optimizer), trainer.gradient_accumulation_steps) == (SparseAdamW, 2)
+    with pytest.raises(UnsupportedError, match=r"Trainer\.accelerator is not supported"):
+        _ = trainer.accelerator
+    with pytest.raises(UnsupportedError, match=r"train_and_evaluate\(10\) .* epochs in RecIS 1.0"):
+        trainer.train_and_evaluate(10)

@@ -1,8 +1,17 @@
-"""`HookCalls`: calls RecIS's hooks from the callbacks of a `kv.Trainer` and from a model's forward."""
+"""`HookCalls`: calls RecIS's hooks from the callbacks of a `kv.Trainer` and from a model's forward.
+
+Hooks of RecIS 1.0 are called `after_step(metrics, global_step)` and `end()`, those of later versions with
+keywords. Which of them a hook is says the signature of its method.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import Parameter, Signature, signature
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from karvan.compat.recis.framework.metrics import add_metric, get_log_metrics
 from karvan.compat.recis.hooks.hook import Hook
@@ -10,15 +19,28 @@ from karvan.compat.unsupported import UnsupportedError
 from karvan.train.callbacks import Callback, TrainerView
 from karvan.train.reporting.results import FitResult, StepLogs
 
+_MOMENTS = {
+    **dict.fromkeys(("start", "end", "before_epoch", "after_epoch", "before_step"), ("is_train",)),
+    "after_data": ("is_train", "data"),
+    "after_step": ("is_train", "metrics", "global_step", "eval_result"),
+    **dict.fromkeys(("out_off_data", "after_train", "after_eval"), ()),
+}
+"""What hooks are told at each moment."""
+
+_FIRST_GENERATION = {"after_step": ("metrics", "global_step")}  # in this order
+
 
 class HookCalls(Callback):
-    """All hooks of a Trainer."""
+    """All hooks of a Trainer. `global_step` counts the batches that were trained."""
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
+        self.global_step = 0
         self._within_epoch = False
-        self.step = 0
-        self._computed = False  # whether this rank has had a batch since the last step
+        self._epoch = 0
+        self._trained = False  # whether a batch has had its forward, but not its after_step
+        self._loss: Tensor | None = None
+        self._signatures: dict[tuple[type, str], Signature] = {}
 
     def add(self, hook: Hook) -> None:
         """Add a hook."""
@@ -27,40 +49,77 @@ class HookCalls(Callback):
                 f"after_backward of {type(hook).__name__}",
                 "clip gradients by ClipGradNormHook, or those of rows by kv.optim.AdamW(clip_norm=…).",
             )
+        for moment, names in _MOMENTS.items():
+            if hasattr(hook, moment):
+                called = self._signature(hook, moment)
+                args, options = _arguments(called, moment, dict.fromkeys(names))
+                try:
+                    called.bind(*args, **options)
+                except TypeError as error:
+                    raise TypeError(
+                        f"{moment} of {type(hook).__name__}, which takes {called}, expects arguments among "
+                        f"{', '.join(names) or 'none'}: {error}."
+                    ) from None
         self.hooks.append(hook)
 
-    def call(self, moment: str, *args: Any, **options: Any) -> None:
-        """Call all hooks."""
+    def call(self, moment: str, **values: Any) -> None:
+        """Call all hooks that know this moment."""
         for hook in self.hooks:
-            getattr(hook, moment)(*args, **options)
+            if (method := getattr(hook, moment, None)) is not None:
+                args, options = _arguments(self._signature(hook, moment), moment, values)
+                method(*args, **options)
+
+    def _signature(self, hook: Hook, moment: str) -> Signature:
+        known = self._signatures
+        if (type(hook), moment) not in known:
+            known[type(hook), moment] = signature(getattr(hook, moment))
+        return known[type(hook), moment]
+
+    def begin_training(self) -> None:
+        """A training batch is about to be computed; several can make a step."""
+        self._end_trained_batch()
 
     def begin_batch(self, samples: Any, training: bool) -> None:
-        """A batch is about to be computed."""
-        self._computed = True
+        """A batch with samples is about to be computed."""
         if training and not self._within_epoch:
             self._within_epoch = True
             self.call("before_epoch", is_train=True)
         self.call("before_step", is_train=training)
         self.call("after_data", is_train=training, data=samples)
 
+    def end_training(self, loss: Tensor | None) -> None:
+        """A training batch has been computed; None: it has no samples, as the data of this rank has ended."""
+        self._trained, self._loss = True, loss
+
     def end_evaluated_batch(self, result: Any) -> None:
         """A batch of an evaluation has been computed."""
-        self.call(
-            "after_step",
-            is_train=False,
-            metrics=get_log_metrics(),
-            global_step=self.step,
-            eval_result=result,
-        )
+        self._after_step(is_train=False, eval_result=result)
+
+    def _end_trained_batch(self) -> None:
+        if not self._trained:
+            return
+        self._trained = False
+        self.global_step += 1
+        add_metric("epoch", self._epoch)
+        if self._loss is not None:
+            add_metric("loss", self._loss)
+        self._after_step(is_train=True)
+
+    def _after_step(self, **values: Any) -> None:
+        step = torch.tensor(self.global_step)  # as RecIS has it, for hooks that call item()
+        self.call("after_step", metrics=get_log_metrics(), global_step=step, **values)
+
+    def on_fit_begin(self, trainer: TrainerView) -> None:
+        """See `Callback.on_fit_begin`."""
+        self._epoch = trainer.epoch
+
+    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
+        """See `Callback.on_epoch_begin`."""
+        self._epoch = epoch
 
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
         """See `Callback.on_step_end`."""
-        self.step = trainer.step
-        add_metric("epoch", logs.epoch)
-        if self._computed:  # otherwise the data of this rank has ended
-            add_metric("loss", logs.losses["loss"])
-        self._computed = False
-        self.call("after_step", is_train=True, metrics=get_log_metrics(), global_step=trainer.step)
+        self._end_trained_batch()
 
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         """See `Callback.on_epoch_end`."""
@@ -76,3 +135,28 @@ class HookCalls(Callback):
             self._within_epoch = False
             self.call("after_train")
             self.call("after_epoch", is_train=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"global_step": self.global_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Callback.load_state_dict`; checkpoints of earlier versions have no global_step."""
+        self.global_step = state.get("global_step", self.global_step)
+
+
+def _arguments(
+    called: Signature, moment: str, values: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a hook's method: keywords that it takes, or by position what RecIS 1.0 gives."""
+    kinds = {each.kind for each in called.parameters.values()}
+    named = [each for each in called.parameters.values() if each.kind not in _VARIABLE]
+    foreign = any(each.default is Parameter.empty and each.name not in values for each in named)
+    if foreign or kinds == {Parameter.VAR_POSITIONAL}:
+        return tuple(values[name] for name in _FIRST_GENERATION.get(moment, ())), {}
+    if Parameter.VAR_KEYWORD in kinds:
+        return (), dict(values)
+    return (), {each.name: values[each.name] for each in named if each.name in values}
+
+
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -54,3 +54,6 @@ def _is_nan(value: Any) -> bool:
 def get_log_metrics() -> dict[str, Any]:
     """The newest number of each name."""
     return _metrics
+
+
+get_global_metrics = get_log_metrics  # its name in RecIS 1.0

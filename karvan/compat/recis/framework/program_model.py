@@ -50,6 +50,7 @@ class _Pairs:
     def __iter__(self) -> Iterator[Batch]:
         for is_end, samples in self._dataset:
             if is_end:
+                getattr(self._dataset, "reset", lambda: None)()  # for the next epoch, as RecIS does
                 return
             yield Batch({name: to_karvan(entry) for name, entry in samples.items()})
 
@@ -95,6 +96,8 @@ class ProgramModel:
         if self._batch is None or self._data is None:
             return None
         samples = self._data.present(self._batch)
+        if module.training:
+            self._calls.begin_training()
         if self._batch.samples:
             self._calls.begin_batch(samples, module.training)
         else:
@@ -118,6 +121,7 @@ class ProgramModel:
             raise TypeError(
                 f"A model of RecIS returns its loss in training: expected a tensor of one number, got {got}."
             )
+        self._calls.end_training(output.detach() if batch.samples else None)
         # A rank whose data has ended computes batches without samples for the others: their mean is NaN.
         return output if batch.samples else torch.nan_to_num(output)
 

@@ -17,11 +17,36 @@ from karvan.compat.recis.framework.training_arguments import TrainingArguments
 from karvan.compat.recis.hooks import Hook, LoggerHook, MetricReportHook
 from karvan.compat.recis.hooks.monitor_report_hook import ReportArguments
 from karvan.compat.recis.hooks.trainer_option import TrainerOption
-from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.compat.unsupported import UnsupportedError, missing_names, refuse_methods, require_default
 from karvan.embedding.optim import SparseOptimizer
 from karvan.train import Trainer as KarvanTrainer
 
 __all__ = ["Trainer", "TrainingArguments"]
+
+_LOOPS = (
+    *("_train_step", "_train_loop", "_train_loop_internal", "_train_loop_by_window"),
+    *("_eval_loop", "_eval_loop_internal", "_eval_loop_by_window"),
+    *(
+        "_train_eval_loop",
+        "_train_eval_loop_by_window",
+        "get_new_window_iter",
+        "sync_exit_flag",
+        "init_hooks",
+    ),
+)
+_SAVERS = ("build_saver", "init_saver", "build_checkpoint_manager", "restore")
+_SAVES = "give TrainingArguments output_dir, save_steps, max_to_keep and model_bank."
+_METHODS = {
+    **dict.fromkeys(
+        _LOOPS, "compute the loss in the model's forward, use hooks, or write a loop by kv.TrainContext."
+    ),
+    **dict.fromkeys(_SAVERS, _SAVES),
+}
+_ATTRIBUTES = {
+    **_METHODS,
+    **dict.fromkeys(("saver", "checkpoint_manager"), _SAVES),
+    "accelerator": "the model, the optimizers and the data are those that the Trainer was given.",
+}
 
 
 class Trainer:
@@ -64,11 +89,14 @@ class Trainer:
         self.args = args = args or TrainingArguments()
         self.model = model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.dense_optimizer, self.dense_lr_scheduler = dense_optimizers
+        self.sparse_optimizer = sparse_optimizer
+        self.gradient_accumulation_steps = args.gradient_accumulation_steps
         self.data_to_cuda = data_to_cuda
         get_log_metrics().clear()  # of a Trainer before
         self._calls = HookCalls()
         self._program = ProgramModel(model, self._calls)
-        optimizer, scheduler = dense_optimizers
+        optimizer = self.dense_optimizer
         options: dict[str, Any] = {}
         reports = [] if monitor_report_args is None else [MetricReportHook(model, monitor_report_args)]
         for hook in (*(hooks or ()), *reports, LoggerHook(args.log_steps)):
@@ -80,7 +108,7 @@ class Trainer:
             model_loss,
             dense_optimizer=optimizer,
             sparse_optimizer=sparse_optimizer,
-            scheduler=scheduler,
+            scheduler=self.dense_lr_scheduler,
             precision=args.mixed_precision or "fp32",
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             find_unused_parameters=ddp_find_unused_parameters,
@@ -137,7 +165,8 @@ class Trainer:
     def _evaluate(self, eval_steps: int | None) -> dict[str, Any]:
         trainer = self.karvan_trainer
         if trainer.step == 0 and trainer.saver.latest() is not None:
-            self._calls.step = trainer.load().step
+            batches = trainer.load().step * self.args.gradient_accumulation_steps
+            self._calls.load_state_dict({"global_step": batches})
         else:
             self._load_bank()
         data = _data_of("eval_dataset", self.eval_dataset)
@@ -153,13 +182,31 @@ class Trainer:
         self._calls.call("after_epoch", is_train=False)
         return evaluated_metrics(means)
 
-    def train_and_evaluate(self, train_steps: int | None = None, eval_steps: int | None = None) -> None:
-        """Train, and evaluate after each epoch."""
+    def train_and_evaluate(
+        self,
+        *args: int,
+        epochs: int | None = None,
+        train_steps: int | None = None,
+        eval_steps: int | None = None,
+    ) -> None:
+        """Train, and evaluate after each epoch; epochs: instead of TrainingArguments' train_epoch."""
+        if args:
+            raise UnsupportedError(
+                f"train_and_evaluate({', '.join(map(str, args))})",
+                "its first argument means epochs in RecIS 1.0 and train_steps in later versions: name it.",
+            )
         self._calls.call("start", is_train=True)
-        for epoch in range(self.args.train_epoch or 1):
+        for epoch in range(epochs or self.args.train_epoch or 1):
             self._fit(train_steps, epoch + 1)
             self._evaluate(eval_steps)
         self._calls.call("end", is_train=True)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_methods(cls, _METHODS)
+
+    def __getattr__(self, name: str) -> Any:
+        return missing_names("recis.framework.Trainer", _ATTRIBUTES)(name)
 
     def _load_bank(self) -> None:
         trainer = self.karvan_trainer

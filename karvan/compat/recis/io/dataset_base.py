@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from karvan.compat.cuda_fallback import cpu_devices, device_of
 from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
-from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.compat.unsupported import UnsupportedError, refuse_methods, require_default
 from karvan.data import Fixed, Loader, Raw, Varlen, read
 from karvan.data.columns.declarations import Column
 from karvan.ragged import Batch, Ragged
@@ -81,6 +81,11 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         self._texts: set[str] = set()
         self._loader: Loader | None = None
         self.listed = False  # whether batches are lists of one mapping, which only the first batch shows
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        instead = "give the Trainer an iterable of (False, samples), with (True, None) at its end."
+        refuse_methods(cls, dict.fromkeys(("make_dataset_fn", "_shard_path"), instead))
 
     def read_options(self) -> dict[str, Any]:
         """What `kv.data.read` needs beside the paths, for this kind of data."""

@@ -1,1 +1,5 @@
 """Variable-length data in RecIS's form."""
+
+from karvan.compat.recis.ragged.tensor import RaggedTensor
+
+__all__ = ["RaggedTensor"]

@@ -1,0 +1,1 @@
+"""Operations on tensors, each by the feature operation that does the same."""
