@@ -52,10 +52,8 @@ def train(engine, folder, steps, **more):
         checkpoints=folder,
         progress="none",
     )
-    labels = (np.arange(1001) % 2).astype(np.float32)
-    return trainer.fit(
-        kv.data.read({**records(), "label": labels, **more}, 64, transform=engine), max_steps=steps
-    )
+    columns = {**records(), "label": (np.arange(1001) % 2).astype(np.float32), **more}
+    return trainer.fit(kv.data.read(columns, 64, transform=engine), max_steps=steps)
 
 
 def fit_shares(run_folder):
