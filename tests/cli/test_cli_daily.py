@@ -176,3 +176,34 @@ def test_a_wrong_warm_start_is_an_error_before_training(run, config):
         ran = run("train", config, "--folder", new, "--set", f"train.warm_start={value}")
         assert (ran.code, said in ran.err) == (code, True), ran.err
     assert kv.Checkpoints(new).list() == []
+
+
+def test_a_day_whose_ids_became_text_is_an_error_in_every_command(run, tmp_path):
+    def write(name, zips):
+        rows = "".join(f"{number % 2},1.5,{zip_}\n" for number, zip_ in enumerate(zips))
+        (tmp_path / name).write_text("label,price,zip\n" + rows)
+
+    write("numbers.csv", ["10115", "20095"])
+    write("text.csv", ["10115", "V3N4P"])
+    config = tmp_path / "my.yaml"
+    config.write_text(f"""
+data: {{train: {tmp_path}/numbers.csv, eval: {tmp_path}/numbers.csv, batch_size: 2}}
+features: {{zip: [{{hash: farm}}]}}
+model: {{name: DLRM, numbers: [price], ids: [zip], dim: 4, bottom: [8], top: [8]}}
+optimizers: {{dense: {{name: Adam}}, sparse: {{name: Adagrad, lr: 0.1}}}}
+checkpoints: {{folder: {tmp_path}/run}}
+""")
+    assert run("train", config, "--quiet").code == 0
+    warm_start = ["--folder", tmp_path / "new", "--set", f"train.warm_start={{path: {tmp_path}/run}}"]
+    text = ["--set", f"data.train={tmp_path}/text.csv", "--set", f"data.eval={tmp_path}/text.csv"]
+    commands = [
+        ["train", config, "--quiet", *text],
+        ["train", config, "--quiet", *text, *warm_start],
+        ["evaluate", config, "--data", tmp_path / "text.csv"],
+        ["predict", config, "--data", tmp_path / "text.csv", "--out", tmp_path / "out.csv"],
+    ]
+    for command in commands:
+        ran = run(*command)
+        assert ran.code == 3, (command, ran.err)
+        assert "column 'zip': Expected numbers" in " ".join(ran.err.split())
+        assert "numbers.csv" in ran.err

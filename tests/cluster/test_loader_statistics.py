@@ -170,6 +170,19 @@ def test_loaders_with_other_statistics_than_the_checkpoint_are_an_error_before_t
     assert kv.checkpoint.find(folder).step == step
 
 
+def test_a_column_of_another_kind_in_the_data_of_loaders_is_an_error_before_training(days, tmp_path):
+    table = pyarrow.parquet.read_table(days[0])
+    for name, column in {"digits": range(ROWS), "codes": ["V3N4P"] * ROWS}.items():
+        with_zip = table.append_column("zip", pa.array(column))
+        pyarrow.parquet.write_table(with_zip, tmp_path / f"{name}.parquet")
+    with ThreadLoaders(1, "serve", str(tmp_path / "digits.parquet")) as loaders:
+        fit_stream(loaders, tmp_path / "run")
+    problem = r"codes.parquet.*column 'zip': Expected numbers, as in .*digits.parquet"
+    refused = pytest.raises(kv.data.DataError, match=problem)
+    with ThreadLoaders(1, "serve", str(tmp_path / "codes.parquet")) as loaders, refused:
+        fit_stream(loaders, tmp_path / "run")
+
+
 def test_loaders_that_fit_to_their_shares_are_an_error_that_names_them(days, tmp_path):
     problem = r"loader 0 and loader 1 .* 'features'.*kv\.data\.read"
     with ThreadLoaders(2, "share", days[0]) as loaders, pytest.raises(ValueError, match=problem):

@@ -47,6 +47,11 @@ def test_statistics_that_differ_between_ranks_are_an_error_before_training(fitte
         assert "expected fit after kv.connect" in made["fitted apart"]
 
 
+def test_columns_of_other_kinds_on_another_rank_are_an_error_on_all(fitted):
+    for made in fitted:
+        assert "column 'zip': Expected " in made["kinds apart"]
+
+
 def test_statistics_that_a_checkpoint_replaces_are_told_of_by_the_first_rank_alone(fitted):
     first, second = (made["replaced"] for made in fitted)
     assert [line.partition(" had ")[0] for line in first] == ["Transform 'features'"]

@@ -99,8 +99,9 @@ class LoaderContext:
         statistics of the transforms that were passed to `read` before `serve`, `epochs` or `send`.
         """
         self._use(options.get("transform"))
-        share = {} if self._reading is not None else {"rank": self.index, "world_size": self.count}
-        opened = read(data, batch_size, **share, **options)
+        if self._reading is None:
+            options |= {"rank": self.index, "world_size": self.count}
+        opened = read(data, batch_size, **options)
         self._columns = {**opened.column_kinds(), **self._columns}
         return opened
 

@@ -300,7 +300,10 @@ class CsvSource(FileSource):
         """The records of some lines, of which `first` is the number of the first."""
 
         def texts(wanted: Sequence[str], as_text: Collection[str]) -> Iterable[pa.RecordBatch]:
-            return self._read(data, names, self._converting(names, wanted, as_text)).to_batches()
+            batches: list[pa.RecordBatch] = self._read(
+                data, names, self._converting(names, wanted, as_text)
+            ).to_batches()
+            return batches
 
         at = first
         for batch in self._parse(data, names, columns).to_batches():
