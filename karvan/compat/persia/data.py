@@ -3,37 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
+from threading import Thread
 from typing import Any
 
 from karvan import distributed
 from karvan.argument_checks import check_counts
 from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
-from karvan.compat.persia.bridge.connection import wait_for_roles
-from karvan.compat.persia.bridge.contexts import PREFETCH, EmbeddingCtx, cnt_ctx
-from karvan.compat.persia.bridge.unsupported import Tuning, warn_of_tuning
+from karvan.compat.persia.bridge.connection import join_job, wait_for_roles
+from karvan.compat.persia.bridge.contexts import PREFETCH, BaseCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
 from karvan.compat.persia.embedding.data import PersiaBatch
+from karvan.compat.persia.prelude import PersiaBatchDataSender, PyPersiaBatchData
+from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 
 
 class IterableDatasetBase:
-    """Batches for a DataLoader; buffer_size: how many are requested from loaders in advance."""
+    """Batches for a DataLoader: a subclass has `__iter__`, which gives `PersiaBatch`es.
 
-    def __init__(self, buffer_size: int) -> None:
+    It may also have a `consume_dataset` of its own, which sends batches to `sender` and gives a number for
+    each of them. buffer_size: how many batches are requested from loaders in advance.
+    """
+
+    buffer_size = 10
+
+    def __init__(self, buffer_size: int = 10) -> None:
         check_counts(1, buffer_size=buffer_size)
         self.buffer_size = buffer_size
 
-
-class IterableDataset(IterableDatasetBase):
-    """Batches that this process makes: a subclass has `__iter__`, which gives `PersiaBatch`es."""
+    @cached_property
+    def sender(self) -> PersiaBatchDataSender:
+        """Where `consume_dataset` sends batches."""
+        return PersiaBatchDataSender()
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """One epoch."""
         raise NotImplementedError(f"{type(self).__name__} expects an __iter__ that gives PersiaBatches.")
 
+    def consume_dataset(self) -> Iterator[int]:
+        """Send the batches of one epoch, and give their numbers."""
+        for number, batch in enumerate(self):
+            self.sender.send(batch)
+            yield number
+
+    def batches(self) -> Iterator[PersiaBatch]:
+        """Those that `consume_dataset` sends."""
+        for _ in self.consume_dataset():
+            yield self.sender.take()
+
+
+class IterableDataset(IterableDatasetBase):
+    """Batches that this process makes."""
+
 
 class StreamingDataset(IterableDatasetBase):
     """Batches that the job's loaders send; one iteration is one epoch, which ends when all loaders have."""
+
+    def batches(self) -> Iterator[PersiaBatch]:
+        """They come to the DataLoader alone."""
+        raise NotImplementedError(
+            "A StreamingDataset has no batches of its own: expected a DataLoader of it."
+        )
+
+
+class PersiaDataset(IterableDatasetBase):
+    """The dataset of earlier versions: `fetch_data(sender)` sends the batches of an epoch, on a thread."""
+
+    def __init__(self, buffer_size: int = 10, async_iterator: bool = True) -> None:
+        super().__init__(buffer_size)
+        if not async_iterator:
+            raise unsupported("PersiaDataset(async_iterator=False)", "fetch_data runs on a thread.")
+
+    def fetch_data(self, sender: PersiaBatchDataSender) -> None:
+        """Send the batches of one epoch."""
+        raise NotImplementedError(f"{type(self).__name__} expects a fetch_data that sends PersiaBatches.")
+
+    def batches(self) -> Iterator[PersiaBatch]:
+        """Those that `fetch_data` sends; buffer_size of them may wait."""
+        sender = PersiaBatchDataSender(self.buffer_size)
+        errors: list[BaseException] = []
+
+        def fetch() -> None:
+            try:
+                self.fetch_data(sender)
+            except BaseException as error:
+                errors.append(error)
+            sender.end()
+
+        Thread(target=fetch, daemon=True).start()
+        try:
+            yield from iter(sender.take, None)
+        finally:
+            sender.close()  # also if the DataLoader was left early
+        if errors:
+            raise errors[0]
 
 
 class DataLoader:
@@ -41,7 +106,8 @@ class DataLoader:
 
     timeout_ms: how long a lost loader is waited for. reproducible: batches come in the order of their
     numbers; otherwise as they are ready. embedding_staleness: how many batches may be between a lookup and
-    its gradient, 1 for synchronous training; None: as the job says.
+    its gradient, 1 for synchronous training; None: as the job says. is_training: False in programs of earlier
+    versions, for batches that no context may train on.
     """
 
     def __init__(
@@ -52,6 +118,8 @@ class DataLoader:
         num_workers: int = 10,
         reproducible: bool = False,
         embedding_staleness: int | None = None,
+        *,
+        is_training: bool = True,
     ) -> None:
         check_counts(
             1,
@@ -68,25 +136,42 @@ class DataLoader:
                 "num_workers", num_workers, 10, "lookups run on the cores that there are (KARVAN_THREADS)."
             )
         )
+        if isinstance(dataset, StreamingDataset) and not is_training:
+            raise unsupported(
+                "DataLoader(StreamingDataset(…), is_training=False)",
+                "send batches with PersiaBatch(…, requires_grad=False).",
+            )
         self.dataset = dataset
-        context = _context()
+        self._is_training = is_training
         self._ordered = reproducible
         self._timeout = timeout_ms / 1000
         self._data: Any = None
-        context.open(embedding_staleness, forward_buffer_size)
-        if forward_buffer_size != PREFETCH:
+        self._staleness = embedding_staleness
+        self._prefetch = forward_buffer_size
+        self._context: EmbeddingCtx | None = None
+        context = cnt_ctx()
+        if context is not None:
+            self._open(_embedding_context(context))
+
+    def _open(self, context: EmbeddingCtx) -> None:
+        """Connect the context, unless something else has done so before: see `EmbeddingCtx.open`."""
+        context.open(self._staleness, self._prefetch)
+        if self._prefetch != PREFETCH:
             warn_of_tuning(
                 Tuning(
                     "forward_buffer_size",
-                    forward_buffer_size,
+                    self._prefetch,
                     context.prefetch,
                     f"this context prepares {context.prefetch} batches in advance since its first use.",
                 )
             )
-        _check_staleness(embedding_staleness)
+        _check_staleness(self._staleness)
+        self._context = context
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
-        context = _context()
+        context = _embedding_context(cnt_ctx())
+        if self._context is None:
+            self._open(context)
         if self._data is None:
             self._data = self._make_data(context)
         return context.batches(self._data)
@@ -95,10 +180,22 @@ class DataLoader:
         return len(self.dataset)  # type: ignore[arg-type]  # where the dataset has a length
 
     def _make_data(self, context: EmbeddingCtx) -> Any:
-        if isinstance(self.dataset, IterableDataset):
-            return _LocalBatches(self.dataset)
+        if not isinstance(self.dataset, StreamingDataset):
+            return _LocalBatches(self.dataset, self._is_training)
+        if not join_job():
+            raise RuntimeError(
+                "StreamingDataset gives the batches that data-loaders send, and this process belongs to no "
+                "job: expected a program that persia-launcher nn-worker or karvan launch has started, or "
+                "PERSIA_NATS_URL, the address of the job's registry. An IterableDataset gives batches of "
+                "this process."
+            )
         workers = distributed.current().workers
         wait_for_roles(Role.LOADER)
+        if not JobEnvironment.read().loader_count:
+            raise RuntimeError(
+                "StreamingDataset gives the batches that data-loaders send, and the job has none: expected "
+                "roles.loaders and loader_entry, or persia-launcher data-loader."
+            )
         return context.stream(
             from_loaders(
                 ordered=self._ordered,
@@ -117,15 +214,18 @@ Dataloader = Dataloder = DataLoader
 class _LocalBatches:
     """The batches of a dataset of this process; each iteration is an epoch."""
 
-    def __init__(self, dataset: IterableDataset) -> None:
+    def __init__(self, dataset: IterableDatasetBase, is_training: bool) -> None:
         self._dataset = dataset
+        self._is_training = is_training
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        return map(local_batch, self._dataset)
+        for batch in self._dataset.batches():
+            made = local_batch(batch.batch() if isinstance(batch, PyPersiaBatchData) else batch)
+            made.meta["requires_grad"] &= self._is_training
+            yield made
 
 
-def _context() -> EmbeddingCtx:
-    context = cnt_ctx()
+def _embedding_context(context: BaseCtx | None) -> EmbeddingCtx:
     if not isinstance(context, EmbeddingCtx):
         raise RuntimeError("DataLoader expects to be inside of `with TrainCtx(…)` or `with eval_ctx(…)`.")
     return context

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from queue import Queue
+from typing import Any
 
 import numpy as np
 
@@ -70,3 +72,37 @@ class PyPersiaBatchData:
     def batch(self) -> PersiaBatch:
         """The batch."""
         return PersiaBatch(self._ids, self._non_ids, self._labels, requires_grad=bool(self._labels))
+
+
+class PersiaBatchDataSender:
+    """Takes the batches of a dataset for its DataLoader, at most `size` in advance; 0 is any number."""
+
+    def __init__(self, size: int = 0) -> None:
+        self._queue: Queue[Any] = Queue(size)
+        self._left = False
+
+    def send(self, batch: PersiaBatch | PyPersiaBatchData) -> None:
+        """Add a batch."""
+        if self._left:
+            raise RuntimeError(
+                "The iteration over the DataLoader has ended: its batches are not needed any more."
+            )
+        self._queue.put(batch)
+
+    def take(self) -> Any:
+        """The next batch; None after the last one."""
+        return self._queue.get()
+
+    def end(self) -> None:
+        """There are no more batches."""
+        if not self._left:
+            self._queue.put(None)
+
+    def close(self) -> None:
+        """Nobody takes batches any more: the next `send` is an error, and one that waits goes on."""
+        self._left = True
+        while not self._queue.empty():
+            self._queue.get()
+
+
+PyPersiaBatchDataSender = PersiaBatchDataSender

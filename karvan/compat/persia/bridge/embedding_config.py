@@ -29,8 +29,8 @@ class SlotConfig(Foreign):
     """A feature of ids."""
 
     unused: ClassVar = {
-        "index_prefix": "it is the upper bits of the slot's ids; a slot has its own table, or that of its group "
-        "in feature_groups.",
+        "index_prefix": "it is the upper bits of the slot's ids; a slot has its own table, or that of its "
+        "group.",
         "capacity": "it is how many rows the slot has; capacity in embedding_parameter_server_config of "
         "global_config.yml limits the rows of all slots of a server.",
         "is_pid": "it marks a slot; all slots are alike.",
