@@ -18,6 +18,8 @@ what breaks without it:
 - `_foreach_norm`, `_foreach_copy_`, `_addmm_activation`: norms and copies of many tensors by few kernels, and
   a product with ReLU by one. Without them steps on a GPU fail.
 - `_get_scale_async` of a GradScaler: the scale of the loss on the GPU. Without it precision "fp16" fails.
+- `DeviceContext`: what `with torch.device` and `torch.set_default_device` make. Without it no program of
+  another system runs; if its meaning changes, those that ask for a GPU fail on machines without one.
 - `_version` of a tensor: the number of writes to it. Without it a batch that was changed in place after
   `EmbeddingEngine.prepare` trains with its old ids.
 - `GOMP_parallel`, `omp_get_max_threads` of libtorch_cpu.so: torch's OpenMP threads, which the native core
@@ -33,12 +35,14 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OPENMP_FUNCTIONS",
     "SKIP_ATTRIBUTES",
     "TENSOR_VERSION",
+    "DeviceContext",
     "PrefixStore",
     "Store",
     "TorchDispatchMode",

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
+
+from karvan.torch_internals import DeviceContext
 
 T = TypeVar("T")
 Change: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]

@@ -47,7 +47,9 @@ def kinds_of(source: Source, decode: Any) -> dict[str, ColumnKind]:
     names = getattr(decode, "names", schema.names)
     kinds = {name: kind_of(schema.field(name).type) for name in names if name in schema.names}
     return {
-        name: ColumnKind(kind, _short(first(name) or part)) for name, kind in kinds.items() if kind is not None
+        name: ColumnKind(kind, _short(first(name) or part))
+        for name, kind in kinds.items()
+        if kind is not None
     }
 
 
