@@ -186,11 +186,50 @@ def test_steps_are_batches_also_if_gradients_accumulate(files, tmp_path):
     assert trainer.karvan_trainer.step == 2
 
 
-def test_train_steps_of_several_epochs_is_the_whole(files, tmp_path):
-    trainer = make(files, tmp_path / "run", train_steps=7, train_epoch=3)
-    with pytest.warns(UserWarning, match="train_steps=7 limits all 3 epochs together"):
-        trainer.train()
-    assert trainer.karvan_trainer.step == 7
+class Users(Hook):
+    """Notes the users of each training batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def after_data(self, is_train=True, *args, data, **options):
+        if is_train:
+            self.seen.append(data["user"].values().tolist())
+
+
+@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize("kind", ["files", "pairs"])
+def test_train_steps_limit_each_epoch_which_starts_at_the_first_batch(files, tmp_path, steps, kind):
+    def data():
+        made = dataset(files)
+        return made if kind == "files" else list(made)
+
+    users = Users()
+    trainer = make(files, tmp_path / "run", hooks=[users], data=data(), train_steps=steps, train_epoch=3)
+    trainer.train()
+    epoch = [batch["user"].values().tolist() for batch in batches(dataset(files))][:steps]
+    assert users.seen == epoch * 3
+    stopped, users.seen = Users(), []
+
+    class Stop(Hook):
+        def after_step(self, is_train, metrics, global_step):
+            if global_step == len(epoch) + 1:
+                first.karvan_trainer.stop("here")
+
+    options = {"train_steps": steps, "train_epoch": 3, "save_steps": 1}
+    first = make(files, tmp_path / "again", hooks=[stopped, Stop()], data=data(), **options)
+    first.train()
+    make(files, tmp_path / "again", hooks=[stopped], data=data(), **options).train()
+    assert stopped.seen == epoch * 3
+
+
+@pytest.mark.parametrize("steps", [2, 7])
+def test_training_and_evaluation_take_turns_by_steps(files, tmp_path, steps):
+    users = Users()
+    trainer = make(files, tmp_path / "run", hooks=[users], eval_dataset=dataset(files), train_steps=steps)
+    trainer.train_and_evaluate(epochs=3, eval_steps=1)
+    epoch = [batch["user"].values().tolist() for batch in batches(dataset(files))][:steps]
+    assert users.seen == epoch * 3
 
 
 def test_a_model_bank_starts_a_model_by_names(files, tmp_path):

@@ -6,7 +6,7 @@ RaggedTensors and return their loss. Hooks of the module translate; calls with a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from karvan.compat.recis.framework.hook_calls import HookCalls
 from karvan.compat.recis.framework.metrics import get_log_metrics, restore_metrics
 from karvan.compat.recis.io.dataset_base import DatasetBase
 from karvan.compat.recis.ragged.tensor import to_karvan, to_recis
+from karvan.data import Loader, merge
 from karvan.ragged import Batch
 
 
@@ -39,6 +40,11 @@ class ProgramData:
         if isinstance(self._dataset, DatasetBase):
             self._dataset.reset()
         return self.batches if count is None else _First(self.batches, count)
+
+    def short_epochs(self, count: int) -> Iterable[Any]:
+        """The first batches in each epoch; of a dataset of RecIS's with their position."""
+        loader = self.batches
+        return ShortEpochs(loader, count) if isinstance(loader, Loader) else _First(loader, count)
 
 
 class _Pairs:
@@ -63,6 +69,45 @@ class _First:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self._batches, self._count)
+
+
+class ShortEpochs:
+    """The first batches of a loader in each epoch; their position is the loader's, with the epoch's count."""
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self._loader, self._count = loader, count
+        self._epoch = self._taken = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._ended:
+            self.start_epoch(self._epoch + 1)
+        for batch in islice(self._loader, self._count - self._taken):
+            self._taken += 1
+            yield batch
+        self._ended = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch."""
+        self._loader.start_epoch(epoch)
+        self._epoch, self._taken, self._ended = epoch, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {**self._loader.state_dict(), "short": [self._epoch, self._taken]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position, also to one of the loader itself, which is at the start of an epoch."""
+        self._loader.load_state_dict(state)
+        self._epoch, self._taken = state.get("short", [self._loader.epoch, 0])
+        self._ended = False
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The positions of all ranks as one."""
+        return {**merge(states), "short": max(state["short"] for state in states)}
 
 
 class ProgramModel:

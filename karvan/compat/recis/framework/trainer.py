@@ -141,15 +141,22 @@ class Trainer:
     def train(self, train_steps: int | None = None) -> None:
         """Train: from the newest checkpoint of output_dir, or from the model_bank if there is none."""
         self._calls.call("start", is_train=True)
-        self._fit(train_steps, self.args.train_epoch or 1)
+        data, batches, most = self._limited(train_steps, self.args.train_epoch or 1)
+        self._fit(data, batches, self.args.train_epoch or 1, most)
         self._calls.call("end", is_train=True)
 
-    def _fit(self, train_steps: int | None, epochs: int) -> None:
-        self._load_bank()
+    def _limited(self, train_steps: int | None, epochs: int) -> tuple[ProgramData, Iterable[Any], int | None]:
+        """The training data, its batches in an epoch, and the most steps of a single epoch."""
         data = _data_of("train_dataset", self.train_dataset)
-        most = self.args.max_steps(train_steps)
+        count = self.args.train_steps if train_steps is None else train_steps
+        if count is None or epochs == 1:
+            return data, data.batches, self.args.optimizer_steps(count)
+        return data, data.short_epochs(count), None
+
+    def _fit(self, data: ProgramData, batches: Iterable[Any], epochs: int, most: int | None) -> None:
+        self._load_bank()
         with self._program.computing(data):
-            self.karvan_trainer.fit(data.batches, epochs=epochs, max_steps=most)
+            self.karvan_trainer.fit(batches, epochs=epochs, max_steps=most)
 
     def evaluate(self, eval_steps: int | None = None) -> dict[str, Any]:
         """Compute the batches of eval_dataset, or the first of them.
@@ -195,9 +202,11 @@ class Trainer:
                 f"train_and_evaluate({', '.join(map(str, args))})",
                 "its first argument means epochs in RecIS 1.0 and train_steps in later versions: name it.",
             )
+        epochs = epochs or self.args.train_epoch or 1
         self._calls.call("start", is_train=True)
-        for epoch in range(epochs or self.args.train_epoch or 1):
-            self._fit(train_steps, epoch + 1)
+        data, batches, most = self._limited(train_steps, epochs)
+        for epoch in range(epochs):
+            self._fit(data, batches, epoch + 1, most)
             self._evaluate(eval_steps)
         self._calls.call("end", is_train=True)
 

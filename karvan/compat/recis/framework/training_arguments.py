@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 class TrainingArguments:
     """Settings of a Trainer.
 
-    Steps are batches, as in RecIS. train_steps limits the steps of all epochs together, and all of them are
-    made. A run that is started again with the same output_dir continues.
+    Steps are batches, as in RecIS. train_steps limits those of each epoch, and all of them are made; a single
+    epoch that is limited can be continued by a larger limit. With gradient_accumulation_steps save_steps, and
+    train_steps of a single epoch, are rounded up to whole steps of the optimizers. A run that is started
+    again with the same output_dir continues.
     """
 
     gradient_accumulation_steps: int = 1
@@ -77,16 +78,6 @@ class TrainingArguments:
     def optimizer_steps(self, batches: int | None) -> int | None:
         """How many steps of optimizers so many batches make, rounded up."""
         return None if batches is None else -(-batches // self.gradient_accumulation_steps)
-
-    def max_steps(self, train_steps: int | None) -> int | None:
-        """The most steps of a fit; a warning where RecIS would make more."""
-        asked = self.train_steps if train_steps is None else train_steps
-        if asked is not None and (self.train_epoch or 1) > 1:
-            warnings.warn(
-                f"train_steps={asked} limits all {self.train_epoch} epochs together, not each of them.",
-                stacklevel=3,
-            )
-        return self.optimizer_steps(asked)
 
     def checkpoints(self) -> Checkpoints:
         """Where checkpoints are saved."""

@@ -137,7 +137,7 @@ class _Option:
                 "arguments can have."
             )
         required = self.default is MISSING
-        shown = {"required": required, "default": None if required else self.default}
+        shown: dict[str, Any] = {"required": required, "default": None if required else self.default}
         flags = [f"--{name}" for name in names]
         if self.hint is bool:
             opposite = [f"--{head}{dot}no{last}" for head, dot, last in (n.rpartition(".") for n in names)]
