@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 
 @contextmanager
@@ -33,6 +33,23 @@ def import_aliases(packages: Mapping[str, str]) -> Iterator[None]:
         for loaded in list(sys.modules):
             if finder.real_name(loaded) is not None:
                 del sys.modules[loaded]
+
+
+def add_alias(name: str, package: str) -> None:
+    """Have `import name` give a package for the rest of the process; called by the module of that name."""
+    sys.meta_path.insert(0, _AliasFinder({name: package}))
+    sys.modules[name] = importlib.import_module(package)
+
+
+def submodules(package: str, *names: str) -> Callable[[str], ModuleType]:
+    """A package's `__getattr__` by which `import package` is enough for `package.name`."""
+
+    def get(name: str) -> ModuleType:
+        if name not in names:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        return importlib.import_module(f"{package}.{name}")
+
+    return get
 
 
 class _AliasFinder(MetaPathFinder):
@@ -84,3 +101,10 @@ class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """It has run under its own name."""
         module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """That of the module, for `python -m NAME`."""
+        spec = importlib.util.find_spec(self._real)
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_code(self._real)

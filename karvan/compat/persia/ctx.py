@@ -28,11 +28,13 @@ from karvan.compat.persia.bridge.contexts import (
     check_filenames,
     cnt_ctx,
 )
+from karvan.compat.persia.bridge.contexts import prepare_feature as _prepare_feature
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
 from karvan.compat.persia.distributed import DistributedBaseOption, get_default_distributed_option
 from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.compat.persia.embedding.optim import Optimizer
+from karvan.compat.persia.env import get_rank, get_world_size
 from karvan.compat.persia.first_generation import FirstTrainCtx
 from karvan.train import EvalContext, TrainContext
 
@@ -43,6 +45,7 @@ __all__ = [
     "InferCtx",
     "PreprocessMode",
     "TrainCtx",
+    "_prepare_feature",
     "cnt_ctx",
     "eval_ctx",
     "inference_ctx",
@@ -116,6 +119,8 @@ class TrainCtx(EmbeddingCtx):
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer = dense_optimizer
         self.mixed_precision = mixed_precision
+        self.grad_scalar_update_factor = grad_scalar_update_factor
+        self.world_size, self.rank_id = get_world_size(), get_rank()
         self.distributed_option = distributed_option or get_default_distributed_option(device_id)
         device = self.device or next(_parameters(dense_optimizer)).device
         self.grad_scaler = torch.amp.GradScaler(
@@ -194,12 +199,9 @@ class TrainCtx(EmbeddingCtx):
         **filenames: str,
     ) -> None:
         """See `EmbeddingCtx.dump_checkpoint`, whose names of arguments are known here, too."""
-        check_filenames(
-            dense_model_filename=dense_model_filename,
-            jit_dense_model_filename=jit_dense_model_filename,
-            opt_filename=opt_filename,
-        )
-        super().dump_checkpoint(dst_dir, blocking=blocking, with_jit_model=with_jit_model, **filenames)
+        check_filenames(dense_model_filename=dense_model_filename, opt_filename=opt_filename)
+        names = {"jit_dense_filename": jit_dense_model_filename, **filenames}
+        super().dump_checkpoint(dst_dir, blocking=blocking, with_jit_model=with_jit_model, **names)
 
     def load_checkpoint(  # type: ignore[override]  # as in PERSIA
         self,

@@ -12,7 +12,7 @@ from karvan.argument_checks import check_counts
 from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
 from karvan.compat.persia.bridge.connection import join_job, wait_for_roles
-from karvan.compat.persia.bridge.contexts import PREFETCH, BaseCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.bridge.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
 from karvan.compat.persia.embedding.data import PersiaBatch
 from karvan.compat.persia.prelude import PersiaBatchDataSender, PyPersiaBatchData
@@ -48,11 +48,6 @@ class IterableDatasetBase:
             self.sender.send(batch)
             yield number
 
-    def batches(self) -> Iterator[PersiaBatch]:
-        """Those that `consume_dataset` sends."""
-        for _ in self.consume_dataset():
-            yield self.sender.take()
-
 
 class IterableDataset(IterableDatasetBase):
     """Batches that this process makes."""
@@ -60,12 +55,6 @@ class IterableDataset(IterableDatasetBase):
 
 class StreamingDataset(IterableDatasetBase):
     """Batches that the job's loaders send; one iteration is one epoch, which ends when all loaders have."""
-
-    def batches(self) -> Iterator[PersiaBatch]:
-        """They come to the DataLoader alone."""
-        raise NotImplementedError(
-            "A StreamingDataset has no batches of its own: expected a DataLoader of it."
-        )
 
 
 class PersiaDataset(IterableDatasetBase):
@@ -79,26 +68,6 @@ class PersiaDataset(IterableDatasetBase):
     def fetch_data(self, sender: PersiaBatchDataSender) -> None:
         """Send the batches of one epoch."""
         raise NotImplementedError(f"{type(self).__name__} expects a fetch_data that sends PersiaBatches.")
-
-    def batches(self) -> Iterator[PersiaBatch]:
-        """Those that `fetch_data` sends; buffer_size of them may wait."""
-        sender = PersiaBatchDataSender(self.buffer_size)
-        errors: list[BaseException] = []
-
-        def fetch() -> None:
-            try:
-                self.fetch_data(sender)
-            except BaseException as error:
-                errors.append(error)
-            sender.end()
-
-        Thread(target=fetch, daemon=True).start()
-        try:
-            yield from iter(sender.take, None)
-        finally:
-            sender.close()  # also if the DataLoader was left early
-        if errors:
-            raise errors[0]
 
 
 class DataLoader:
@@ -219,16 +188,46 @@ class _LocalBatches:
         self._is_training = is_training
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        for batch in self._dataset.batches():
+        for batch in _batches_of(self._dataset):
             made = local_batch(batch.batch() if isinstance(batch, PyPersiaBatchData) else batch)
             made.meta["requires_grad"] &= self._is_training
             yield made
 
 
+def _batches_of(dataset: IterableDatasetBase) -> Iterator[PersiaBatch | PyPersiaBatchData]:
+    """What a dataset sends. It is not a method: programs choose names of their own for what a dataset has."""
+    if isinstance(dataset, PersiaDataset):
+        yield from _fetched(dataset)
+        return
+    for _ in dataset.consume_dataset():
+        yield dataset.sender.take()
+
+
+def _fetched(dataset: PersiaDataset) -> Iterator[PersiaBatch | PyPersiaBatchData]:
+    """What `fetch_data` sends on a thread; buffer_size batches may wait."""
+    sender = PersiaBatchDataSender(dataset.buffer_size)
+    errors: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            dataset.fetch_data(sender)
+        except BaseException as error:
+            errors.append(error)
+        sender.end()
+
+    Thread(target=fetch, daemon=True).start()
+    try:
+        yield from iter(sender.take, None)
+    finally:
+        sender.close()  # also if the DataLoader was left early
+    if errors:
+        raise errors[0]
+
+
 def _embedding_context(context: BaseCtx | None) -> EmbeddingCtx:
-    if not isinstance(context, EmbeddingCtx):
+    if context is None or isinstance(context, DataCtx):
         raise RuntimeError("DataLoader expects to be inside of `with TrainCtx(…)` or `with eval_ctx(…)`.")
-    return context
+    return context.embedding()
 
 
 def _check_staleness(staleness: int | None) -> None:

@@ -6,13 +6,12 @@ import os
 
 from karvan.job.environment import JobEnvironment
 
+_DEFAULT = "embedding_worker:8887"  # of the services of PERSIA's docker compose
+
 
 def get_embedding_worker_services() -> list[str]:
-    """The addresses of embedding workers: those of EMBEDDING_WORKER_SERVICE, or those listed for the job."""
+    """The addresses of embedding workers: of EMBEDDING_WORKER_SERVICE, of the job, or PERSIA's default."""
     named = os.environ.get("EMBEDDING_WORKER_SERVICE", "")
     if named:
         return [address.strip() for address in named.split(",") if address.strip()]
-    listed = list(JobEnvironment.read().embedding_worker_addresses)
-    if not listed:
-        raise ValueError("Expected addresses in EMBEDDING_WORKER_SERVICE, such as 10.0.0.7:8887, got none.")
-    return listed
+    return list(JobEnvironment.read().embedding_worker_addresses) or [_DEFAULT]

@@ -6,6 +6,8 @@ ids that share a table: here groups have tables of their own, so that ids keep a
 
 import os
 import shutil
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -260,6 +262,27 @@ def test_persia_14_what_two_servers_saved_one_process_loads_and_trains_on(server
     join(False)
     with pytest.raises(CheckpointError):
         train([], load=folder)
+
+
+def test_a_dump_outside_of_the_jobs_folder_is_refused_before_training(
+    servers, configure, join, tmp_path, monkeypatch
+):
+    program = tmp_path / "program.py"
+    program.write_text('ctx.dump_checkpoint(os.environ.get("TEST_FOLDER", None))\n')
+    main = ModuleType("__main__")
+    main.__file__, main.os = str(program), os
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setenv("TEST_FOLDER", str(servers.folder / "inside"))
+    join()
+    with make_context() as ctx:
+        ctx.get_embedding_size()
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path / "outside"))
+    join()
+    with (
+        make_context() as ctx,
+        pytest.raises(CheckpointError, match=r"dumps there, but .* below .*the job's"),
+    ):
+        ctx.get_embedding_size()
 
 
 def test_persia_15_inference_gives_the_outputs_of_training(configure, tmp_path):

@@ -41,9 +41,10 @@ def test_datasets_need_no_argument_and_can_be_iterated_twice(configure):
     class Own(IterableDataset):
         def __init__(self):
             super().__init__()
+            self.batches, self.loader = [0, 1, 2], None  # names of its own
 
         def __iter__(self):
-            return map(make_batch, range(3))
+            return map(make_batch, self.batches)
 
     assert StreamingDataset().buffer_size == Own().buffer_size == 10
     assert labels_of(Own(), epochs=2) == [0, 1, 2, 0, 1, 2]
@@ -106,11 +107,20 @@ def test_a_dataset_of_earlier_versions_fetches_its_batches(configure):
     assert labels_of(make_fetching(7), epochs=2) == [*range(7), *range(7)]
     with pytest.raises(KeyError, match="spoiled"):
         labels_of(make_fetching(7, KeyError("spoiled")))
-    left = make_fetching(7).batches()
-    next(left)
-    left.close()  # before the end, with batches that wait
     with pytest.raises(ValueError, match="requires_grad=True, got one without"):
         labels_of(make_fetching(2), is_training=False)
+
+
+def test_a_dataset_of_earlier_versions_can_be_left_early(configure):
+    from persia.ctx import eval_ctx
+    from persia.data import DataLoader
+
+    dataset = make_fetching(7)
+    with eval_ctx() as ctx:
+        for data in DataLoader(dataset):
+            assert ctx.prepare_features(data)[2][0].item() == 0
+            break
+    assert labels_of(dataset) == [*range(7)]
 
 
 def test_a_stream_without_a_job_says_what_it_needs_in_persias_words(configure, monkeypatch):

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -35,7 +37,7 @@ def make_context(**options):
     from persia.ctx import TrainCtx
     from persia.embedding.optim import SGD
 
-    net = torch.nn.Linear(1, 1)
+    net = options.pop("model", None) or torch.nn.Linear(1, 1)
     dense = torch.optim.SGD(net.parameters(), lr=0.1)
     return TrainCtx(model=net, **{"embedding_optimizer": SGD(lr=0.1), "dense_optimizer": dense, **options})
 
@@ -55,18 +57,12 @@ def test_options_of_contexts(configure):
     with pytest.warns(UserWarning, match=r"backward_workers_size=2 .* no effect here: .*KARVAN_THREADS"):
         make_context(backward_workers_size=2)
     with make_context() as ctx:
-        with pytest.raises(NotImplementedError, match=r"torch.jit.script\(model\)"):
-            ctx.dump_checkpoint("out", with_jit_model=True)
-        for name in ("dense_filename", "dense_model_filename", "jit_dense_model_filename", "opt_filename"):
+        for name in ("dense_filename", "dense_model_filename", "opt_filename"):
             with pytest.raises(UnsupportedError, match=rf"{name}='x\.pt'"):
                 ctx.dump_checkpoint("out", **{name: "x.pt"})
         for name in ("dense_filename", "dense_model_filename", "opt_filename"):
             with pytest.raises(UnsupportedError, match=rf"{name}='x\.pt'"):
                 ctx.load_checkpoint("out", **{name: "x.pt"})
-        with pytest.raises(UnsupportedError, match=r"dump_torch_state_dict .* use torch\.save"):
-            ctx.dump_torch_state_dict(ctx.model, "out", "x.pt")
-        with pytest.raises(UnsupportedError, match=r"load_torch_state_dict .* use model\.load_state_dict"):
-            ctx.load_torch_state_dict(ctx.model, "out")
         with pytest.raises(UnsupportedError, match="device_id=1 of a single batch"):
             ctx.get_embedding_from_data(None, device_id=1)
         with pytest.raises(TypeError, match="expects a StreamingDataset or an IterableDataset, got list"):
@@ -143,8 +139,7 @@ def test_small_modules(tmp_path, monkeypatch):
     monkeypatch.setenv("REPLICA_SIZE", "5")
     assert (env.get_rank(), env.get_world_size(), env.get_local_rank()) == (3, 8, 1)
     assert (env.get_replica_index(), env.get_replica_size()) == (2, 5)
-    with pytest.raises(ValueError, match="EMBEDDING_WORKER_SERVICE"):
-        service.get_embedding_worker_services()
+    assert service.get_embedding_worker_services() == ["embedding_worker:8887"]
     monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "a:1, b:2")
     assert service.get_embedding_worker_services() == ["a:1", "b:2"]
     utils.dump_yaml({"a": [1, 2]}, str(tmp_path / "a.yml"))
@@ -169,9 +164,91 @@ def test_small_modules(tmp_path, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+def test_import_persia_gives_all_modules_and_a_version():
+    import persia
+
+    assert persia.__version__
+    assert persia.embedding.optim.SGD(lr=1e-3).lr == 1e-3
+    persia.embedding.optim.SGD(lr=1e-3).apply()
+    assert persia.sparse.optim.Adam is persia.embedding.optim.Adam
+    assert persia.embedding.data.IDTypeFeatureSparse is persia.embedding.data.IDTypeFeature
+    assert callable(persia.launcher.cli)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        persia.nothing  # noqa: B018
+
+
+def test_plain_python_finds_the_adapter(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import persia, persia.ctx, karvan.compat.persia.ctx as ours\n"
+        "print(persia.ctx.TrainCtx is ours.TrainCtx, persia.__version__)\n"
+    )
+    command = [sys.executable, str(tmp_path / "program.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.stdout.split()[0] == "True", ended.stderr
+    command = [sys.executable, "-m", "persia.launcher", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "embedding-parameter-server" in ended.stdout
+
+
+def test_a_configuration_of_rows_can_be_changed_until_they_are_made(configure):
+    from persia.embedding import EmbeddingConfig
+
+    config = EmbeddingConfig()
+    config.weight_bound, config.emb_initialization = 5, (0.5, 0.5)
+    batch = make_batch()
+    net = torch.nn.Linear(4, 1)
+    with make_context(model=net, embedding_config=config) as ctx:
+        _, (user,), _ = ctx.prepare_features(ctx.get_embedding_from_data(batch))
+        assert torch.equal(user, torch.full((1, 4), 0.5))
+        ctx.backward(user.sum())
+        ctx.wait_servers_ready()  # in no job, for nothing
+        assert (ctx.rank_id, ctx.world_size) == (0, 1)
+    config.weight_bound = 6
+    with (
+        make_context(model=net, embedding_config=config) as ctx,
+        pytest.raises(ValueError, match=r"made with .*weight_bound=5.*, got .*weight_bound=6"),
+    ):
+        ctx.get_embedding_size()
+
+
+def make_batch():
+    from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+
+    ids = [IDTypeFeatureWithSingleID("user", np.array([1], np.uint64))]
+    return PersiaBatch(ids, labels=[Label(np.ones((1, 1), np.float32))])
+
+
+def test_a_plain_context_evaluates_by_the_names_of_persias_core(configure):
+    from persia.ctx import BaseCtx, PreprocessMode, _prepare_feature
+    from persia.data import DataLoader, IterableDataset
+    from persia.embedding import get_default_embedding_config
+
+    class Own(IterableDataset):
+        def __iter__(self):
+            return iter([make_batch()])
+
+    config = get_default_embedding_config()
+    with BaseCtx(device_id=None) as ctx:
+        ctx.common_context.init_nats_publisher(1)
+        ctx.common_context.configure_embedding_parameter_servers(
+            *config.emb_initialization, config.admit_probability, config.weight_bound > 0, config.weight_bound
+        )
+        ctx.common_context.wait_servers_ready()
+        (data,) = DataLoader(Own())
+        _, (user,), (label,) = _prepare_feature(data, PreprocessMode.EVAL)
+        assert (user.shape, label.item()) == ((1, 4), 1)
+        assert not user.requires_grad
+        with pytest.raises(RuntimeError, match=r"inside of a context of PreprocessMode\.TRAIN"):
+            _prepare_feature(data)
+        with pytest.raises(UnsupportedError, match=r"common_context\.dump of PERSIA is not supported"):
+            ctx.common_context.dump("x")
+
+
 def test_checks_of_data_can_be_skipped(monkeypatch):
-    from persia import env
     from persia.embedding.data import IDTypeFeatureWithSingleID, Label
+
+    from persia import env
 
     with pytest.raises(TypeError, match="ids of uint64, got int64"):
         IDTypeFeatureWithSingleID("user", np.ones(2, np.int64))

@@ -20,7 +20,7 @@ from karvan.wire import Security, WireError
 _log = logging.getLogger("karvan.compat")
 
 _ADDRESSES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
-_ATTEMPT = 10.0  # seconds after which the wait for a role is logged, once
+_ATTEMPT = 3.0  # seconds after which the wait for a role is logged, once
 _FOUND_WITHIN = 600.0  # seconds for the processes of a job to be started
 _LISTENING = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
 
@@ -64,7 +64,9 @@ def wait_for_roles(*roles: Role) -> None:
             try:
                 count = directory.count(role, _ATTEMPT)
             except WireError:
-                _log.warning("Waiting for the first %s at the registry %s.", role, job.registry)
+                _log.warning(
+                    "Waiting for the first %s at the registry %s, of PERSIA_NATS_URL.", role, job.registry
+                )
                 count = directory.count(role, _FOUND_WITHIN)
             set_variables(os.environ, {f"{role.value.replace('-', '_')}_count": count})
     finally:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
+from io import BytesIO
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.checkpoint import is_imported
+from karvan.checkpoint.object_store.files import read_bytes
 from karvan.cluster.loader.context import LoaderContext
 from karvan.cluster.loader_stream.stream import LoaderStream
 from karvan.cluster.task_stream.loaded_data import LoadedData
@@ -29,7 +31,7 @@ from karvan.compat.persia.bridge.batch_layout import (
     no_ids,
 )
 from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
-from karvan.compat.persia.bridge.dumps import Dumps
+from karvan.compat.persia.bridge.dumps import Dumps, content_of, write_file
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
 from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
 from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
@@ -39,6 +41,7 @@ from karvan.compat.persia.embedding import EmbeddingConfig
 from karvan.compat.persia.embedding.data import PersiaBatch
 from karvan.compat.persia.prelude import PyPersiaBatchData
 from karvan.compat.programs import program_error
+from karvan.job.checkpoint_url import local_path
 from karvan.job.roles import Role
 from karvan.train import EvalContext, TrainContext
 from karvan.wire.exit_hooks import first_at_exit, not_at_exit
@@ -68,6 +71,7 @@ class BaseCtx:
         warn_of_tuning(Tuning("threadpool_worker_size", threadpool_worker_size, 10, THREADS))
         self.device_id = None if device_id is None or device_id < 0 else device_id
         self._stack = ExitStack()
+        self._inner: EmbeddingCtx | None = None
         self._in_job = join_job()
         read_global_config()  # whose errors come first
 
@@ -75,6 +79,24 @@ class BaseCtx:
     def device(self) -> torch.device | None:
         """The device of device_id; the CPU if there is no GPU, under `karvan run`."""
         return None if self.device_id is None else device_of(f"cuda:{self.device_id}")
+
+    @property
+    def common_context(self) -> CommonContext:
+        """What PERSIA's own core offers to a context."""
+        return CommonContext(self)
+
+    def wait_servers_ready(self) -> None:
+        """Wait until the job's parameter servers and embedding workers are there, if there is a job."""
+        if self._in_job:
+            wait_for_roles(Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
+
+    def embedding(self) -> EmbeddingCtx:
+        """The context that looks rows up; for a plain `BaseCtx`, one that evaluates."""
+        if self._inner is None:
+            self._inner = self._stack.enter_context(
+                EmbeddingCtx(PreprocessMode.EVAL, device_id=self.device_id)
+            )
+        return self._inner
 
     def __enter__(self) -> Self:
         _entered.append(self)
@@ -153,6 +175,10 @@ class EmbeddingCtx(BaseCtx):
             self._dumps.join()
             self._dumps.wait()
 
+    def embedding(self) -> EmbeddingCtx:
+        """This context."""
+        return self
+
     @property
     def embedding_config(self) -> EmbeddingConfig:
         """How rows start, and their limits: as given, or as of the enclosing context, or the defaults."""
@@ -189,7 +215,9 @@ class EmbeddingCtx(BaseCtx):
             self.prefetch = prefetch
             self._context, self._embedded = self._open(staleness, prefetch)
             self._stack.enter_context(self._context)
-            self._dumps = self._dumps or Dumps(self._context, self._embedded)
+            if self._dumps is None:
+                self._dumps = Dumps(self._context, self._embedded)
+                self._dumps.check_targets()
         assert self._embedded is not None
         return self._context, self._embedded
 
@@ -275,15 +303,15 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Save the model, its optimizers and all rows as a checkpoint of Karvan.
 
+        with_jit_model: also write the net as TorchScript, to the file jit_dense_filename of dst_dir.
         A trainer that calls it alone waits until the others have come to their next batch, and all save.
         """
-        if with_jit_model:
-            raise unsupported(
-                "dump_checkpoint(with_jit_model=True)", "use torch.jit.script(model).save(path)."
-            )
-        check_filenames(dense_filename=dense_filename, jit_dense_filename=jit_dense_filename)
+        if with_jit_model and self.model is None:
+            raise ValueError("with_jit_model expects a context with a model, got one without: model=….")
+        check_filenames(dense_filename=dense_filename)
         method = "dump_checkpoint" if isinstance(self.open()[0], TrainContext) else "dump_model"
-        self.dumps.make(method, folder=str(dst_dir), blocking=blocking)
+        script = jit_dense_filename if with_jit_model else None
+        self.dumps.make(method, folder=str(dst_dir), blocking=blocking, script=script)
 
     def load_checkpoint(
         self,
@@ -314,13 +342,22 @@ class EmbeddingCtx(BaseCtx):
         warn_of_tuning(Tuning("blocking", blocking, True, "a load always blocks."))
         self.dumps.make("load_embedding", folder=str(src_dir))
 
-    def dump_torch_state_dict(self, *args: Any, **options: Any) -> None:
-        """Not supported."""
-        raise unsupported("dump_torch_state_dict", "use torch.save(model.state_dict(), path).")
+    def dump_torch_state_dict(
+        self,
+        torch_instance: nn.Module | torch.optim.Optimizer,
+        dst_dir: str,
+        file_name: str,
+        is_jit: bool = False,
+    ) -> None:
+        """Write the state of a model or an optimizer to a file, or the model as TorchScript."""
+        write_file(dst_dir, file_name, content_of(torch_instance, is_jit))
 
-    def load_torch_state_dict(self, *args: Any, **options: Any) -> None:
-        """Not supported."""
-        raise unsupported("load_torch_state_dict", "use model.load_state_dict(torch.load(path)).")
+    def load_torch_state_dict(
+        self, torch_instance: nn.Module | torch.optim.Optimizer, src_dir: str, map_location: Any = None
+    ) -> None:
+        """Load the state in the file src_dir into a model or an optimizer; nothing in the file is run."""
+        state = torch.load(BytesIO(read_bytes(local_path(src_dir))), map_location, weights_only=True)
+        torch_instance.load_state_dict(state)
 
     def wait_for_dump_embedding(self) -> None:
         """Wait until the rows are saved."""
@@ -344,6 +381,47 @@ class EmbeddingCtx(BaseCtx):
         self.dumps.make("clear_embeddings")
 
 
+class CommonContext:
+    """What programs call on `ctx.common_context`, PERSIA's core; for the rest contexts have methods."""
+
+    def __init__(self, context: BaseCtx) -> None:
+        self._context = context
+
+    def init_nats_publisher(self, world_size: int | None = None) -> None:
+        """Nothing to do: a context has joined its job."""
+
+    def wait_servers_ready(self) -> None:
+        """See `BaseCtx.wait_servers_ready`."""
+        self._context.wait_servers_ready()
+
+    def configure_embedding_parameter_servers(
+        self,
+        initialize_lower: float,
+        initialize_upper: float,
+        admit_probability: float,
+        enable_weight_bound: bool,
+        weight_bound: float,
+    ) -> None:
+        """See `EmbeddingCtx.configure_embedding_parameter_servers`."""
+        config = EmbeddingConfig(
+            (initialize_lower, initialize_upper),
+            admit_probability,
+            weight_bound if enable_weight_bound else 0.0,
+        )
+        self._context.embedding().configure_embedding_parameter_servers(config)
+
+    def __getattr__(self, name: str) -> Any:
+        raise unsupported(f"common_context.{name}", "contexts have methods for what programs need.")
+
+
+def prepare_feature(batch: PersiaTrainingBatch, mode: PreprocessMode = PreprocessMode.TRAIN) -> Prepared:
+    """The features of a batch in the context that was entered last, which has to be of that mode."""
+    context = cnt_ctx()
+    if not isinstance(context, EmbeddingCtx) or context.preprocess_mode is not mode:
+        raise RuntimeError(f"_prepare_feature expects to be inside of a context of {mode}.")
+    return context.prepare_features(batch)
+
+
 def cnt_ctx() -> BaseCtx | None:
     """The context that was entered last."""
     return _entered[-1] if _entered else None
@@ -352,7 +430,7 @@ def cnt_ctx() -> BaseCtx | None:
 def check_filenames(**given: str) -> None:
     """Raise if a file of a checkpoint has another name than PERSIA's default."""
     for name, filename in given.items():
-        default = "opt.pt" if name.startswith("opt") else "jit_dense.pt" if "jit" in name else "dense.pt"
+        default = "opt.pt" if name.startswith("opt") else "dense.pt"
         if filename != default:
             raise unsupported(
                 f"{name}={filename!r}", "the net and its optimizer are part of Karvan's checkpoint."

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from karvan import distributed
-from karvan.checkpoint import Checkpoints, Pending, find
+from karvan.checkpoint import CheckpointError, Checkpoints, Pending, find
+from karvan.checkpoint.format.atomic_folder import try_writing
+from karvan.checkpoint.object_store.files import upload
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
 from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.bridge.joint_calls import JointCalls
+from karvan.job.checkpoint_url import address_of, local_path
 from karvan.train import TrainContext
+
+_CALLS = ("dump_checkpoint", "dump_embedding")
+_PURE = {"os.environ.get", "os.getenv", "os.path.join", "os.path.abspath", "os.fspath", "str", "Path"}
+_PLAIN = (
+    *(ast.Constant, ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
+    *(ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue),
+)
 
 
 class Dumps:
@@ -51,12 +71,34 @@ class Dumps:
         if pending is not None:
             pending.wait()
 
-    def _dump_training(self, folder: str, blocking: bool) -> None:
+    def check_targets(self) -> None:
+        """Raise before training if servers may not save where the program dumps, as far as that is known."""
+        connection = distributed.current()
+        if connection.servers is None or connection.rank != 0:
+            return
+        for folder in dump_targets():
+            path = local_path(folder)
+            try_writing(path)
+            try:
+                connection.servers.check_folder(address_of(path))
+            except ValueError as error:
+                raise CheckpointError(path, f"the program dumps there, but {error}") from None
+
+    def _dump_training(self, folder: str, blocking: bool, script: str | None) -> None:
         self.wait()
+        self._write_script(folder, script)
         self._pending = self._context.save(self.checkpoints(folder), block=blocking)
 
-    def _dump_model(self, folder: str, blocking: bool) -> None:
+    def _dump_model(self, folder: str, blocking: bool, script: str | None) -> None:
+        self._write_script(folder, script)
         self._save(folder, {"model": self._embedded.state_dict()}, blocking)
+
+    def _write_script(self, folder: str, name: str | None) -> None:
+        """Write the net as TorchScript beside the checkpoints; all ranks make it, and raise its error."""
+        if name is not None:
+            content = content_of(self._embedded.net, is_jit=True)
+            if distributed.current().main.rank == 0:
+                write_file(folder, name, content)
 
     def _dump_rows(self, folder: str, blocking: bool) -> None:
         self._save(folder, {}, blocking)
@@ -91,3 +133,73 @@ class Dumps:
         for table in self._embedded.embeddings.tables():
             table.clear()
         distributed.current().main.barrier()
+
+
+def content_of(instance: nn.Module | torch.optim.Optimizer, is_jit: bool = False) -> bytes:
+    """The file of a state_dict, or that of a module as TorchScript."""
+    content = BytesIO()
+    if is_jit:
+        torch.jit.save(torch.jit.script(instance), content)
+    else:
+        torch.save(instance.state_dict(), content)
+    return content.getvalue()
+
+
+def write_file(folder: str | os.PathLike[str], name: str, content: bytes) -> None:
+    """Write a file into a folder, or to a URL; a reader sees the former one or the whole new one."""
+    path = local_path(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{name}.{os.getpid()}")
+    new.write_bytes(content)
+    new.replace(path)
+    upload(path)
+
+
+def dump_targets() -> Iterator[str | os.PathLike[str]]:
+    """The folders to which the program's own calls dump, as far as they are known before it trains.
+
+    Their arguments are texts, variables of the environment, names that are set once, and paths made of these.
+    """
+    main = sys.modules["__main__"]
+    try:
+        tree = ast.parse(Path(getattr(main, "__file__", None) or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    nodes = list(ast.walk(tree))
+    stored = Counter(
+        each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    )
+    stored.update(each.arg for each in nodes if isinstance(each, ast.arg) for _ in range(2))  # any value
+    expressions = {
+        each.targets[0].id: each.value
+        for each in nodes
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+    }
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CALLS:
+            named = [each.value for each in call.keywords if each.arg == "dst_dir"]
+            for argument in [*call.args[:1], *named][:1]:
+                found = _value(argument, vars(main), expressions, stored)
+                if isinstance(found, str | os.PathLike) and str(found):
+                    yield found
+
+
+def _value(
+    node: ast.expr, names: dict[str, Any], expressions: dict[str, ast.expr], stored: Counter[str]
+) -> Any:
+    """What an expression gives; None if that is not known, or if it does more than name a path."""
+    local: dict[str, Any] = {}
+    for each in ast.walk(node):
+        if not isinstance(each, _PLAIN) or (
+            isinstance(each, ast.Call) and ast.unparse(each.func).removeprefix("pathlib.") not in _PURE
+        ):
+            return None
+        if isinstance(each, ast.Name) and stored[each.id] > 1:
+            return None
+        if isinstance(each, ast.Name) and each.id not in names and each.id in expressions:
+            others = {name: value for name, value in expressions.items() if name != each.id}
+            local[each.id] = _value(expressions[each.id], names, others, stored)
+    try:
+        return eval(compile(ast.Expression(node), "dump", "eval"), {**names, **local})
+    except Exception:  # of a name that is not known yet, or None in place of a text
+        return None

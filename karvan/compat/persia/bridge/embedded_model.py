@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,5 +96,5 @@ def _engine_of(net: nn.Module, slots: Slots, config: EmbeddingConfig) -> Embeddi
             raise ValueError(f"The rows of this model were made with {known}, got {config}.")
         return engine
     engine = EmbeddingEngine(slots.tables(config))
-    _engines[net] = config, engine
+    _engines[net] = replace(config), engine  # a program may change its own afterwards
     return engine

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from karvan.compat.import_aliases import submodules
 from karvan.presets import persia
 
+__getattr__ = submodules(__name__, "data", "optim")
 
-@dataclass(frozen=True)
+
+@dataclass
 class EmbeddingConfig:
     """New rows are uniform within emb_initialization; values stay within ±weight_bound, if it is above 0.
 

@@ -35,6 +35,9 @@ class IDTypeFeature:
         return len(self.data)
 
 
+IDTypeFeatureSparse = IDTypeFeature  # its name in earlier versions
+
+
 class IDTypeFeatureWithSingleID:
     """A feature with exactly one id in each sample: a 1-D array of uint64."""
 

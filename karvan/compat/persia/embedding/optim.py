@@ -16,6 +16,9 @@ class Optimizer(ABC):
     def native(self, weight_bound: float | None) -> SparseOptimizer:
         """Karvan's, without tables; values stay within ±weight_bound."""
 
+    def apply(self) -> None:  # noqa: B027
+        """Nothing to do: a context gives its optimizer to the tables."""
+
 
 @dataclass(frozen=True)
 class SGD(Optimizer):

@@ -1,53 +1,27 @@
-"""The Adult data as PERSIA's batches: 8 categories, 5 numbers, the label."""
-
-import csv
-from pathlib import Path
+"""Batches of PERSIA's Adult example: 8 categories, 5 numbers and the label of each person, from one .npz."""
 
 import numpy as np
-from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
-
-NAMES = [
-    "workclass",
-    "education",
-    "marital_status",
-    "occupation",
-    "relationship",
-    "race",
-    "gender",
-    "country",
-]
-_CATEGORIES = [1, 3, 5, 6, 7, 8, 9, 13]
-_NUMBERS = [0, 4, 10, 11, 12]
+from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature
 
 
-def read(folder, name):
-    """Categories, numbers and labels of a file."""
-    with open(Path(folder) / name) as file:
-        lines = [[cell.strip() for cell in line] for line in csv.reader(file) if len(line) == 15]
-    texts = np.array([[line[column] for column in _CATEGORIES] for line in lines])
-    numbers = np.array([[float(line[column]) for column in _NUMBERS] for line in lines])
-    labels = np.array([line[14].startswith(">") for line in lines], np.float32)
-    return texts, numbers, labels
+class AdultBatches:
+    def __init__(self, path, batch_size=128):
+        with np.load(path) as data:
+            self.names = [str(name) for name in data["categorical_columns"]]
+            self.categories = data["categorical_data"]
+            self.numbers = data["continuous_data"]
+            self.targets = data["target"]
+        self.batch_size = batch_size
 
+    def __len__(self):
+        return -(-len(self.targets) // self.batch_size)
 
-def make_batches(folder, name, batch_size=128, requires_grad=True, limit=None):
-    """The batches of a file, with the numbers of categories and the statistics of the training file."""
-    known, trained, _ = read(folder, "adult.data")
-    texts, numbers, labels = read(folder, name)
-    categories = [{text: number for number, text in enumerate(np.unique(column))} for column in known.T]
-    ids = np.array(
-        [[one.get(text, len(one)) for one, text in zip(categories, line, strict=True)] for line in texts],
-        np.uint64,
-    )
-    scaled = ((numbers - trained.mean(0)) / trained.std(0)).astype(np.float32)
-    for start in range(0, len(labels) if limit is None else limit * batch_size, batch_size):
-        part = slice(start, start + batch_size)
-        yield PersiaBatch(
-            [
-                IDTypeFeature(slot, [sample[number : number + 1] for sample in ids[part]])
-                for number, slot in enumerate(NAMES)
-            ],
-            non_id_type_features=[NonIDTypeFeature(scaled[part])],
-            labels=[Label(labels[part, None])],
-            requires_grad=requires_grad,
-        )
+    def __iter__(self):
+        for start in range(0, len(self.targets), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            ids = self.categories[part]
+            features = [
+                IDTypeFeature(name, [row[column : column + 1] for row in ids])
+                for column, name in enumerate(self.names)
+            ]
+            yield NonIDTypeFeature(self.numbers[part]), features, Label(self.targets[part].reshape(-1, 1))

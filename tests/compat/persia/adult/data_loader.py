@@ -2,17 +2,20 @@
 
 import os
 
-from data_generator import make_batches
+from data_generator import AdultBatches
 from persia.ctx import DataCtx
-from persia.env import get_replica_index, get_replica_size
-from persia.logger import get_default_logger
+from persia.embedding.data import PersiaBatch
+from persia.logger import get_logger
+from persia.utils import setup_seed
 
-logger = get_default_logger("data_loader")
+logger = get_logger("data_loader")
+setup_seed(3)
+here = os.path.dirname(os.path.realpath(__file__))
 
 if __name__ == "__main__":
-    limit = int(os.environ["ADULT_BATCHES"]) if "ADULT_BATCHES" in os.environ else None
     with DataCtx() as ctx:
-        for number, batch in enumerate(make_batches(os.environ["ADULT_DATA"], "adult.data", limit=limit)):
-            if number % get_replica_size() == get_replica_index():
-                ctx.send_data(batch)
+        for numbers, ids, label in AdultBatches(os.path.join(here, "data", "train.npz")):
+            ctx.send_data(
+                PersiaBatch(ids, non_id_type_features=[numbers], labels=[label], requires_grad=True)
+            )
     logger.info("all batches are sent")
