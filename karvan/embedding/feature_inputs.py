@@ -23,6 +23,8 @@ from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout, RowIndex
 
 _CPU = torch.device("cpu")
+_NARROW = (torch.int32, torch.int16, torch.uint32, torch.uint16, torch.bool)
+_EIGHT_BITS = (torch.int8, torch.uint8)
 
 
 def mode_of(table: Table) -> str:
@@ -130,9 +132,9 @@ class FeatureInput(Output):
         else:
             raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__, entry)
         if values.dtype is not torch.int64:
-            if values.dtype is not torch.uint64:
+            values = _widened(values, isinstance(entry, Tensor))
+            if values.dtype is not torch.int64:
                 raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), values)
-            values = values.view(torch.int64)
         if values.device != device and not values.is_cpu:
             expected = (
                 "ids on the CPU, where its store is" if device == _CPU else f"ids on the CPU or {device}"
@@ -170,7 +172,7 @@ class FeatureInput(Output):
     def _take_lists(self, name: str, table_name: str, entry: Tensor | NestedRagged) -> Tensor | Ragged:
         """Lists of lists of ids as lists, each of which becomes a vector."""
         values = entry if isinstance(entry, Tensor) else entry.values
-        if values.dtype not in (torch.int64, torch.uint64):
+        if _widened(values[:0], isinstance(entry, Tensor)).dtype is not torch.int64:
             raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), entry)
         if self.table.combiner not in POOLED:
             expected = f"a list of ids for each sample with the combiner '{self.table.combiner}'"
@@ -260,6 +262,14 @@ class Inputs:
     def take_out(self) -> tuple[Tensor, ...]:
         """Return and release all outputs."""
         return tuple(one.take_out() for one in self.each)
+
+
+def _widened(values: Tensor, single: bool) -> Tensor:
+    """Integers and booleans as int64, if that loses nothing; in lists, 8 bits are text."""
+    if values.dtype is torch.uint64:
+        return values.view(torch.int64)
+    narrow = values.dtype in _NARROW or (single and values.dtype in _EIGHT_BITS)
+    return values.to(torch.int64) if narrow else values
 
 
 def _refusal(

@@ -304,6 +304,27 @@ def test_a_matrix_joins_lists_that_a_step_has_made_of_incomplete_rows():
             kv.data.Fixed("x", length=2, dtype=torch.int64),
             "Expected whole numbers.* 0.5",
         ),
+        (pa.int64(), 7, 2**32 + 7, kv.data.Fixed("x", dtype=torch.int32), r"torch\.int32.* got 4294967303"),
+        (pa.int64(), None, -1, kv.data.Fixed("x", dtype=torch.uint8), r"torch\.uint8.* got -1\."),
+        (pa.float64(), 7.0, 300.0, kv.data.Fixed("x", dtype=torch.uint8), r"torch\.uint8.* got 300\.0\."),
+        (pa.int8(), 1, 2, kv.data.Fixed("x", dtype=torch.bool), r"torch\.bool.* got 2\."),
+        (pa.uint64(), 1, 2**64 - 1, kv.data.Fixed("x", dtype=torch.float32), "got 18446744073709551615"),
+        (
+            pa.float64(),
+            math.inf,
+            1e300,
+            kv.data.Fixed("x"),
+            r"torch\.float32.* got 1e\+300.*dtype=torch\.float64",
+        ),
+        (pa.float32(), math.nan, 1e5, kv.data.Fixed("x", dtype=torch.float16), "float16.* got 100000"),
+        (pa.decimal128(38, 0), 1, 10**37 * 5, kv.data.Fixed("x", dtype=torch.float16), "float16"),
+        (
+            pa.list_(pa.list_(pa.float64())),
+            [[0.5], [], [1.0]],
+            [[], [2.0, -1e39]],
+            kv.data.Varlen("x"),
+            r"torch\.float32.* got -1e\+39",
+        ),
     ],
 )
 def test_a_value_that_is_not_as_declared_is_an_error_that_names_file_and_record(
@@ -322,3 +343,49 @@ def test_ids_of_pandas_that_floats_round_are_an_error():
     exact = pd.DataFrame({"user": pd.array([2**60 + 1, 2**60 + 3, None], "Int64")})
     (batch,) = kv.data.read(exact, 3)
     assert batch["user"].to_lists() == [[2**60 + 1], [2**60 + 3], []]
+
+
+@pytest.mark.parametrize(
+    ("type_", "column", "message"),
+    [
+        (
+            pa.int64(),
+            kv.data.Fixed("x", default=0.5),
+            "default 0.5 .*int64.*dtype=torch.float32, default=0.5",
+        ),
+        (pa.int16(), kv.data.Fixed("x", default=math.nan), "default nan"),
+        (pa.int64(), kv.data.Fixed("x", default=-1, dtype=torch.uint8), "default -1 .*uint8"),
+        (pa.float64(), kv.data.Fixed("x", default=2**40, dtype=torch.int32), "default 1099511627776 .*int32"),
+        (pa.bool_(), kv.data.Fixed("x", default=2), "default 2 .*bool"),
+        (pa.list_(pa.int64()), kv.data.Fixed("x", default=[1, 0.5], length=2), "default 0.5 "),
+        (pa.float32(), kv.data.Fixed("x", default=1e300), "default 1e.300 is beyond torch.float32"),
+    ],
+)
+def test_a_default_that_would_become_another_number_is_an_error(type_, column, message):
+    with pytest.raises(DataError, match=f"column 'x': The {message}"):
+        kv.data.read(pa.table({"x": pa.array([None], type_)}), 1, columns=[column])
+
+
+def test_defaults_and_ids_of_narrow_types_are_what_was_written():
+    for type_ in (pa.int8(), pa.uint16(), pa.uint32()):
+        table = pa.table({"x": pa.array([3, None], type_), "y": pa.array([3, 0], type_)})
+        (batch,) = kv.data.read(table, 2, columns=[kv.data.Fixed("x", default=-1), "y"])
+        assert batch["x"].tolist() == [3, -1]
+    wide = pa.table({"x": pa.array([2**64 - 1, None, 1], pa.uint64())})
+    (batch,) = kv.data.read(wide, 3, columns=[kv.data.Fixed("x", default=2**64 - 1)])
+    assert batch["x"].tolist() == [-1, -1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.bool, torch.uint32])
+def test_ids_of_narrow_types_are_those_of_int64(dtype):
+    values = torch.tensor([1, 0, 1])
+    engine = kv.EmbeddingEngine({"x": kv.Table(4), "y": kv.Table(4, name="x")})
+    narrow = engine({"x": values.to(dtype), "y": values})
+    assert torch.equal(narrow["x"], narrow["y"])
+    if dtype is not torch.uint8:
+        lists = kv.Ragged(values.to(dtype), torch.tensor([0, 1, 1, 3]))
+        assert torch.equal(engine({"x": lists, "y": values})["x"][0], narrow["x"][0])
+        hashed = kv.FeatureEngine([kv.Feature("x").hash("farm"), kv.Feature("z").cross("x", "y")])
+        assert torch.equal(
+            hashed({"x": values.to(dtype), "y": values})["z"], hashed({"x": values, "y": values})["z"]
+        )

@@ -61,7 +61,6 @@ NEW = torch.tensor([100, 200])  # keys that a half-done lookup would have insert
     ("history", "says"),
     [
         (torch.tensor([1.0, 2.0]), ["int64", "float32"]),
-        (torch.tensor([True, False]), ["int64", "bool"]),
         (kv.Ragged(torch.tensor([1.0, 2.0]), torch.tensor([0, 1, 2])), ["int64", "float32"]),
         (ragged([5, 6, 7], [0, 4, 3]), ["offsets"]),
         (ragged([5, 6, 7], [0, -1, 3]), ["offsets"]),

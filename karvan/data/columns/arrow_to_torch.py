@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from karvan import ids
 from karvan.data.columns.declarations import Number, is_list
+from karvan.data.columns.value_limits import limits_of, require_fits
 from karvan.data.columns.whole_floats import whole_numbers
 from karvan.data.errors import DataError
 from karvan.ragged import OptionalRagged, Ragged
@@ -36,10 +37,12 @@ def number_reader(
     stored, prepare = _stored(type_)
     if default is None and types.is_floating(stored):
         default = math.nan
-    filler = None if default is None else _scalar(default, stored)
+    wide = pa.int64() if types.is_integer(stored) and not types.is_uint64(stored) else stored
+    filler = None if default is None else _scalar(default, wide)
     dtype = torch.float32 if types.is_floating(stored) else torch.int64
     reinterpret = types.is_uint64(stored)
     as_is = stored in (pa.int64(), pa.float32())
+    limits = limits_of(stored, None)
 
     def read(array: pa.Array) -> Tensor | OptionalRagged:
         if prepare is not None:
@@ -47,7 +50,8 @@ def number_reader(
         if array.null_count:
             if filler is None:
                 return OptionalRagged(convert(array.drop_null()), valid_offsets(array))
-            array = array.fill_null(filler)
+            array = (array if wide == array.type else array.cast(wide)).fill_null(filler)
+        require_fits(array, limits)
         return dense(array) if as_is else convert(array)
 
     def convert(array: pa.Array) -> Tensor:
@@ -68,8 +72,11 @@ def typed_reader(
         return _float_reader(type_, math.nan if default is None else float(default), dtype)
     from_floats = is_floating(type_)
     plain = number_reader(pa.int64() if from_floats else type_, default)
+    stored, prepare = _stored(type_)
+    limits = limits_of(stored, dtype)
 
     def read(array: pa.Array) -> Tensor | OptionalRagged:
+        require_fits(array if prepare is None or limits is None else prepare(array), limits)
         entry = plain(whole_numbers(array) if from_floats else array)
         if isinstance(entry, Tensor):
             return entry.to(dtype)
@@ -81,9 +88,11 @@ def typed_reader(
 def _float_reader(type_: pa.DataType, default: float, dtype: torch.dtype) -> Callable[[pa.Array], Tensor]:
     stored, prepare = _stored(type_)
     exact = types.is_float64(stored) and dtype == torch.float64  # not through float32
+    limits = limits_of(stored, dtype)
 
     def read(array: pa.Array) -> Tensor:
         array = array if prepare is None else prepare(array)
+        require_fits(array, limits)
         if exact:
             return dense(array.fill_null(default) if array.null_count else array)
         values = numbers(array).to(dtype)
@@ -106,6 +115,17 @@ def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Ar
             return stored, lambda array: array.dictionary_decode()
         return stored, lambda array: prepare(array.dictionary_decode())
     return type_, None
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """The numbers of an array in the plain type that represents its type."""
+    _, prepare = _stored(array.type)
+    return array if prepare is None else prepare(array)
+
+
+def plain_type(type_: pa.DataType) -> pa.DataType:
+    """The plain type that represents a type."""
+    return _stored(type_)[0]
 
 
 def is_floating(type_: pa.DataType) -> bool:

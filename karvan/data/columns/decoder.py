@@ -27,6 +27,7 @@ from karvan.data.columns.declarations import (
     unnest,
 )
 from karvan.data.columns.missing_values import MISSING_WEIGHT, first_missing, missing_in_list, missing_value
+from karvan.data.columns.value_limits import check_defaults
 from karvan.data.columns.whole_floats import whole_numbers
 from karvan.data.errors import DataError, reason
 from karvan.ragged import Batch, Entry, NestedRagged, OptionalText, Ragged
@@ -143,6 +144,7 @@ def _fixed(column: Fixed, type_: pa.DataType) -> _Read:
         expected = "numbers" if column.length == 1 else f"lists of {column.length} numbers"
         raise _wrong(column, expected, type_, " or declare a Raw, or a Varlen with a hash" * is_text(leaf))
     defaults = column.defaults()
+    check_defaults(defaults, arrow_to_torch.plain_type(leaf), column.dtype, column.name)
     if levels == 0 or column.length == 1:
         default = None if defaults is None else defaults[0]
         if column.dtype is None:

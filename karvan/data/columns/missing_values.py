@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from karvan.data.columns import arrow_to_torch
 from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
+from karvan.data.columns.value_limits import describe_beyond, first_beyond, limits_of
 from karvan.data.columns.whole_floats import describe_inexact, first_inexact
 from karvan.data.errors import DataError
 from karvan.data.source import Source, Split
@@ -124,6 +126,8 @@ class ValueChecks:
         if self._labels[column.name] or self._weights[column.name]:
             message = missing_value("label" if self._labels[column.name] else "weight")
             yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
+        if isinstance(column, Fixed | Varlen) and is_number(leaf):
+            yield from _limited(column, leaf)
         if isinstance(column, Varlen) and is_weighted(leaf):
             yield _Check(column.name, first_missing_weight, lambda _: MISSING_WEIGHT)
         elif isinstance(column, Fixed) and is_number(leaf):
@@ -153,7 +157,25 @@ def _declared(column: Fixed, type_: pa.DataType) -> Iterator[_Check]:
         message = missing_in_list(column.length)
         yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
     if whole and floating and levels <= 1:
-        yield _Check(column.name, _first_inexact_row, _describe_inexact_row)
+        yield _Check(column.name, partial(_first_row, find=first_inexact), _describe_inexact_row)
+
+
+def _limited(column: Fixed | Varlen, leaf: pa.DataType) -> Iterator[_Check]:
+    """The check that a column's dtype holds the values."""
+    limits = limits_of(arrow_to_torch.plain_type(leaf), getattr(column, "dtype", None))
+    if limits is None:
+        return
+
+    def find(values: pa.Array) -> int | None:
+        return first_beyond(arrow_to_torch.plain(values), limits)
+
+    def describe(record: pa.Array) -> str:
+        values = arrow_to_torch.plain(_leaves(record))
+        at = first_beyond(values, limits)
+        assert at is not None
+        return describe_beyond(values[at].as_py(), limits)
+
+    yield _Check(column.name, partial(_first_row, find=find), describe)
 
 
 def first_of_other_length(array: pa.Array, length: int) -> int | None:
@@ -162,16 +184,21 @@ def first_of_other_length(array: pa.Array, length: int) -> int | None:
     return _first((lengths != length) & (lengths != 0))
 
 
-def _first_inexact_row(array: pa.Array) -> int | None:
+def _first_row(array: pa.Array, find: _Find) -> int | None:
+    """The row of the first value that is found, in lists of any depth."""
     if not is_list(array.type):
-        return first_inexact(array)
+        return find(array)
     offsets, values = arrow_to_torch.peel(array)
-    at = first_inexact(values)
+    at = _first_row(values, find)
     return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
 
 
+def _leaves(array: pa.Array) -> pa.Array:
+    return _leaves(arrow_to_torch.peel(array)[1]) if is_list(array.type) else array
+
+
 def _describe_inexact_row(record: pa.Array) -> str:
-    values = arrow_to_torch.peel(record)[1] if is_list(record.type) else record
+    values = _leaves(record)
     at = first_inexact(values)
     assert at is not None
     return describe_inexact(values, at)

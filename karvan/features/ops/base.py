@@ -35,6 +35,8 @@ _WORTH_JOINING = 16_384
 
 Number = int | float
 
+_NARROW = (torch.int32, torch.int16, torch.uint32, torch.uint16, torch.bool)
+
 DERIVED = {"derived": True}
 """Metadata of a field that follows from the steps before: it does not belong to the description of a step."""
 
@@ -96,7 +98,7 @@ class OpCall(NamedTuple):
 def run(jobs: Sequence[OpCall]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
-    original = [_with_text(job) for job in jobs]
+    original = [_with_text(_with_wide_ids(job)) for job in jobs]
     jobs = [_without_missing(job) for job in original]
     for i, (feature, op, arguments) in enumerate(jobs):
         try:
@@ -121,6 +123,20 @@ def _run_alone(job: OpCall) -> Entry:
         return job.op.run_group([job.op], [job.arguments])[0]
     except ValueError as error:
         raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
+
+
+def _with_wide_ids(job: OpCall) -> OpCall:
+    """Integers of 16 and 32 bits and booleans as int64, which loses nothing; 8 bits may be text."""
+    if not any(values_of(entry).dtype in _NARROW for entry in job.arguments):
+        return job
+    return job._replace(
+        arguments=tuple(
+            with_values(entry, values_of(entry).to(torch.int64))
+            if values_of(entry).dtype in _NARROW
+            else entry
+            for entry in job.arguments
+        )
+    )
 
 
 def _with_text(job: OpCall) -> OpCall:
