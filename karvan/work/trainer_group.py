@@ -114,6 +114,11 @@ class TrainerGroup(Service):
         """The number of the current round; 0 before the first."""
         return self._round
 
+    def has_begun(self) -> bool:
+        """Whether there is a round in which trainers train."""
+        with self._lock:
+            return bool(self._members)
+
     def remove(self, process: str) -> bool:
         """A process has ended. Returns whether others of its round are left, who will continue without it."""
         with self._lock:

@@ -1,5 +1,6 @@
 """What a job does when its processes end, die or hang."""
 
+import os
 import signal
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -205,6 +206,57 @@ def test_trainers_that_wait_for_their_restart_start_after_a_rollback_and_not_bef
     died = next(number for number, line in enumerate(job.lines) if "parameter-server-0 was killed" in line)
     assert not [line for line in job.lines[died:began] if "Started" in line]
     assert len(job.events("start", "trainer")) == 4
+
+
+ELASTIC = {"sharding": "dynamic", "mode": "hybrid", "max_restarts": 3}
+
+
+def test_a_trainer_that_dies_before_there_is_a_group_is_restarted_alone(tmp_path):
+    group = TrainerGroup(least=3)
+    with Running(tmp_path, {"trainers": 3}, group=group, **ELASTIC) as job:
+        job.wait_for("start", "trainer", 3)
+        for name in ("trainer-1", "trainer-0", "trainer-1"):
+            times = len(job.events("start", name))
+            job.kill(name)
+            job.wait_for("start", name, times + 1)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert len(job.events("start", "trainer-2")) == 1
+    assert "launcher | trainer-1 was killed by SIGKILL; it is restarted." in job.lines
+    assert not [line for line in job.lines if "Generation" in line]
+
+
+def test_deaths_of_one_cause_before_there_is_a_group_count_once(tmp_path):
+    slow = replace(QUICK, backoff=1.0)
+    with Running(tmp_path, {"trainers": 6}, slow, group=TrainerGroup(least=6), **ELASTIC) as job:
+        started = job.wait_for("start", "trainer", 6)
+        for each in started:
+            os.kill(each["pid"], signal.SIGKILL)
+        job.wait_for("start", "trainer", 12)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert not [line for line in job.lines if "Generation" in line]
+
+
+def test_fewer_trainers_before_there_is_a_group_cost_nobody_a_restart(tmp_path):
+    roles, group = {"trainers": {"min": 1, "max": 3}}, TrainerGroup(least=1)
+    with Running(tmp_path, roles, group=group, **{**ELASTIC, "max_restarts": 0}) as job:
+        job.wait_for("start", "trainer", 3)
+        job.job.scale(1)
+        wait_until(lambda: len([line for line in job.lines if "continues with fewer trainers" in line]) == 2)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert len(job.events("start", "trainer")) == 3
+
+
+def test_a_program_that_fails_at_its_start_ends_an_elastic_job_after_three_times(tmp_path):
+    slow = replace(QUICK, backoff=0.5)
+    with Running(tmp_path, {"trainers": 4}, slow, group=TrainerGroup(least=4), **ELASTIC) as job:
+        job.order("end-trainer", 1)
+        outcome = job.outcome()
+    assert outcome.code == 1
+    assert "ended with code 1" in outcome.failure
+    assert 4 < len(job.events("start", "trainer")) <= 12
 
 
 def test_a_rollback_says_where_trainers_continue(tmp_path):

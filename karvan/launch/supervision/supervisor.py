@@ -7,7 +7,7 @@ events:
     a parameter server dies              the job rolls back; with on_server_loss: reload it alone is
                                          restarted, and trainers have it load its saved rows
     a trainer dies                       the job rolls back; with sharding: dynamic it alone is restarted, and
-                                         the others continue, unless all are gone
+                                         the others continue or start, unless all that trained are gone
     a process is not healthy             it is killed, and so dies (`health.py`)
     a process ends with code 2 or 3      the job fails with this code: wrong usage, or missing data, will be
                                          the same next time
@@ -132,6 +132,7 @@ class Supervisor:
         self._outcome: JobOutcome | None = None
         self._rollback: float | None = None  # when it is due
         self._work_checked = 0.0
+        self._counted = 0.0  # when a death before there was a group was counted last
 
     def interrupt(self, number: int) -> None:
         """Stop, because of this signal. May be called by a signal handler, and from any thread."""
@@ -191,25 +192,34 @@ class Supervisor:
         """A process has ended: who has its work, and what follows from it."""
         if member.role == Role.TRAINER and self.spec.sharding == "dynamic":
             name = holder_of(member.role, member.index, member.token)
-            left = code == 0 and self.group.has_left(name)
+            left, begun = code == 0 and self.group.has_left(name), self.group.has_begun()
             predict = self.work.release_predictions(name)  # those of training wait until others have settled
             others = self.group.remove(name) or predict
-            if self._rollback is None and self.spec.continues and (others or left):
-                self._replace_trainer(member, code, left, others)
+            if not begun:
+                self._release_work(member)  # nobody has to settle anything
+            if self._rollback is None and self.spec.continues and (others or left or not begun):
+                self._replace_trainer(member, code, left, others, begun)
                 return
         else:
             self._release_work(member)
         self._judge(member, code)
 
-    def _replace_trainer(self, member: ManagedProcess, code: int, left: bool, others: bool) -> None:
-        """A trainer is gone, and the others continue, if there are any: start it again, to join them."""
+    def _replace_trainer(
+        self, member: ManagedProcess, code: int, left: bool, others: bool, begun: bool
+    ) -> None:
+        """A trainer is gone, and the others continue, if there are any: start it again, to join them.
+
+        begun: whether they train already. Before, those that ran when one died may die of the same cause,
+        which counts once.
+        """
+        free = left or (not begun and member.started < self._counted)
         if not member.wanted:
             self.logs.say(f"{member.name} {end_text(code)}: the job continues with fewer trainers.")
         elif code == 0 and not left:
             self._react(member, code)
-        elif code in _NOT_RETRIED or self._is_crash_loop(member, code):
+        elif code in _NOT_RETRIED or (not free and self._is_crash_loop(member, code)):
             self._fail(member, code if code in _NOT_RETRIED else FAILED, f"{member.name} {end_text(code)}.")
-        elif not left and not self._restarts.take():
+        elif not free and not self._restarts.take():
             failed = TEMPORARY if code == TEMPORARY else FAILED
             self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
         else:
@@ -217,6 +227,8 @@ class Supervisor:
             continues = "the others continue, and it is" if others else "it is"
             self.logs.say(f"{member.name} {how}; {continues} restarted.")
             member.due = self._restarts.due()
+            if not (begun or free):
+                self._counted = clock.now()
 
     def _judge(self, member: ManagedProcess, code: int) -> None:
         """React to the end of a process; of several trainers, to that of the one that is the cause."""
@@ -375,7 +387,7 @@ class Supervisor:
         for member in self._members:
             pending = member.code is not None and member.due is None and self._rollback is None
             if pending and member.code is not None and self._outcome is None:
-                self._judge(member, member.code)
+                self._note_end(member, member.code)
 
     # Starting
 

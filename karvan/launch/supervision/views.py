@@ -43,6 +43,9 @@ class WorkView(Protocol):
 class GroupView(Protocol):
     """The trainers that train together, if they come and go."""
 
+    def has_begun(self) -> bool:
+        """Whether trainers train together; until then nothing is lost with one of them."""
+
     def remove(self, process: str) -> bool:
         """A process has ended. Returns whether others are left, who continue without it."""
 
@@ -58,6 +61,10 @@ class GroupView(Protocol):
 
 class NoGroup:
     """A job whose trainers cannot do without each other."""
+
+    def has_begun(self) -> bool:
+        """They cannot start without each other."""
+        return True
 
     def remove(self, process: str) -> bool:
         """Nobody continues."""
