@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from karvan.clock import clock
 from karvan.discovery.membership import Membership
+from karvan.job.address import reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.wire import Security, Server, Service, WireError
-from karvan.wire.address import reachable
 
 _log = logging.getLogger("karvan.cluster")
 
