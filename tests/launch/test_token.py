@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
 from free_ports import free_port
@@ -229,6 +230,12 @@ def test_each_job_has_a_certificate_that_no_other_job_trusts(tmp_path):
         for wrong in (other, replace(one, cert=other.cert, key=other.key), replace(one, name="elsewhere")):
             with Client("service", server.address, wrong) as peer, pytest.raises((WireError, RefusedError)):
                 peer.call("ping", deadline=0.5)
+        options = {"tls_root_certs": one.ca, "override_hostname": one.name}
+        with (
+            flight.FlightClient(f"grpc+tls://{server.address}", **options) as client,
+            pytest.raises(flight.FlightUnavailableError),  # one that reads it says "expected the job's token"
+        ):
+            list(client.do_action(flight.Action("x", bytes(2**20))))
 
 
 @needs_root
