@@ -24,12 +24,12 @@ from functools import partial
 from karvan.clock import clock
 from karvan.discovery.membership import Membership
 from karvan.exit_codes import FAILED, TEMPORARY, plain
+from karvan.job.address import reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.outages import is_out_of_memory
 from karvan.wire import Security, Server, Service, WireError
-from karvan.wire.address import reachable
 
 _log = logging.getLogger("karvan.cluster")
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from karvan.clock import clock
+from karvan.job.address import split_address
 from karvan.job.environment import JobEnvironment, addresses_variable
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
-from karvan.wire.address import split_address
 from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security.credentials import Security

@@ -31,11 +31,11 @@ from karvan.clock import clock
 from karvan.discovery.directory import Member
 from karvan.discovery.rendezvous_methods import rendezvous_methods
 from karvan.discovery.rendezvous_store import RendezvousStore
+from karvan.job.address import reachable
 from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
-from karvan.wire.address import reachable
 
 _log = logging.getLogger("karvan.cluster")
 

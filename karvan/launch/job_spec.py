@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from karvan.job.address import is_loopback
 from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, check_former_names
-from karvan.job.loopback import is_loopback
-from karvan.job.roles import Role
+from karvan.job.roles import START_ORDER, Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.settings import (
@@ -175,12 +175,16 @@ class Roles(Section):
 
 
 class TLS(Section):
-    """Files in PEM; with `mutual`, clients present a certificate as well."""
+    """Files in PEM; with `mutual`, clients present a certificate as well.
+
+    name: that in the certificates of services, if it is not the host by which they are reached.
+    """
 
     cert: Path
     key: Path
     ca: Path | None = None
     mutual: bool = False
+    name: str | None = None
 
     @model_validator(mode="after")
     def _mutual_has_a_ca(self) -> TLS:
@@ -267,12 +271,6 @@ class JobSpec(Section):
         if self.on_server_loss is ServerLoss.RELOAD and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are restored")
         self._check_sharding()
-        if self.tls is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} can be reached from other machines, which needs tls, since the job's "
-                "token could be read in transit; "
-                "without it only loopback hosts are allowed, such as 127.0.0.1"
-            )
         return self
 
     def _check_sharding(self) -> None:
@@ -337,6 +335,12 @@ class JobSpec(Section):
             Role.LOADER: self.roles.loaders,
         }
         return sections[role]
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether only this machine needs to reach its services, at no port in particular and without TLS."""
+        ports = (getattr(self.of_role(role), "port", 0) for role in START_ORDER)
+        return self.tls is None and is_loopback(self.host) and not (self.registry_port or any(ports))
 
     def files(self) -> list[Path]:
         """Files that must exist before anything starts."""

@@ -26,19 +26,20 @@ from typing import Any
 
 from karvan.clock import clock
 from karvan.exit_codes import FAILED, TEMPORARY, USAGE
+from karvan.job.address import unix_host
 from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_of
 from karvan.launch.engines.choice import make_master_engine
-from karvan.launch.job_spec import JobSpec
+from karvan.launch.job_spec import TLS, JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
 from karvan.launch.role_commands import Commands, module_command, open_import_folders
 from karvan.launch.role_environment import security_of
 from karvan.launch.run_folder import RunFolder, make_shared
 from karvan.launch.supervision.supervisor import JobOutcome, Timing
 from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
-from karvan.launch.token import make_token
+from karvan.launch.token import make_certificate, make_token
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
@@ -128,7 +129,12 @@ class Launcher:
             )
         if spec.token_file is None:
             make_token(folder.token)
-        absolute = {"token_file": (spec.token_file or folder.token).absolute()}
+        absolute: dict[str, Any] = {"token_file": (spec.token_file or folder.token).absolute()}
+        host = spec.host
+        if spec.stays_here and self._engine == "local":
+            host = unix_host(folder.make_sockets() / f"{name_of(Role.MASTER, 0)}.sock")
+        elif spec.tls is None:
+            absolute["tls"] = TLS(**make_certificate(folder.path))
         launch = secrets.token_hex(16)
         shared: Path | None = None
         if self._on_cluster:  # the master may run in another folder
@@ -140,10 +146,11 @@ class Launcher:
                 shared = make_shared(spec.checkpoints, launch)
         if spec.tls is not None:  # for commands that run elsewhere
             files = {name: path.absolute() for name, path in vars(spec.tls).items() if isinstance(path, Path)}
-            absolute["tls"] = spec.tls.model_copy(update=files)  # type: ignore[assignment]
+            absolute["tls"] = spec.tls.model_copy(update=files)
         self._job: dict[str, Any] = {
             "spec": spec.model_copy(update=absolute).model_dump(mode="json"),
             "commands": self._commands,
+            "host": host,
             "timing": asdict(self._timing),
             "engine": self._engine,
             "address": self._address,

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from karvan.launch.engines.keeper import LOG_BYTES, RoleLog
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -36,7 +38,7 @@ class Reason(NamedTuple):
 
 
 class MergedLogs:
-    """Writes lines to a stream, coloured on a terminal, and to a file for each process in a folder, if any.
+    """Writes lines to a stream, coloured on a terminal, and to a log for each process in a folder, if any.
 
     Thread-safe. A stream that is not read any more does not end the job.
     """
@@ -48,7 +50,7 @@ class MergedLogs:
         self._colours: dict[str, str] = {LAUNCHER: "bold"}
         self._tails: dict[str, deque[str]] = {}
         self._counts: dict[str, int] = {}
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, RoleLog] = {}
         self._folder = folder
         self._stream = sys.stdout if stream is None else stream
         if isinstance(self._stream, io.TextIOWrapper):
@@ -73,7 +75,7 @@ class MergedLogs:
             self._counts[name] = self._counts.get(name, 0) + 1
             if self._folder is not None:
                 try:
-                    self._file(self._folder, name).write(f"{line}\n")
+                    self._file(self._folder, name).append(f"{line}\n".encode(errors="replace"))
                 except OSError as error:  # a full disk must not block the processes that write
                     line = f"{line}\n{LAUNCHER} | logs are no longer written to {self._folder}: {error}"
                     self._folder = None
@@ -124,8 +126,7 @@ class MergedLogs:
         with self._lock:
             self._folder = None
             for file in self._files.values():
-                with suppress(OSError):  # a full disk, which was reported before
-                    file.close()
+                file.close()
 
     def _show(self, name: str, line: str) -> None:
         if self._console is None:
@@ -147,10 +148,10 @@ class MergedLogs:
     def _colour(self, name: str) -> str:
         return self._colours.setdefault(name, _COLOURS[(len(self._colours) - 1) % len(_COLOURS)])
 
-    def _file(self, folder: Path, name: str) -> TextIO:
+    def _file(self, folder: Path, name: str) -> RoleLog:
         if name not in self._files:
             # Closed by `close`. Restarted processes continue in the same file.
-            self._files[name] = (folder / f"{name}.log").open("a", buffering=1, encoding="utf-8")
+            self._files[name] = RoleLog(str(folder / f"{name}.log"), LOG_BYTES, 0o666)
         return self._files[name]
 
     def _discard_stream(self) -> None:

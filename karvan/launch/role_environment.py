@@ -1,7 +1,8 @@
 """The environment of a job's processes: what `JobEnvironment` has, and what torch needs.
 
 Trainers have RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as well; not MASTER_ADDR and MASTER_PORT,
-since they find each other through the registry. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface
+since they find each other through the registry. If that is at a socket file, roles listen at files beside
+it. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface
 of KARVAN_HOST, unless it means all of them, or the job sets them itself.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from karvan.job.address import socket_beside
 from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import TORCH_NAMES, JobEnvironment
 from karvan.job.roles import Role
+from karvan.launch.engines.base import name_of
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.network_interfaces import interface_settings
 
@@ -30,6 +33,7 @@ def environment_of(
     """The environment of one process; owner: the id of the master's lease, process: a random id."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
+    host = None if role == Role.TRAINER else socket_beside(registry, f"{name_of(role, index)}.sock")
     variables = JobEnvironment(
         job=spec.name,
         role=role,
@@ -53,7 +57,7 @@ def environment_of(
         parameter_server_count=spec.of_role(Role.PARAMETER_SERVER).replicas,
         embedding_worker_count=spec.of_role(Role.EMBEDDING_WORKER).replicas,
         loader_count=spec.of_role(Role.LOADER).replicas,
-        host=spec.host,
+        host=host or spec.host,
         port=port + index if port else 0,
         checkpoints="" if spec.checkpoints is None else url_of(spec.checkpoints) or str(spec.checkpoints),
         owner=owner,
@@ -85,5 +89,6 @@ def _security(spec: JobSpec) -> dict[str, Any]:
             "tls_key": str(spec.tls.key),
             "tls_ca": "" if spec.tls.ca is None else str(spec.tls.ca),
             "tls_mutual": spec.tls.mutual,
+            "tls_name": spec.tls.name or "",
         }
     return variables

@@ -9,6 +9,9 @@ A job of the name NAME has the folder `jobs_folder()/NAME`, which only its user 
     state.json        what the supervisor knows (`supervision/job_state.py`)
     outcome.json      how the job has ended
     token             the job's token, unless it has a file of its own
+    tls-*.pem         its certificate and key, if it listens at ports and has none of its own
+    ROLE-INDEX.sock   the socket files of its services, if they listen at none
+    sockets           a link to the folder of these files, if it is another one
     rendezvous.db     the keys of trainers that connect to each other
     work.db           the ledger of leased work, if the job has no folder of checkpoints
     group.json        the group of its trainers, if they come and go
@@ -31,6 +34,7 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,6 +44,7 @@ from typing import Any
 
 from karvan.clock import clock
 from karvan.files import DamagedFileError, read_object, replace_file
+from karvan.job.address import holds_sockets
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
 from karvan.launch.engines.local import keeper_lives
@@ -50,6 +55,7 @@ OUTCOME = "outcome.json"
 JOBS = variable("jobs")
 _REMAIN = ("job.json", OUTCOME, "logs", "lock", "processes")
 _RUN = "run-"
+_SOCKETS = "sockets"
 _LOCK_WITHIN = 3.0  # seconds; a command that looks whether the master lives holds its lock for a moment
 
 
@@ -85,6 +91,24 @@ class RunFolder:
     def token(self) -> Path:
         """The file of the job's own token."""
         return self.path / "token"
+
+    def make_sockets(self) -> Path:
+        """The folder of socket files: this one, if its file system has some and paths in it are short enough.
+
+        Otherwise a temporary one, which is removed with the files of the run.
+        """
+        if holds_sockets(self.path):
+            return self.path
+        for parent in (tempfile.gettempdir(), "/tmp"):
+            folder = Path(tempfile.mkdtemp(prefix="karvan-", dir=parent))
+            if holds_sockets(folder):
+                (self.path / _SOCKETS).symlink_to(folder)
+                return folder
+            folder.rmdir()
+        raise RunFolderError(
+            f"Services of a job expect a folder for their sockets, got {self.path}, {tempfile.gettempdir()} "
+            f"and /tmp, whose paths are too long, or which have no sockets. Set {JOBS} to another folder."
+        )
 
     @property
     def shared(self) -> Path:
@@ -226,15 +250,22 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what the last run has left, except its logs."""
         shutil.rmtree(self.path / "processes", ignore_errors=True)
+        self._remove_sockets()
         _remove_all_but(("logs", "lock"), self.path)
 
     def remove_files_of_the_run(self) -> None:
         """The job has ended: remove all but its description, its outcome and its logs."""
+        self._remove_sockets()
         for folder in {self.path, self.shared}:
             _remove_all_but(_REMAIN, folder)
         for path in (self.path / "processes").glob("*"):
             if not path.name.startswith(f"{Role.MASTER}-"):  # whose keeper lives
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_sockets(self) -> None:
+        """Remove the temporary folder of socket files, if there is one."""
+        with suppress(OSError):
+            shutil.rmtree(os.readlink(self.path / _SOCKETS))
 
     def remove_processes(self) -> None:
         """Remove the files of keepers; none of them runs any more."""

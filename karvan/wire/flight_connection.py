@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from karvan.wire.address import location, split_address
+from karvan.job.address import location, split_address
 from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.message import SCHEMA, Message, Packed, pack, read, write
 from karvan.wire.security.credentials import Security

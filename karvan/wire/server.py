@@ -24,7 +24,7 @@ import pyarrow.flight as flight
 
 from karvan.activity import activity
 from karvan.clock import clock
-from karvan.wire.address import binding, join_address, location, shut_connections
+from karvan.job.address import binding, join_address, location, shut_connections
 from karvan.wire.admission import Admission, Limits
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
-from port_helpers import check_ports
+from port_helpers import check_ports, sockets_of
 from processes import parent_of
 
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer")
@@ -28,7 +28,7 @@ def test_training_goes_on_while_the_master_is_killed_and_its_keeper(tmp_path, se
     extra = mutual_tls(tmp_path) if secured else ""
     with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, pause=1.0, extra=extra) as job:
         job.wait_for_step(3, 240)
-        check_ports(job, "127.0.0.1")
+        check_ports(job, "127.0.0.1" if secured else sockets_of(job))
         before = {role: job.pids(role) for role in ROLES}
         said = "The master was restarted: generation 0, 6 processes."
         for times, victim in enumerate((lambda pid: pid, parent_of), 1):

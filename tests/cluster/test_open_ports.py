@@ -8,7 +8,7 @@ import time
 
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
-from port_helpers import check_ports
+from port_helpers import check_ports, sockets_of
 
 
 def wait_for_steps(job, trainers):
@@ -18,6 +18,12 @@ def wait_for_steps(job, trainers):
         assert job.process.poll() is None, job.log.read_text()
         assert time.monotonic() < until, job.log.read_text()
         time.sleep(0.05)
+
+
+def test_no_port_of_a_job_on_one_machine_is_open_but_those_of_torch(tmp_path):
+    with LaunchedJob(tmp_path, "hybrid", 4, trainers=2, loaders=1, workers=1, pause=1.0) as job:
+        wait_for_steps(job, 2)
+        check_ports(job, sockets_of(job))
 
 
 @pytest.mark.slow

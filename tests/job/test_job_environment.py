@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.former_names import VARIABLES
+from karvan.job.address import is_loopback
 from karvan.job.environment import LAUNCHED, JobEnvironment, addresses_variable, set_variables, variable
-from karvan.job.loopback import is_loopback
 from karvan.job.roles import START_ORDER, Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import ASYNC, HYBRID, MODES, SYNC, DenseSettings

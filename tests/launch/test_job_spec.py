@@ -54,9 +54,6 @@ WRONG = {
         "roles: {embedding_workers: {env: {KARVAN_WORKER_EXPIRE: 9}}}",
         "KARVAN_WORKER_EXPIRE is called KARVAN_EMBEDDING_WORKER_EXPIRE now",
     ),
-    "an open host": ("host: 0.0.0.0", "only loopback hosts are allowed, such as 127.0.0.1"),
-    "an open host without tls": ("host: 0.0.0.0\ntoken_file: t", "which needs tls"),
-    "an open host by name": ("host: example.org", "only loopback hosts are allowed"),
     "mutual TLS without a CA": ("tls: {cert: c, key: k, mutual: true}", "mutual needs the ca"),
     "half of TLS": ("tls: {cert: c}", "'tls.key' is missing"),
     "a key twice": ("mode: sync\nmode: sync", "the key 'mode' appears twice"),
@@ -183,17 +180,22 @@ def test_trainers_find_the_dense_options_in_their_environment(dense, expected):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "stays"),
     [
-        {"host": "localhost"},
-        {"host": "127.0.0.2"},
-        {"host": "::1"},
-        {"host": "0.0.0.0", "token_file": "token", "tls": {"cert": "c", "key": "k", "ca": "a"}},
-        {"host": "10.0.0.1", "tls": {"cert": "c", "key": "k", "ca": "a", "mutual": True}},
+        ({}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "127.0.0.2"}, True),
+        ({"host": "::1"}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "10.0.0.1"}, False),
+        ({"host": "example.org"}, False),
+        ({"registry_port": 4000}, False),
+        ({"roles": {"parameter_servers": {"port": 4000}}}, False),
+        ({"tls": {"cert": "c", "key": "k", "ca": "a", "mutual": True}}, False),
     ],
 )
-def test_hosts_that_are_allowed(more):
-    assert JobSpec.model_validate({"name": "a", "entry": "t.py", **more}).host == more["host"]
+def test_a_job_without_ports_stays_on_its_machine(more, stays):
+    assert JobSpec.model_validate({"name": "a", "entry": "t.py", **more}).stays_here == stays
 
 
 def test_the_page_lists_every_key_and_every_name_of_the_environment():

@@ -212,8 +212,8 @@ print(engine.start(process, lambda *_: None).pid, flush=True)
     wait_until(lambda: not list((tmp_path / "processes").iterdir()), "its files to be removed")
 
 
-def test_a_log_is_cut_in_two_files_and_no_line_is_lost_or_doubled(tmp_path, monkeypatch):
-    monkeypatch.setattr("karvan.launch.engines.local.LOG_BYTES", 10_000)
+def test_a_log_is_cut_in_files_and_no_line_is_lost_or_doubled(tmp_path, monkeypatch):
+    monkeypatch.setattr("karvan.launch.engines.keeper.LOG_BYTES", 10_000)
     started = Started(
         tmp_path,
         "import time",

@@ -3,13 +3,19 @@
 import io
 import logging
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launch_helpers import wait_until
 from small_disk import small_disk
 
 from karvan.launch.engines.base import Process
+from karvan.launch.engines.keeper import RoleLog
 from karvan.launch.engines.local import LocalEngine
+from karvan.launch.engines.log_follower import FollowedLog
 from karvan.launch.merged_logs import MergedLogs
 
 # Writes every line in two pieces, to both streams in turn.
@@ -96,6 +102,52 @@ def test_a_folder_that_cannot_be_written_to_does_not_stop_the_lines(tmp_path):
     first, told, second = stream.getvalue().splitlines()
     assert (first, second) == ("trainer-0 | a", "trainer-0 | b")
     assert told.startswith(f"launcher | logs are no longer written to {tmp_path}")
+
+
+def test_logs_of_a_job_rotate(tmp_path, monkeypatch):
+    monkeypatch.setattr("karvan.launch.merged_logs.LOG_BYTES", 1000)
+    logs = MergedLogs(folder=tmp_path, stream=io.StringIO())
+    for number in range(1000):
+        logs.write("trainer-0", f"line {number}")
+    logs.close()
+    files = [tmp_path / f"trainer-0.log{end}" for end in (".2", ".1", "")]
+    assert set(tmp_path.iterdir()) == set(files)
+    assert max(path.stat().st_size for path in files) <= 1000
+    lines = "".join(path.read_text() for path in files).splitlines()
+    assert lines == [f"line {number}" for number in range(1000 - len(lines), 1000)]
+    assert len(lines) > 200
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.sampled_from(["", "read", "restart"]))))
+def test_whoever_follows_a_log_that_rotates_gets_every_line_once(pieces):
+    with tempfile.TemporaryDirectory() as folder:
+        path, shown, lines = Path(folder, "a.log"), Path(folder, "shown"), []
+        log = RoleLog(str(path), 100)
+        FollowedLog.begin(path, shown)
+        follower = FollowedLog(path, lines.append, shown)
+        written, unread = b"", 0
+        for number, (size, ends, then) in enumerate(pieces):
+            data = bytes([97 + number % 26]) * size + b"\n" * ends
+            written += data
+            unread += len(data)
+            log.write(data)
+            if then or unread > 150:  # what waits is in the files that exist
+                follower.read()
+                unread = 0
+            if then == "restart" and data.endswith(b"\n"):
+                follower.close()
+                follower = FollowedLog(path, lines.append, shown)
+        follower.read(last=True)
+        follower.close()
+        log.close()
+        assert lines == written.decode().splitlines()
+        everything = []
+        FollowedLog(path, everything.append).read(last=True)
+        assert everything == lines[len(lines) - len(everything) :]
+        last = []
+        FollowedLog(path, last.append, tail=3).read(last=True)
+        assert last[-3:] == everything[-3:]  # and one more if the last has no end
 
 
 def test_characters_that_the_stream_does_not_have_are_replaced():

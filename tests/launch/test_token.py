@@ -3,23 +3,28 @@
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
+from free_ports import free_port
 from launch_helpers import wait_until
 from neighbour import needs_root, run_as_neighbour
 from processes import family_of, kill_family
 
 from karvan.discovery.directory import Directory
 from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
-from karvan.launch.token import make_token
-from karvan.wire import Security
+from karvan.launch.token import make_certificate, make_token
+from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 # A trainer's program that notes its environment, and ends when it is told to.
 TRAINER = """
@@ -35,9 +40,15 @@ while not note.with_suffix(".end").exists():
 ASK = """
 for address in sys.argv[1:]:
     try:
-        print(Client("service", address).call("ping", deadline=60).head)
-    except RefusedError as error:
+        print(Client("service", address).call("ping", deadline=5).head)
+    except ValueError as error:
         print(error)
+    try:
+        if address.startswith("unix:"):
+            socket.socket(socket.AF_UNIX).connect(address.removeprefix("unix:"))
+            print("connected")
+    except PermissionError:
+        print("closed")
 """
 
 
@@ -130,8 +141,101 @@ def test_another_user_cannot_talk_to_a_launched_job(tmp_path):
             found = [directory.find(role, 0) for role in ("parameter-server", "embedding-worker", "loader")]
         addresses = [given["KARVAN_REGISTRY"], *found]
         said = run_as_neighbour(ASK, *addresses).splitlines()
-        assert len(said) == 4
-        assert all("refused: expected the job's token" in line for line in said)
+        assert len(said) == 8
+        assert all("expects a folder of this user" in line for line in said[::2])
+        assert said[1::2] == ["closed"] * 4
+
+
+def test_sockets_are_in_a_short_private_folder_that_goes_with_the_job(tmp_path, monkeypatch):
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    (short := base / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(short))
+    for place, folders in ((base / "run", 0), (tmp_path / ("long" * 30), 1)):
+        place.mkdir(exist_ok=True)
+        with Job(place) as job:
+            registry = Path(job.environment()["KARVAN_REGISTRY"].removeprefix("unix:"))
+            made = list(short.glob("karvan-*"))
+            assert len(made) == folders
+            assert registry.parent == (made[0] if folders else place / "jobs" / "quiet")
+            assert stat.S_ISSOCK(registry.stat().st_mode)
+            assert stat.S_IMODE(registry.parent.stat().st_mode) == 0o700
+            kill_family(job.process.pid)
+            job.process.wait(60)
+        assert registry.exists()  # until the next start
+        (place / "note").unlink()
+        wait_until(lambda place=place: not RunFolder(place / "jobs" / "quiet").runs)
+        with Job(place) as job:
+            assert job.environment()
+            assert len(list(short.glob("karvan-*"))) == folders
+            (place / "note.end").touch()
+            assert job.process.wait(60) == 0
+        assert not list(short.glob("karvan-*"))
+        assert not list((place / "jobs" / "quiet").glob("*.sock"))
+    shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("where", ["registry_port", "host"])
+def test_a_job_at_ports_has_mutual_tls_by_itself(tmp_path, where):
+    port = free_port()
+    extra = f"registry_port: {port}\n" if where == "registry_port" else "host: 0.0.0.0\n"
+    with Job(tmp_path, extra) as job:
+        given = job.environment()
+        security = Security.from_environment(given)
+        assert security.mutual
+        files = [Path(given[f"KARVAN_TLS_{name}"]) for name in ("CERT", "KEY", "CA")]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+        assert {path.parent for path in files} == {tmp_path / "jobs" / "quiet"}
+        registry = given["KARVAN_REGISTRY"]
+        assert registry.startswith("127.") == (where == "registry_port")
+        with closing(Directory(registry, security)) as directory:
+            server = directory.find("parameter-server", 0)
+        stranger = Security(token=security.token, ca=security.ca, name=security.name)
+        with Client("registry", registry, security) as peer:
+            assert peer.call("ping").head["service"] == "registry"
+        with (
+            Client("server", server, security) as peer,
+            pytest.raises(RefusedError, match="expected the hello with 'generation'"),  # it was let in
+        ):
+            peer.call("ping")
+        for here in (registry, server):
+            with (
+                Client("service", here, stranger) as peer,
+                pytest.raises(WireError, match="perhaps it expects a certificate"),
+            ):
+                peer.call("ping", deadline=0.5)
+        status = subprocess.run(
+            [sys.executable, "-m", "karvan", "status", "quiet"],
+            env={**os.environ, "KARVAN_JOBS": str(tmp_path / "jobs")},
+            capture_output=True,
+            text=True,
+        )
+        assert "Job quiet: running" in status.stdout
+        (tmp_path / "note.end").touch()
+        assert job.process.wait(60) == 0
+    assert not any(path.exists() for path in files)
+    assert "PRIVATE" not in job.said()
+
+
+def test_each_job_has_a_certificate_that_no_other_job_trusts(tmp_path):
+    securities = []
+    for name in ("one", "other"):
+        (folder := tmp_path / name).mkdir()
+        given = make_certificate(folder)
+        files = {key: given[key].read_bytes() for key in ("cert", "key", "ca")}
+        securities.append(Security(token="secret" * 6, mutual=True, name=given["name"], **files))
+    one, other = securities
+    with Server(Service(), security=one) as server:
+        with Client("service", server.address, one) as peer:
+            assert peer.call("ping").head["service"] == "service"
+        for wrong in (other, replace(one, cert=other.cert, key=other.key), replace(one, name="elsewhere")):
+            with Client("service", server.address, wrong) as peer, pytest.raises((WireError, RefusedError)):
+                peer.call("ping", deadline=0.5)
+        options = {"tls_root_certs": one.ca, "override_hostname": one.name}
+        with (
+            flight.FlightClient(f"grpc+tls://{server.address}", **options) as client,
+            pytest.raises(flight.FlightUnavailableError),  # one that reads it says "expected the job's token"
+        ):
+            list(client.do_action(flight.Action("x", bytes(2**20))))
 
 
 @needs_root

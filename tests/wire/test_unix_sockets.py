@@ -11,8 +11,8 @@ import pytest
 from neighbour import needs_root, run_as_neighbour
 from wire_helpers import Counting, Process, wait_for
 
+from karvan.job.address import shut_connections, split_address
 from karvan.wire import Client, ListenError, Security, Server, WireError
-from karvan.wire.address import shut_connections, split_address
 
 TOKEN = "a-token-of-sufficient-length"
 

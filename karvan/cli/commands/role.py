@@ -28,7 +28,8 @@ def role(
     ),
     host: str | None = typer.Option(
         None,
-        help="The address to listen on, by default 127.0.0.1; others need TLS and a token.",
+        help="The address to listen on, by default 127.0.0.1; unix:/PATH is a socket file in a private "
+        "folder; others need TLS and a token.",
         show_default=False,
     ),
     port: int | None = typer.Option(None, help="The port; 0, the default, is any.", show_default=False),
@@ -36,7 +37,7 @@ def role(
         None, metavar="HOST", help="The host at which others reach it.", show_default=False
     ),
     registry: str | None = typer.Option(
-        None, metavar="HOST:PORT", help="The job's registry.", show_default=False
+        None, metavar="ADDRESS", help="The job's registry, host:port or unix:/PATH.", show_default=False
     ),
     threads: int | None = typer.Option(
         None, help="Threads for lookups and updates; by default all cores.", show_default=False
@@ -64,6 +65,9 @@ def role(
     tls_ca: Path | None = typer.Option(None, help="The authority that signed it.", show_default=False),
     tls_mutual: bool | None = typer.Option(
         None, "--tls-mutual", help="Callers need a certificate as well.", show_default=False
+    ),
+    tls_name: str | None = typer.Option(
+        None, metavar="HOST", help="The name in certificates, if it is not the address.", show_default=False
     ),
 ) -> int:
     """Run one process of a job until SIGTERM or Ctrl-C.
@@ -95,6 +99,7 @@ def role(
         "tls_key": tls_key,
         "tls_ca": tls_ca,
         "tls_mutual": tls_mutual,
+        "tls_name": tls_name,
     }
     if registry is not None:
         os.environ.pop(variable("master_address_file"), None)  # of another registry

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from karvan.job.address import is_loopback
 from karvan.job.checkpoint_url import url_of
-from karvan.job.loopback import is_loopback
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import name_of
 from karvan.launch.engines.local import LocalEngine
@@ -161,12 +161,10 @@ def uses_network(spec: JobSpec, cluster: RayCluster) -> bool:
     """Whether the roles of a job reach each other over the network; a ValueError if the job forbids it."""
     if cluster.on_this_machine:
         return not is_loopback(spec.host)
-    several = "The Ray cluster has several machines, so roles reach each other over the network, which needs "
-    if spec.tls is None:
-        raise ValueError(f"{several}tls in the job, since its token could be read in transit.")
     if is_loopback(spec.host):
         raise ValueError(
-            f"{several}a host in the job at which all nodes reach its master: expected an address of this "
-            f"machine, got host: {spec.host}."
+            "The Ray cluster has several machines, so roles reach each other over the network, which needs a "
+            "host in the job at which all nodes reach its master: expected an address of this machine, got "
+            f"host: {spec.host}."
         )
     return True

@@ -16,8 +16,8 @@ The request is on stdin: eight hexadecimal digits, then JSON.
 
 Requests go through the keeper, so that no signal reaches another process that got the id of one that has
 ended. The keeper writes the id to its stdout as well, which the master reads once. Output of the process goes
-through the keeper to the log. The log is cut in two files of `log_bytes`, and a full disk costs lines of it,
-but never an error in the process.
+through the keeper to the log. The log rotates: LOG, LOG.1 and LOG.2 have up to `log_bytes` each. A full disk
+costs lines of it, but never an error in the process.
 
 **The master dies**, also by kill -9: CONTROL is closed. The keeper waits for `away` seconds for another one,
 which opens CONTROL and says h; then it kills all. **The process dies or ends**: the keeper kills what it has
@@ -66,6 +66,9 @@ _LENGTH = 8
 _GONE_WITHIN = 10.0  # seconds; a process inside of a system call that does not end is left to the kernel
 _CHUNK = 1 << 16
 _LONGEST_BACKOFF = 10.0
+LOG_BYTES = 1 << 26  # of each file of a log
+OLDER_LOGS = 2
+_MOST_UNFINISHED = 1 << 20  # bytes of a line without an end, which stay in one file
 
 
 def _prctl(option: int, value: int) -> None:
@@ -127,30 +130,58 @@ def signal_all(number: signal.Signals) -> None:
 
 
 class RoleLog:
-    """The log of the process: two files at most, each of up to `most` bytes."""
+    """The log of a process: three files, of which PATH.2 is the oldest, each of up to `most` bytes.
 
-    def __init__(self, path: str, most: int) -> None:
+    A file begins and ends with a line.
+    """
+
+    def __init__(self, path: str, most: int, mode: int = 0o600) -> None:
         self._path = path
         self._most = most
+        self._mode = mode
         self._lost = 0
+        self._is_whole = True  # whether the last line has its end
         self._open()
 
     def write(self, data: bytes) -> None:
         """Append; what the disk does not take is lost, and counted in a line once it takes more."""
         try:
-            if os.fstat(self._file).st_size + len(data) > self._most:
-                os.rename(self._path, f"{self._path}.1")
-                os.close(self._file)
-                self._open()
             if self._lost:
                 data = b"[%d bytes of output are lost: the log could not be written]\n%b" % (self._lost, data)
-            written = os.write(self._file, data)
-            self._lost = len(data) - written
+            self._lost = len(data) - self.append(data)
         except OSError:
             self._lost += len(data)
 
+    def append(self, data: bytes) -> int:
+        """Append; returns how much the disk has taken."""
+        size, end = os.fstat(self._file).st_size, 0
+        if size + len(data) > self._most:
+            if not self._is_whole:
+                end = data.rfind(b"\n") + 1
+                os.write(self._file, data[:end])
+            if self._is_whole or end or size > self._most + _MOST_UNFINISHED:
+                self._rotate()
+        if end < len(data):
+            end += os.write(self._file, data[end:])
+            self._is_whole = data.endswith(b"\n")
+        return end
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self._file)
+
+    def _rotate(self) -> None:
+        for number in range(OLDER_LOGS, 0, -1):
+            with suppress(FileNotFoundError):
+                os.rename(
+                    f"{self._path}.{number - 1}" if number > 1 else self._path, f"{self._path}.{number}"
+                )
+        os.close(self._file)
+        self._is_whole = True
+        self._open()
+
     def _open(self) -> None:
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
 
 
 class Keeper:

@@ -33,7 +33,6 @@ from karvan.launch.engines.base import Process
 from karvan.launch.engines.log_follower import FollowedLog, LogFollower
 
 AWAY = 60.0  # seconds that processes wait for another master
-LOG_BYTES = 1 << 26  # of each of the two files of a log
 _PROCESSES = "processes"
 _ADDRESS = "master-address"
 _REGISTRY = variable("registry")
@@ -91,7 +90,7 @@ class LocalEngine:
             "command": process.command,
             "environment": {**environment, **process.environment, **_address_file(process, folder)},
             "log": str(self._log_of(process)),
-            "log_bytes": LOG_BYTES,
+            "log_bytes": keeper.LOG_BYTES,
             "away": self._away,
         }
         if process.role == Role.MASTER:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from karvan.launch.engines.keeper import OLDER_LOGS
+
 _LONGEST_LINE = 1 << 16  # bytes; longer lines are cut, so that no process fills the master's memory
 _CHUNK = 1 << 18
 _PAUSES = 0.01, 0.1  # seconds between two looks at all files: after output, and at most
@@ -29,6 +31,8 @@ class FollowedLog:
         tail: int | None = None,
     ) -> None:
         self._path = path
+        older = (path.with_name(f"{path.name}.{number + 1}") for number in range(OLDER_LOGS))
+        self._files = [path, *older]  # from the newest
         self._write = write
         self._lock = threading.Lock()
         self._shown = -1
@@ -51,16 +55,17 @@ class FollowedLog:
             if self._closed:
                 return False
             found = self._read_file()
-            if self._was_rotated():
+            while (following := self._open_following()) is not None:
                 found = self._read_file() or found  # written before the file was renamed
                 os.close(self._file)
-                self._file, self._offset = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), 0
+                # What is left of a line that is too long for a file belongs to its rest in the next one.
+                self._file, self._offset = following, -len(self._rest)
                 found = self._read_file() or found
             if last and self._rest:
                 self._pass_on(self._rest)
                 self._rest = b""
             if self._shown >= 0 and (found or last):
-                os.pwrite(self._shown, _packed(os.fstat(self._file).st_ino, self._offset), 0)
+                os.pwrite(self._shown, _packed(os.fstat(self._file).st_ino, max(0, self._offset)), 0)
             return found
 
     def close(self) -> None:
@@ -75,37 +80,52 @@ class FollowedLog:
     def _open_where_shown(self) -> tuple[int, int]:
         stored = os.pread(self._shown, 64, 0).split() if self._shown >= 0 else []
         inode, offset = (int(stored[0]), int(stored[1])) if len(stored) == 2 else (0, 0)
-        for path in (self._older, self._path):
+        file = self._open_newest()
+        for older in self._files[1:] if inode or self._shown < 0 else []:
+            if os.fstat(file).st_ino == inode:
+                break
             with suppress(FileNotFoundError):
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                if os.fstat(file).st_ino == inode or self._shown < 0:
-                    return file, offset
+                next_older = os.open(older, os.O_RDONLY | os.O_CLOEXEC)
                 os.close(file)
-        return self._open_newest(), 0
+                file = next_older
+        return file, offset if os.fstat(file).st_ino == inode else 0
 
     def _open_tail(self, lines: int) -> tuple[int, int]:
-        """The newest file, where its last lines begin, or the older one if that does not have so many."""
+        """The newest file, where its last lines begin, or an older one if that does not have so many."""
         file = self._open_newest()
-        offset, left = _tail_of(file, lines)
-        if left:
-            with suppress(FileNotFoundError):
-                older = os.open(self._older, os.O_RDONLY | os.O_CLOEXEC)
+        offset, missing = _tail_of(file, lines)
+        for path in self._files[1:]:
+            if missing and path.exists():
                 os.close(file)
-                return older, _tail_of(older, left)[0]
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                offset, missing = _tail_of(file, missing)
         return file, offset
 
     def _open_newest(self) -> int:
         return os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    @property
-    def _older(self) -> Path:
-        return self._path.with_name(f"{self._path.name}.1")
+    def _open_following(self) -> int | None:
+        """The file after this one, if this one was renamed."""
+        while place := self._place():
+            for path in reversed(self._files[:place]):
+                with suppress(FileNotFoundError):
+                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    if self._place() == place:
+                        return file
+                    os.close(file)  # renamed meanwhile: perhaps another one follows
+                    break
+            else:
+                return None
+        return None
 
-    def _was_rotated(self) -> bool:
-        try:
-            return os.stat(self._path).st_ino != os.fstat(self._file).st_ino
-        except FileNotFoundError:  # at this moment
-            return False
+    def _place(self) -> int:
+        """Where this file is among all of the log; after them if it was removed."""
+        inode = os.fstat(self._file).st_ino
+        for place, path in enumerate(self._files):  # in the order in which files are renamed
+            with suppress(FileNotFoundError):
+                if os.stat(path).st_ino == inode:
+                    return place
+        return len(self._files)
 
     def _read_file(self) -> bool:
         found = False

@@ -17,7 +17,7 @@ from typing import Any
 from karvan.activity import ActivityReport
 from karvan.discovery.directory import Member
 from karvan.discovery.registry import Registry
-from karvan.job.loopback import UNIX
+from karvan.job.address import UNIX
 from karvan.launch.supervision.processes import ManagedProcess
 from karvan.launch.supervision.supervisor import Supervisor
 from karvan.protocol.job import JOB_CALLS

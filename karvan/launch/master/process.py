@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
+from karvan.job.address import is_everywhere
 from karvan.job.checkpoint_url import shown, url_of
-from karvan.job.loopback import is_everywhere
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import Engine, name_of
 from karvan.launch.engines.choice import make_engine
@@ -74,7 +74,7 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         owner = stack.enter_context(_owned(spec, job["owner"]))
         folder.remove_earlier_runs()
         timing = Timing(**job["timing"])
-        services = stack.enter_context(_services(folder, spec, timing, state))
+        services = stack.enter_context(_services(folder, spec, job["host"], timing, state))
         work, group, service, registry = services
         engine = stack.enter_context(_engine(folder, spec, job, logs))
         supervisor = Supervisor(
@@ -151,7 +151,7 @@ def _lease_object(checkpoints: Path) -> LeaseObject | None:
 
 @contextmanager
 def _services(
-    folder: RunFolder, spec: JobSpec, timing: Timing, state: JobState
+    folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState
 ) -> Iterator[tuple[WorkService, TrainerGroup, JobService, Registry]]:
     """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
     from karvan.cluster.master import LEDGER, release_all
@@ -181,30 +181,27 @@ def _services(
         )
         work.refuse(group.gone)
         service = JobService()
-        with closing(_registry(folder, spec, timing, state, [work, group, service])) as registry:
+        with closing(_registry(folder, spec, host, timing, state, [work, group, service])) as registry:
             folder.write_master(registry.address)
             yield work, group, service, registry
 
 
 def _registry(
-    folder: RunFolder, spec: JobSpec, timing: Timing, state: JobState, beside: list[Any]
+    folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState, beside: list[Any]
 ) -> Registry:
     from karvan.discovery.registry import Registry
+    from karvan.job.address import split_address
     from karvan.launch.role_environment import security_of
     from karvan.wire import ListenError, Security
 
     before = folder.master()
-    port = spec.registry_port if before is None else int(before["address"].rpartition(":")[2])
-    elsewhere = (
-        before is not None
-        and not is_everywhere(spec.host)
-        and before["address"].rpartition(":")[0] != spec.host
-    )
+    last, port = (host, spec.registry_port) if before is None else split_address(before["address"])
+    elsewhere = not is_everywhere(host) and last != host
     until = time.monotonic() + (0.0 if before is None else _PORT_WITHIN)
     while True:
         try:
             return Registry(
-                spec.host,
+                host,
                 port,
                 Security.from_environment(security_of(spec)),
                 replicas={role: spec.most_of(role) for role in START_ORDER},

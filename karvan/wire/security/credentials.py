@@ -15,9 +15,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import pyarrow.flight as flight
 
+from karvan.job.address import UNIX, check_private, is_loopback
 from karvan.job.environment import JobEnvironment
-from karvan.job.loopback import UNIX, is_loopback
-from karvan.wire.address import check_private
 from karvan.wire.errors import BusyError
 from karvan.wire.security.token_file import check_token, read_token
 

@@ -92,13 +92,11 @@ class Somewhere:
         self.on_this_machine = here
 
 
-def test_a_cluster_of_several_machines_needs_tls():
+def test_a_cluster_of_several_machines_needs_a_host_of_the_network():
     assert not uses_network(spec_of({}), Somewhere(True))
     assert not uses_network(spec_of({}, tls=TLS), Somewhere(True))
     assert uses_network(spec_of({}, tls=TLS, host="0.0.0.0"), Somewhere(True))
-    assert uses_network(spec_of({}, tls=TLS, host="10.0.0.1"), Somewhere(False))
-    with pytest.raises(ValueError, match="several machines, so roles reach each other over the network"):
-        uses_network(spec_of({}), Somewhere(False))
+    assert uses_network(spec_of({}, host="10.0.0.1"), Somewhere(False))
     with pytest.raises(ValueError, match=r"expected an address of this machine, got host: 127\.0\.0\.1"):
         uses_network(spec_of({}, tls=TLS), Somewhere(False))
 

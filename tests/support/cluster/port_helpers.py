@@ -74,12 +74,28 @@ def _of_cuda(socket):
     return socket.kind == "unix" and socket.host.startswith("@cuda-uvmfd-")
 
 
+def sockets_of(job):
+    """The folder of a job's socket files, as it says in its log."""
+    [line] = [each for each in job.log.read_text().splitlines() if "Registry at unix:" in each]
+    return line.partition("Registry at ")[2].partition("/master-0.sock")[0]
+
+
 def check_ports(job, host):
-    """One port for each role that serves, none of a trainer that a stranger can connect to."""
+    """One port, or socket file in the folder `host`, for each role that serves; no port that a stranger can
+    connect to of a trainer.
+    """
     role_of = {pid: role for role in ROLES for pid in job.pids(role)}
     found = [each for pid in family_of(job.process.pid) for each in listening(pid) if not _of_cuda(each)]
     text = "\n".join(f"{role_of.get(each.process)}: {each}" for each in found)
-    assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
-    assert {each.host for each in found} == {host}, text
-    served = Counter(role_of.get(each.process) for each in found if connects(host, each.port))
+    ports = [each for each in found if each.kind != "unix"]
+    served = Counter(role_of.get(each.process) for each in ports if connects(each.host, each.port))
+    if host.startswith("unix:"):  # services listen there, and only torch at ports
+        files = [each for each in found if each.kind == "unix"]
+        assert {os.path.dirname(each.host) for each in files} == {host.removeprefix("unix:")}, text
+        assert {(role_of.get(each.process), each.host) for each in ports} <= {("trainer", "127.0.0.1")}, text
+        assert not served, text
+        served = Counter(role_of.get(each.process) for each in files)
+    else:
+        assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
+        assert {each.host for each in found} == {host}, text
     assert served == {"master": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text

@@ -1,6 +1,6 @@
 """A hostile neighbour: `python stranger_program.py`, which turns into uid nobody and attacks ports.
 
-A line of its input is a list of "host:port" to attack from then on; the end of the input ends it. It
+A line of its input is a list of addresses to attack from then on; the end of the input ends it. It
 connects, sends garbage, holds idle connections, calls services without a token and with a wrong one, and
 talks to each port as to torch's TCPStore, to overwrite what ranks have told each other and to fill memory.
 At the end it prints what it achieved, as JSON.
@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from karvan.distributed.wire_store import WireStore
+from karvan.job.address import join_address, split_address
 from karvan.wire import Client, RefusedError, Security, WireError
 
 NOBODY = 65534
@@ -34,8 +35,12 @@ held = []
 
 
 def connect(host, port):
-    made = socket.create_connection((host, port), _SECONDS)
-    done[f"connected {host}:{port}"] += 1
+    if host.startswith("unix:"):
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(host.removeprefix("unix:"))
+    else:
+        made = socket.create_connection((host, port), _SECONDS)
+    done[f"connected {join_address(host, port)}"] += 1
     return made
 
 
@@ -59,7 +64,7 @@ def hold_idle(host, port):
 
 
 def call_services(host, port):
-    address = f"{host}:{port}"
+    address = join_address(host, port)
     for security in (Security(), Security(token="guessed-by-a-stranger")):
         for method, head in (
             ("members", {}),
@@ -114,10 +119,10 @@ def attack_in_rounds(ports, ended):
 
 
 def attack_port(address):
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     for way in (send_garbage, hold_idle, call_services, use_torch_store):
         with suppress(OSError):
-            way(host, int(port))
+            way(host, port)
 
 
 def main():

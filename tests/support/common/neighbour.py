@@ -11,7 +11,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may take th
 
 # Imports come first: the interpreter's own folder may be closed to other users.
 _PREPARE = f"""
-import os, sys, time
+import os, socket, sys, time
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, Message, RefusedError, Security, WireError
 from karvan.discovery.directory import Directory

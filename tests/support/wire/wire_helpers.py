@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from karvan.job.address import split_address
 from karvan.wire import Message, Security, Server, Service
-from karvan.wire.address import split_address
 from karvan.wire.schema.kinds import Plain
 
 

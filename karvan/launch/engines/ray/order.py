@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from karvan.job.address import is_everywhere
 from karvan.job.environment import LAUNCHED, JobEnvironment, variable
-from karvan.job.loopback import is_everywhere
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.ray.private_files import private_file

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from karvan.launch.engines.keeper import RoleLog
-from karvan.launch.engines.local import LOG_BYTES, log_of
+from karvan.launch.engines.keeper import LOG_BYTES, RoleLog
+from karvan.launch.engines.local import log_of
 
 
 class ProcessLogs:

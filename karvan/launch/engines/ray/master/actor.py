@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from karvan.job.address import is_everywhere
 from karvan.job.environment import variable
-from karvan.job.loopback import is_everywhere
 from karvan.launch.engines.ray.actor import SUSPENDED_AT_MOST, RoleActor, Started, location, run
 from karvan.launch.engines.ray.order import Order
 from karvan.launch.run_folder import OUTCOME, RunFolder
@@ -79,13 +79,14 @@ class MasterOrder:
             spec["tls"][name] = here.get(variable(f"tls_{name}"))
         if self.order.network and not is_everywhere(spec["host"]):
             spec["host"] = location().address
+        job = {**self.job, "spec": spec, "host": spec["host"]}
         commands = {
             role: self.order.command_on_node(command, folder)
             for role, command in self.job["commands"].items()
         }
         place = RunFolder(files / "run")
         place.path.mkdir(0o700)
-        place.write_job({**self.job, "spec": spec, "commands": commands, "folder": folder})
+        place.write_job({**job, "commands": commands, "folder": folder})
         return replace(process, command=(*process.command, str(place.path)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import ipaddress
 import os
 import re
 import socket
@@ -18,9 +19,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from karvan.job.loopback import UNIX, is_everywhere
-
+UNIX = "unix:"
 _PATH = re.compile(r"(/[A-Za-z0-9._+@-]+)+")  # what a URI of Flight, a list and a line can hold as it is
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host, so that a token may travel without TLS."""
+    if host == "localhost" or host.startswith(UNIX):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether a host means all interfaces of a machine, such as 0.0.0.0."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def join_address(host: str, port: int) -> str:
@@ -80,6 +98,19 @@ def check_private(host: str) -> None:
             f"A socket file expects a folder of this user (uid {os.geteuid()}) with mode 700, got {folder} "
             f"of uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}."
         )
+
+
+def holds_sockets(folder: Path) -> bool:
+    """Whether socket files of a job's services, such as embedding-worker-10000.sock, can be here."""
+    probe = folder / "embedding-worker-probe.sock"
+    try:
+        unix_host(probe)
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(probe))
+        probe.unlink()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager
