@@ -30,6 +30,7 @@ from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
 from karvan.launch.engines.parent_death import ending_with_parent
+from karvan.launch.role_commands import module_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -65,7 +66,7 @@ def nn_worker(
     if nproc_per_node == 1:
         os.environ.update(environments[0])
         _continue_as(words)
-    raise typer.Exit(_run_together([sys.executable, "-m", "karvan", *words], environments))
+    raise typer.Exit(_run_together(module_command("karvan", *words), environments))
 
 
 @app.command("data-loader", context_settings={"ignore_unknown_options": True})
@@ -158,7 +159,7 @@ def _tell(words: Sequence[str]) -> None:
         print(f"execute command: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
-def _run_together(command: list[str], environments: Sequence[dict[str, str]]) -> int:
+def _run_together(command: Sequence[str], environments: Sequence[dict[str, str]]) -> int:
     """Run a program several times at once; the exit code of the first that fails, which ends the others."""
     _tell(command)
     words = ending_with_parent(command)

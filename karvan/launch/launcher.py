@@ -16,14 +16,13 @@ import os
 import queue
 import secrets
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from karvan.clock import clock
 from karvan.exit_codes import FAILED, TEMPORARY, USAGE
@@ -34,14 +33,12 @@ from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_o
 from karvan.launch.engines.choice import make_master_engine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
+from karvan.launch.role_commands import Commands, module_command, open_import_folders
 from karvan.launch.role_environment import security_of
 from karvan.launch.run_folder import RunFolder, make_shared
 from karvan.launch.supervision.supervisor import JobOutcome, Timing
 from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
 from karvan.launch.token import make_token
-
-if TYPE_CHECKING:
-    from karvan.launch.role_commands import Commands
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
@@ -124,6 +121,11 @@ class Launcher:
         """Leave everything in the run folder that the master needs."""
         folder, spec = self._folder, self._spec
         folder.clear()
+        for place in open_import_folders(spec):
+            self._logs.say(
+                f"WARNING: programs of the job import modules from {place}, to which every user may write: "
+                "their modules would run as you. Move the program, or remove the folder from PYTHONPATH."
+            )
         if spec.token_file is None:
             make_token(folder.token)
         absolute = {"token_file": (spec.token_file or folder.token).absolute()}
@@ -162,7 +164,7 @@ class Launcher:
             process=token,
             checkpoints="" if checkpoints is None else url_of(checkpoints) or str(checkpoints),
         ).variables()
-        command: tuple[str, ...] = (sys.executable, "-m", "karvan.launch.master.process")
+        command = module_command("karvan.launch.master.process")
         if self._on_cluster:
             job = JobSpec.model_validate(self._job["spec"])
             environment |= security_of(job)

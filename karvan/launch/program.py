@@ -1,4 +1,4 @@
-"""Run a program of a job: `python -m karvan.launch.program FILE.py ARGUMENTS…`.
+"""Run a program of a job: `python -P -m karvan.launch.program FILE.py ARGUMENTS…`.
 
 The program sees what `python FILE.py ARGUMENTS…` would show it: `sys.argv`, its folder first in `sys.path`,
 and itself as `__main__`. The difference is how an uncaught error ends it:
@@ -53,7 +53,9 @@ def main() -> int:
 def run(path: str, source: bytes) -> None:
     """Run a program's source as `__main__`."""
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
+        del sys.path[0]  # the current folder, which is that of `python -m`
+    if not os.environ.get("PYTHONSAFEPATH"):  # a launched job runs this module with -P
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     path = os.path.abspath(path)
     module = types.ModuleType("__main__")
     module.__file__ = path

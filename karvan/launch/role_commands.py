@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from karvan.job.roles import START_ORDER, Role
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from karvan.launch.job_spec import JobSpec
 
 Commands = dict[Role, tuple[str, ...]]
+
+
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module of Karvan, and imports nothing from the current folder (`-P`)."""
+    return sys.executable, "-P", "-m", module, *arguments
 
 
 def commands_of(spec: JobSpec) -> Commands:
@@ -24,8 +30,23 @@ def commands_of(spec: JobSpec) -> Commands:
         program = programs.get(role)
         own = ("karvan", "role", role) if program is None else _program(spec, program)
         if section.replicas:
-            commands[role] = (sys.executable, "-m", *own, *section.args)
+            commands[role] = module_command(*own, *section.args)
     return commands
+
+
+def open_import_folders(spec: JobSpec) -> list[Path]:
+    """Folders that every user may write to, and from which the job's programs import: their own, and those of
+    PYTHONPATH, in which an empty entry is the current folder.
+    """
+    folders = [Path(path).resolve().parent for path in (spec.entry, spec.loader_entry) if path is not None]
+    if variable := os.environ.get("PYTHONPATH"):
+        folders += [Path(entry).resolve() for entry in variable.split(os.pathsep)]
+    return [folder for folder in dict.fromkeys(folders) if is_open_to_all(folder)]
+
+
+def is_open_to_all(folder: Path) -> bool:
+    """Whether every user of the machine may add files to a folder."""
+    return folder.is_dir() and bool(folder.stat().st_mode & stat.S_IWOTH)
 
 
 def _program(spec: JobSpec, program: Path) -> tuple[str, ...]:

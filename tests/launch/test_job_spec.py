@@ -113,9 +113,9 @@ def test_check_shows_roles_and_commands_and_starts_nothing(run, tmp_path):
     assert code == 0
     assert "Job test: mode hybrid, staleness 4, wire float32" in out
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
-    assert rows["trainer"] == f"2 {sys.executable} -m karvan.launch.program train.py --lr 0.001 true"
-    assert rows["parameter-server"] == f"1 {sys.executable} -m karvan role parameter-server"
-    assert rows["loader"] == f"3 {sys.executable} -m karvan role loader"
+    assert rows["trainer"] == f"2 {sys.executable} -P -m karvan.launch.program train.py --lr 0.001 true"
+    assert rows["parameter-server"] == f"1 {sys.executable} -P -m karvan role parameter-server"
+    assert rows["loader"] == f"3 {sys.executable} -P -m karvan role loader"
     assert "embedding-worker" not in rows
     assert not (tmp_path / "ran").exists()
 
@@ -138,11 +138,11 @@ def test_loaders_run_a_program_of_the_job_if_it_has_one():
             "roles": {"loaders": {"replicas": 1, "args": [7]}},
         }
     )
-    assert commands_of(spec)["loader"] == (sys.executable, "-m", "karvan.launch.program", "l.py", "7")
+    assert commands_of(spec)["loader"] == (sys.executable, "-P", "-m", "karvan.launch.program", "l.py", "7")
     other = commands_of(spec.model_copy(update={"system": "persia"}))
-    run = (sys.executable, "-m", "karvan", "run", "--as", "persia")
+    run = (sys.executable, "-P", "-m", "karvan", "run", "--as", "persia")
     assert other["loader"] == (*run, "l.py", "7")
-    assert other["trainer"][:6] == run
+    assert other["trainer"][:7] == run
     assert other["parameter-server"] == commands_of(spec)["parameter-server"]
 
 

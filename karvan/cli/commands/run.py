@@ -44,7 +44,7 @@ def run(
     \b
     Examples:
       karvan run --as recis deepctr.py
-      torchrun --nproc_per_node 2 -m karvan run --as recis deepctr.py
+      torchrun --nproc_per_node 2 --no-python karvan run --as recis deepctr.py
       karvan run --as elasticdl train --model_zoo models --model_def mnist.CustomModel --training_data digits
     """
     from karvan.compat.programs import SYSTEMS, commands_of, run_command, run_program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -18,13 +19,18 @@ from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
 from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.utils import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
-from karvan.job.environment import JobEnvironment
+from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
 from karvan.launch.engines.parent_death import ending_with_parent
+from karvan.launch.role_commands import module_command
+from karvan.launch.token import make_token
+from karvan.wire import Security
 
+_TOKEN_FILE = variable("token_file")
 _PROGRAM = """
 import pickle, sys
 with open(sys.argv[1], "rb") as file:
+    sys.path[:] = pickle.load(file)
     pickle.load(file)()
 """
 
@@ -34,6 +40,7 @@ class PersiaServiceCtx:
 
     data_loader_func and nn_worker_func run in processes of their own, which need `cloudpickle`. Leaving the
     context waits for the trainers of nn_worker_func, and ends all processes; one that has failed is an error.
+    The services ask for the token of KARVAN_TOKEN_FILE, or for a new one that is removed at the end.
     """
 
     def __init__(
@@ -76,12 +83,15 @@ class PersiaServiceCtx:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            registry = Registry(port=find_free_port(self._registry_port))
+            stack.callback(_restore, dict(os.environ))
+            if not os.environ.get(_TOKEN_FILE):
+                make_token(folder / "token")
+                os.environ[_TOKEN_FILE] = str(folder / "token")
+            port = find_free_port(self._registry_port)
+            registry = Registry(port=port, security=Security.from_environment())
             stack.callback(registry.close)
             stack.callback(self._stop)
             stack.callback(distributed.disconnect)
-            before = dict(os.environ)
-            stack.callback(_restore, before)
             os.environ.update(self._variables(folder, registry.address))
             for role, port in self._ports.items():
                 self._start(role, ["role", role.value], port)
@@ -124,7 +134,7 @@ class PersiaServiceCtx:
             if role is Role.TRAINER:
                 rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
                 environment |= rank
-            command = ending_with_parent([sys.executable, "-m", "karvan", *words])
+            command = ending_with_parent(module_command("karvan", *words))
             self._processes.append((role, subprocess.Popen(command, env=environment)))
 
     def _stop(self) -> None:
@@ -151,7 +161,8 @@ def _program(folder: Path, role: Role, function: Callable[[], Any]) -> list[str]
     module = sys.modules[function.__module__]
     cloudpickle.register_pickle_by_value(module)  # which the other process may not be able to import
     try:
-        content.write_bytes(cloudpickle.dumps(function))
+        search_path = [os.path.abspath(entry) for entry in sys.path]  # "" is the current folder
+        content.write_bytes(pickle.dumps(search_path) + cloudpickle.dumps(function))
     finally:
         cloudpickle.unregister_pickle_by_value(module)
     program.write_text(_PROGRAM)

@@ -15,6 +15,7 @@ from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import name_of
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.engines.needs import check_machine, needs_by_role, total_needs
+from karvan.launch.role_commands import is_open_to_all
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def check_engine(name: str, spec: JobSpec, address: str | None = None) -> None:
         raise ValueError("--address is that of a Ray cluster: expected --engine ray, got --engine local.")
     if name == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError('--engine ray needs: pip install "karvan[ray]"')
+    if name == "ray" and is_open_to_all(folder := Path.cwd()):
+        raise ValueError(
+            "--engine ray expects a current folder that other users cannot write to, because Ray's processes "
+            f"import modules from it, got {folder}. Launch from another folder; entry may be a full path."
+        )
     if address is None:
         check_machine(spec)
     elif address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):

@@ -1,4 +1,4 @@
-"""The master's process: `python -m karvan.launch.master.process RUN_FOLDER`.
+"""The master's process: `python -P -m karvan.launch.master.process RUN_FOLDER`.
 
 It serves the registry, the leased work and the calls about the job at one address, and supervises the job's
 processes. All that it must not lose is in files: the supervisor's state, the trainers' rendezvous keys, and
