@@ -77,6 +77,18 @@ def require_limits(processes: int = 1) -> None:
         limit.raise_soft()
 
 
+def forbid_core_dumps() -> None:
+    """Turn core dumps off in this process, and in those that it starts: its memory holds a secret.
+
+    The limit is 1 byte, because with 0 Linux still gives the memory to a program that collects core dumps.
+    Only the soft limit changes: a program may raise it again. PR_SET_DUMPABLE would also close /proc/PID to
+    processes of the same user, among them debuggers and those that read a token from `private_file`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft != 1 and hard != 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, hard))
+
+
 def _limit(name: str, kind: int, flag: str, unit: int, needed: int) -> Limit:
     soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
     if kind == resource.RLIMIT_NPROC and os.geteuid() == 0:

@@ -357,7 +357,7 @@ RENAMES = {
     "karvan.files": "the one place",
     "karvan.checkpoint.format.atomic_folder": "renames folders, whose files are on the disk",
     "karvan.owner.lease": "sets the lease of another aside",
-    "karvan.launch.engines.keeper": "imports nothing; its files mean nothing after a loss of power",
+    "karvan.launch.engines.keeper": "imports nothing; its logs and numbers mean nothing after a loss of power",
 }
 
 

@@ -146,9 +146,8 @@ bool visit_features(std::span<const uint8_t> record, Visit visit) {
         if (feature.empty()) {
           feature = entry.bytes;
         } else {  // messages that come twice are merged, which their bytes in a row are
-          std::vector<uint8_t> both(feature.begin(), feature.end());
-          both.insert(both.end(), entry.bytes.begin(), entry.bytes.end());
-          joined = std::move(both);
+          if (feature.data() != joined.data()) joined.assign(feature.begin(), feature.end());
+          joined.insert(joined.end(), entry.bytes.begin(), entry.bytes.end());
           feature = joined;
         }
       }

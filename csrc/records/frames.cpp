@@ -1,5 +1,6 @@
 #include "records/frames.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -71,17 +72,21 @@ std::vector<uint8_t> frame_tfrecords(std::span<const uint8_t> bytes, std::span<c
 Frames find_chunk_records(std::span<const uint8_t> bytes, size_t count) {
   Frames found;
   const uint64_t size = bytes.size();
-  while (found.end < size) {
-    if (size - found.end < 4 || load<uint32_t>(bytes.data() + found.end) > size - found.end - 4) {
+  const size_t most = std::min<uint64_t>(count, size / 4);
+  found.starts.reserve(most);
+  found.lengths.reserve(most);
+  while (found.end < size && found.starts.size() < count) {
+    const uint64_t left = size - found.end;
+    const uint64_t length = left < 4 ? left : load<uint32_t>(bytes.data() + found.end);
+    if (left < 4 || length > left - 4) {
       found.fault = Fault::length;
       return found;
     }
-    const auto length = load<uint32_t>(bytes.data() + found.end);
     found.starts.push_back(static_cast<int64_t>(found.end + 4));
-    found.lengths.push_back(length);
+    found.lengths.push_back(static_cast<int64_t>(length));
     found.end += 4 + length;
   }
-  if (found.starts.size() != count) found.fault = Fault::count;
+  if (found.starts.size() != count || found.end != size) found.fault = Fault::count;
   return found;
 }
 

@@ -1,4 +1,6 @@
 // Frames of records and tf.Example: round trips, and damage that must be found without reading beyond the bytes.
+#include <sys/mman.h>
+
 #include <cstring>
 #include <string>
 #include <vector>
@@ -99,4 +101,43 @@ TEST(examples_come_back_and_damaged_ones_are_read_within_their_bytes) {
     const std::vector<int64_t> start = {0}, length = {size};
     summarise_examples({record, start, length}, features);
   }
+}
+
+TEST(records_of_a_chunk_may_have_four_gigabytes_and_never_more_than_it_has) {
+  const size_t size = (size_t{1} << 32) + 8;
+  void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return;  // a machine without so many addresses
+  const uint32_t length = 0xFFFFFFFC;  // with its own four bytes, 2^32
+  std::memcpy(at, &length, sizeof length);
+  const Frames found = find_chunk_records({static_cast<const uint8_t*>(at), size}, 3);
+  munmap(at, size);
+  CHECK(found.fault == Fault::none);
+  CHECK_EQ(found.end, size);
+  CHECK_EQ(found.lengths[0], int64_t{length});
+  const std::vector<uint8_t> zeros(64);
+  CHECK(find_chunk_records(zeros, 15).fault == Fault::count);
+  CHECK(find_chunk_records(zeros, 17).fault == Fault::count);
+  CHECK(find_chunk_records(zeros, 16).fault == Fault::none);
+  CHECK(find_chunk_records(std::span(zeros).first(3), 1).fault == Fault::length);
+  CHECK(find_chunk_records({}, 0).fault == Fault::none);
+}
+
+TEST(a_feature_in_many_pieces_is_read_in_a_time_that_grows_with_its_size) {
+  // Features.feature: its name "ids", then 2^22 messages, each an empty list of integers; copying all at each takes hours.
+  const size_t pieces = size_t{1} << 22;
+  std::vector<uint8_t> entry = {0x0a, 3, 'i', 'd', 's'};
+  for (size_t i = 0; i < pieces; ++i) entry.insert(entry.end(), {0x12, 2, 0x1a, 0});
+  const auto wrapped = [](const std::vector<uint8_t>& content) {
+    std::vector<uint8_t> field = {0x0a};
+    for (uint64_t size = content.size();; size >>= 7) {
+      field.push_back(static_cast<uint8_t>(size < 128 ? size : size | 128));
+      if (size < 128) break;
+    }
+    field.insert(field.end(), content.begin(), content.end());
+    return field;
+  };
+  const std::vector<uint8_t> record = wrapped(wrapped(entry));
+  std::vector<FeatureColumn> columns;
+  decode(record, {0}, {static_cast<int64_t>(record.size())}, columns);
+  CHECK_EQ(columns[1].present[0], 1u);
 }

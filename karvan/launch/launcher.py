@@ -101,8 +101,12 @@ class Launcher:
             except ValueError as error:
                 return JobOutcome(USAGE, str(error))
             with self._folder.launching():
-                self._prepare()
-                self._start(engine)
+                try:
+                    self._prepare()
+                    self._start(engine)
+                except BaseException:
+                    self._folder.token.unlink(missing_ok=True)
+                    raise
             for _ in range(_MOST_STARTS):
                 if self._follow():
                     return None
@@ -114,6 +118,8 @@ class Launcher:
         if self._on_cluster and outcome is not None:  # the master has no access to the run folder
             self._folder.remove_files_of_the_run()
         self._folder.remove_processes()
+        if outcome is None and not self._folder.runs:
+            self._folder.token.unlink(missing_ok=True)
         return outcome or JobOutcome(FAILED, self._lost())
 
     # Starting

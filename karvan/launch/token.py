@@ -3,8 +3,9 @@
 The token is 32 random bytes, in hex, in a file that only its owner may read (0600), in the job's run folder,
 which only its owner may enter (0700). Processes of the job get the path in KARVAN_TOKEN_FILE; the token
 itself is never an argument, an environment variable or a line of a log. The file is removed when the job
-ends. A job that is killed leaves it behind, with a token that no later start accepts: its services died with
-it, and the next start makes another token.
+ends, or cannot start. Processes that hold the token leave no core dumps. A job that is killed leaves the file
+behind, with a token that no later start accepts: its services died with it, and the next start makes another
+token.
 
 Services of a job that listen at ports have a certificate as well, also a new one for every start, unless the
 job sets `tls`. Its files lie beside the token, and live as long.
@@ -19,6 +20,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from karvan.system_limits import forbid_core_dumps
+
 _BYTES = 32
 _NAME = "karvan-job"
 _CLOCKS = timedelta(days=1)  # by which the clocks of machines may differ
@@ -27,6 +30,7 @@ _VALID = timedelta(days=3650)  # longer than any job
 
 def make_token(path: Path) -> None:
     """Write a new token to this path, instead of the last one."""
+    forbid_core_dumps()
     _write(path, f"{secrets.token_hex(_BYTES)}\n".encode())
 
 

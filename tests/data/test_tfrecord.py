@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import struct
 import zlib
 from collections import Counter
 
@@ -21,6 +22,7 @@ from karvan.data.formats.open_files import open_files, read_records
 from karvan.data.formats.records import recordio, tfrecord
 from karvan.data.formats.records.tfrecord import TFRecordWriter
 from karvan.data.loading.position import merge
+from karvan.native import _native
 
 # Two records, b"" and b"abc", as TensorBoard's writer, which is not ours, writes them: u64 length, its masked
 # CRC-32C, the data, its masked CRC-32C. 0xA282EAD8, the last word of the first, is the mask's constant alone:
@@ -267,3 +269,13 @@ def test_every_record_comes_exactly_once_whatever_the_stops_and_ranks(folder, na
                 states.append(json.loads(json.dumps(loader.state_dict())))
             position = merge(states)
     assert seen == Counter(dict.fromkeys(range(100), 2))
+
+
+def test_a_file_that_is_compressed_as_a_whole_has_records_of_up_to_64_mib(tmp_path):
+    length = struct.pack("<Q", (64 << 20) + 1)
+    head = length + struct.pack("<I", _native.masked_crc32c(length))
+    (tmp_path / "x.tfrecord.gz").write_bytes(gzip.compress(head + bytes(80 << 20)))
+    with pytest.raises(DataError, match=r"record 0.*at most 64 MiB"):
+        list(read_records(tmp_path / "x.tfrecord.gz"))
+    with pytest.raises(ValueError, match="at most 64 MiB"), TFRecordWriter(tmp_path / "y.tfrecord.gz") as out:
+        out.write(bytes((64 << 20) + 1))

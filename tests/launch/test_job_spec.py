@@ -112,7 +112,7 @@ def test_check_shows_roles_and_commands_and_starts_nothing(run, tmp_path):
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
     assert rows["trainer"] == f"2 {sys.executable} -P -m karvan.launch.program train.py --lr 0.001 true"
     assert rows["parameter-server"] == f"1 {sys.executable} -P -m karvan role parameter-server"
-    assert rows["loader"] == f"3 {sys.executable} -m karvan role loader"
+    assert rows["loader"] == f"3 {sys.executable} -P -m karvan role loader"
     assert "embedding-worker" not in rows
     assert not (tmp_path / "ran").exists()
 

@@ -261,6 +261,7 @@ def test_a_master_that_cannot_start_again_gives_up_and_ends_everything(tmp_path)
         wait_until(lambda: not any(is_alive(each["pid"]) for each in started))
     assert job.process.returncode == 1
     assert "The master of job test ended with code 1, and could not be restarted. Its last lines:" in errors
+    assert not (job.run_folder / "token").exists()
 
 
 def test_a_master_that_cannot_start_at_all_is_not_restarted(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -97,6 +98,27 @@ class Job:
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(60)
+
+
+@pytest.fixture
+def core_dumps():
+    """Whoever is started writes core dumps, if the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if not hard:
+        pytest.skip("core dumps are off")
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+
+def test_processes_of_a_job_leave_no_core_dumps(tmp_path, core_dumps):
+    with Job(tmp_path) as job:
+        job.environment()
+        wait_until(job.commands, "the launcher, the master, two roles, and their keepers")
+        limits = [Path(f"/proc/{pid}/limits").read_text() for pid in family_of(job.process.pid)]
+        assert len(limits) == 7
+        assert all(re.search(r"Max core file size +1 ", each) for each in limits)
+        (tmp_path / "note.end").touch()
 
 
 def test_a_launched_job_has_a_random_token_that_its_owner_alone_can_read(tmp_path):

@@ -17,6 +17,7 @@ import pyarrow.flight as flight
 
 from karvan.job.address import UNIX, check_private, is_loopback
 from karvan.job.environment import JobEnvironment
+from karvan.system_limits import forbid_core_dumps
 from karvan.wire.errors import BusyError
 from karvan.wire.security.token_file import check_token, read_token
 
@@ -46,6 +47,8 @@ class Security:
             and check_token(self.token.encode(), "A token expects", "got a token that") != self.token
         ):
             raise ValueError("A token expects no space or line end around it, got one that has.")
+        if self.token or self.key:
+            forbid_core_dumps()
         if bool(self.cert) != bool(self.key):
             raise ValueError("TLS expects a certificate and its key, got one of them.")
         if self.mutual and not (self.cert and self.ca):

@@ -21,6 +21,7 @@ from karvan.checkpoint.object_store.files import upload
 from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
 from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.bridge.joint_calls import JointCalls
+from karvan.files import replace_file
 from karvan.job.checkpoint_url import address_of, local_path
 from karvan.train import TrainContext
 
@@ -149,9 +150,7 @@ def write_file(folder: str | os.PathLike[str], name: str, content: bytes) -> Non
     """Write a file into a folder, or to a URL; a reader sees the former one or the whole new one."""
     path = local_path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{name}.{os.getpid()}")
-    new.write_bytes(content)
-    new.replace(path)
+    replace_file(path, content)
     upload(path)
 
 

@@ -1,14 +1,29 @@
-"""Files compressed as a whole with gzip or zlib, read from their beginning."""
+"""Files compressed as a whole with gzip or zlib, read from their beginning.
+
+A few bytes may stand for a thousand times as many. So nobody asks for as many as a record claims to have
+without `check_record`.
+"""
 
 from __future__ import annotations
 
 import zlib
 from typing import Protocol
 
-import pyarrow as pa
+from karvan.data.errors import DataError
 
+MOST_RECORD = 64 << 20  # bytes of a record, or of a chunk, of a file that is compressed as a whole
 _BLOCK = 1 << 20
 _GZIP_OR_ZLIB = 47  # of zlib: the largest window, and the header says which of the two it is
+
+
+def check_record(size: int, place: str | None = None) -> None:
+    """Raise a DataError if a record, or a chunk, of a file that is compressed as a whole is too large."""
+    if size > MOST_RECORD:
+        raise DataError(
+            f"A file that is compressed as a whole expects records, or chunks of records, of at most "
+            f"{MOST_RECORD >> 20} MiB, got one of {size:,} bytes.",
+            place=place,
+        )
 
 
 class ByteStream(Protocol):
@@ -33,7 +48,7 @@ def is_compressed(start: bytes) -> bool:
 class InflatedFile:
     """The uncompressed bytes of a compressed file. A file that is cut off or damaged is an error."""
 
-    def __init__(self, file: pa.NativeFile) -> None:
+    def __init__(self, file: ByteStream) -> None:
         self._file = file
         self._member = zlib.decompressobj(_GZIP_OR_ZLIB)
         self._input = b""

@@ -5,6 +5,9 @@
             u32 size of the data as stored, u32 number of records, data
     data  = for each record, once decompressed: u32 length, bytes
 
+A chunk of gzip may decompress to 32 MiB, or to 32 times its size if that is more: a few bytes must not fill
+the memory. What compresses better is stored without compression.
+
 All numbers are little-endian, and Snappy is its stream of frames (`snappy_frames.py`). The number of records
 has no checksum; it is compared with the records in the data. An early Python writer and PaddlePaddle's C++
 writer use the same magic number with the fields in another order; the error for such files explains that.
@@ -13,10 +16,11 @@ writer use the same magic number with the fields in another order; the error for
 from __future__ import annotations
 
 import gzip
+import io
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +28,7 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
-from karvan.data.formats.records.inflate import ByteStream
+from karvan.data.formats.records.inflate import ByteStream, InflatedFile, check_record
 from karvan.data.formats.records.snappy_frames import frame, unframe
 from karvan.data.formats.records.source import RUN, Index, RecordSource
 from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
@@ -35,6 +39,7 @@ _MAGIC = b"\x04\x03\x02\x01"
 _HEAD = struct.Struct("<4sIIII")
 _COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
 _CHUNK = 1 << 20
+_MOST, _MOST_TIMES = 32 << 20, 32  # bytes of a chunk, once decompressed; Snappy cannot reach them
 _OTHER_ORDER = (
     "The header has the fields in the order of PaddlePaddle's C++ writer or of an early Python writer "
     "(count, checksum, compressor, size), which is unsupported. Write the records with "
@@ -66,7 +71,15 @@ class _Head:
             early = checksum < 1 << 24 and size <= 3  # a count and a compressor
             detail = f"The compressor must be 0, 1 or 2, but is {compressor}: the file is damaged."
             raise DataError(_OTHER_ORDER if early else detail, place=place)
-        return cls(checksum, compressor, size, records, place)
+        head = cls(checksum, compressor, size, records, place)
+        if records * 4 > (head.most_bytes if compressor else size):
+            raise DataError(f"The chunk cannot hold {records} records: it is damaged.", place=place)
+        return head
+
+    @property
+    def most_bytes(self) -> int:
+        """How many bytes its data may have, once decompressed."""
+        return max(_MOST, _MOST_TIMES * self.size)
 
 
 class RecordIOSource(RecordSource):
@@ -86,11 +99,6 @@ class RecordIOSource(RecordSource):
             head = _Head.parse(file.read(_HEAD.size), at, total)
             if head.size > size - at - _HEAD.size:
                 raise DataError("The chunk is cut off: the file ends before it does.", place=head.place)
-            # A record has at least four bytes, and no compressor reduces them to less than a thousandth.
-            if head.records > max(head.size, 1) * 1100:
-                raise DataError(
-                    f"The chunk cannot hold {head.records} records: it is damaged.", place=head.place
-                )
             at += _HEAD.size + head.size
             total += head.records
             if at - bounds[-1] >= RUN or at == size:
@@ -98,7 +106,7 @@ class RecordIOSource(RecordSource):
                 starts.append(total)
         return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
 
-    def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
+    def _read_run(self, data: bytes, at: int, first: int) -> Iterator[Payloads]:
         position = 0
         parts: list[Payloads] = []
         while position < len(data):
@@ -106,12 +114,17 @@ class RecordIOSource(RecordSource):
             begin, position = position + _HEAD.size, position + _HEAD.size + head.size
             parts.append(_records(head, data[begin:position], first))
             first += head.records
-        return _joined(parts)
+            if sum(len(part.data) for part in parts) > 4 * RUN:
+                yield _joined(parts)
+                parts = []
+        if parts:
+            yield _joined(parts)
 
     def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
         at = first = 0
         while data := stream.read(_HEAD.size):
             head = _Head.parse(data, at, first)
+            check_record(head.size, head.place)
             stored = stream.read(head.size)
             if len(stored) != head.size:
                 raise DataError("The chunk is cut off: the file ends before it does.", place=head.place)
@@ -137,8 +150,8 @@ class RecordIOWriter(RecordFileWriter):
     ) -> None:
         if compression not in _COMPRESSORS:
             raise ValueError(f"compression must be 'snappy', 'gzip' or 'none', but is {compression!r}.")
-        if not 1 <= chunk_bytes <= 1 << 30:
-            raise ValueError(f"chunk_bytes must be from 1 to 1 GiB, but is {chunk_bytes}.")
+        if not 1 <= chunk_bytes <= _MOST:
+            raise ValueError(f"chunk_bytes must be from 1 to 32 MiB, but is {chunk_bytes}.")
         self._compression = compression
         file_compression = "gzip" if str(path).lower().endswith(".gz") else None
         super().__init__(path, filesystem, file_compression, chunk_bytes)
@@ -149,16 +162,20 @@ class RecordIOWriter(RecordFileWriter):
             stored = frame(plain)
         else:
             stored = gzip.compress(plain, mtime=0) if self._compression == "gzip" else plain
-        compressor = _COMPRESSORS[self._compression]
-        return _HEAD.pack(_MAGIC, zlib.crc32(stored), compressor, len(stored), len(bounds) - 1) + stored
+        head = _Head(zlib.crc32(stored), _COMPRESSORS[self._compression], len(stored), len(bounds) - 1, "")
+        if len(plain) > head.most_bytes:
+            stored, head = plain, replace(head, checksum=zlib.crc32(plain), compressor=0, size=len(plain))
+        if self._is_deflated:
+            check_record(head.size)
+        return _HEAD.pack(_MAGIC, head.checksum, head.compressor, head.size, head.records) + stored
 
 
 def _records(head: _Head, stored: bytes, first: int) -> Payloads:
     if zlib.crc32(stored) != head.checksum:
         raise DataError("The chunk does not match its checksum: the file is damaged.", place=head.place)
     try:
-        data = _decompressed(head.compressor, stored)
-    except (ValueError, EOFError, OSError, zlib.error) as error:
+        data = _decompressed(head, stored)
+    except ValueError as error:
         raise DataError(f"The chunk cannot be decompressed: {error}", place=head.place) from error
     starts, lengths, _, fault = _native.find_chunk_records(data, head.records)
     if fault:
@@ -170,10 +187,15 @@ def _records(head: _Head, stored: bytes, first: int) -> Payloads:
     return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
 
 
-def _decompressed(compressor: int, stored: bytes) -> bytes:
-    if compressor == _COMPRESSORS["snappy"]:
+def _decompressed(head: _Head, stored: bytes) -> bytes:
+    if head.compressor == _COMPRESSORS["none"]:
+        return stored
+    if head.compressor == _COMPRESSORS["snappy"]:
         return unframe(stored)
-    return gzip.decompress(stored) if compressor == _COMPRESSORS["gzip"] else stored
+    data = InflatedFile(io.BytesIO(stored)).read(head.most_bytes + 1)
+    if len(data) > head.most_bytes:
+        raise ValueError(f"expected at most {head.most_bytes:,} bytes of {len(stored):,}, got more.")
+    return data
 
 
 def _joined(parts: list[Payloads]) -> Payloads:

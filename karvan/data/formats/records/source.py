@@ -34,6 +34,7 @@ from karvan.data.formats.records.tf_example import Payloads, Places
 from karvan.data.streaming.record_batches import BYTES_SCHEMA, DecodeBytes, bytes_rows
 
 RUN = 2 << 20
+_MOST_RECORDS = 1 << 16  # in a batch: short records need many times their bytes as objects of Python
 _SAMPLE = 1000  # records from which the features are inferred
 _OTHERS = {
     b"PAR1": "Parquet",
@@ -165,12 +166,12 @@ class RecordSource(FileSource):
                 yield number, batch.select(list(columns))
 
     def _payloads(self, file: pa.NativeFile, layout: Layout, group: int) -> Iterator[tuple[int, Payloads]]:
-        """The records from a group on, and the number of their group."""
+        """The records from a group on, some at a time, and the number of their group."""
         index: Index = layout.detail
         if index.bounds is None:
             file.seek(0)
             for records in self._scan(InflatedFile(file)):
-                yield 0, records
+                yield from ((0, some) for some in records.pieces(_MOST_RECORDS))
             return
         for number, (begin, end) in enumerate(pairwise(index.bounds.tolist()[group:]), group):
             file.seek(begin)
@@ -179,7 +180,8 @@ class RecordSource(FileSource):
                 raise EOFError(
                     f"Expected {end - begin} bytes at byte {begin}, but the file ends after {len(data)}."
                 )
-            yield number, self._read_run(data, begin, int(index.starts[number]))
+            for records in self._read_run(data, begin, int(index.starts[number])):
+                yield from ((number, some) for some in records.pieces(_MOST_RECORDS))
 
     def _wrong(self, start: bytes) -> str:
         """The message for a file that begins differently."""
@@ -202,8 +204,10 @@ class RecordSource(FileSource):
         """The runs of a file that is not compressed as a whole."""
 
     @abstractmethod
-    def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
-        """The records of a run that begins at byte `at` of the file; all checksums are verified."""
+    def _read_run(self, data: bytes, at: int, first: int) -> Iterator[Payloads]:
+        """The records of a run that begins at byte `at` of the file, some at a time, as far as what is
+        compressed needs it; all checksums are verified.
+        """
 
     @abstractmethod
     def _scan(self, stream: ByteStream) -> Iterator[Payloads]:

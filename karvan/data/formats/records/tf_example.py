@@ -7,7 +7,7 @@ is null; one that is present and empty is an empty list, or null in a column of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,12 @@ class Payloads:
     def head(self, count: int) -> Payloads:
         """The first records."""
         return Payloads(self.data, self.starts[:count], self.lengths[:count], self.first)
+
+    def pieces(self, count: int) -> Iterator[Payloads]:
+        """All records, up to `count` at a time."""
+        for begin in range(0, len(self), count):
+            chosen = slice(begin, begin + count)
+            yield Payloads(self.data, self.starts[chosen], self.lengths[chosen], self.first + begin)
 
     def to_list(self) -> list[bytes]:
         """The records as separate bytes."""

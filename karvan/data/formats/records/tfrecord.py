@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
-from karvan.data.formats.records.inflate import ByteStream
+from karvan.data.formats.records.inflate import ByteStream, check_record
 from karvan.data.formats.records.source import RUN, Index, RecordSource
 from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
 from karvan.data.formats.records.writer import RecordFileWriter
@@ -62,11 +62,11 @@ class TFRecordSource(RecordSource):
             starts.append(starts[-1] + len(found))
         return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
 
-    def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
+    def _read_run(self, data: bytes, at: int, first: int) -> Iterator[Payloads]:
         starts, lengths, end, fault = _native.find_tfrecords(data, True)
         if fault or end != len(data):
             raise DataError(_FAULTS.get(fault, _CUT_OFF), place=_place(first + len(starts), at + end))
-        return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
+        yield Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
 
     def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
         rest, at, first, block = b"", 0, 0, RUN
@@ -83,6 +83,9 @@ class TFRecordSource(RecordSource):
                 yield Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
             if len(more) < block:
                 return
+            if len(data) - end >= _HEAD:  # an incomplete record, whose length matches its checksum
+                length = int.from_bytes(data[end : end + 8], "little")
+                check_record(length, _place(first + len(starts), at + end))
             rest, at, first = data[end:], at + end, first + len(starts)
             # A record that is larger than a run is read in steps that double: its length may be wrong.
             block = RUN if len(starts) else max(RUN, len(rest))
@@ -104,6 +107,8 @@ class TFRecordWriter(RecordFileWriter):
         super().__init__(path, filesystem, None if compression == "none" else compression, RUN)
 
     def _frame(self, data: Bytes, bounds: Places) -> bytes:
+        if self._is_deflated:
+            check_record(int(np.diff(bounds).max(initial=0)))
         return bytes(_native.frame_tfrecords(data, bounds))
 
 

@@ -94,6 +94,11 @@ class RecordFileWriter(ABC):
         else:
             self.discard()
 
+    @property
+    def _is_deflated(self) -> bool:
+        """Whether the file is compressed as a whole."""
+        return self._deflate is not None
+
     @abstractmethod
     def _frame(self, data: Bytes, bounds: Places) -> bytes:
         """The bytes to write for records data[bounds[i]:bounds[i + 1]]."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 
+from karvan.system_limits import forbid_core_dumps
+
 
 def private_file(name: str, content: bytes) -> str:
     """Make a file; returns its path, which is valid as long as this process lives."""
+    forbid_core_dumps()
     file = os.memfd_create(name, os.MFD_CLOEXEC)
     with open(file, "wb", closefd=False) as writer:
         writer.write(content)
