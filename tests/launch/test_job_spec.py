@@ -50,10 +50,6 @@ WRONG = {
         "roles: {trainers: {env: {KARVAN_ROLE: x}}}",
         "roles.trainers.env: the launcher sets KARVAN_ROLE",
     ),
-    "a former variable": (
-        "roles: {embedding_workers: {env: {KARVAN_WORKER_EXPIRE: 9}}}",
-        "KARVAN_WORKER_EXPIRE is called KARVAN_EMBEDDING_WORKER_EXPIRE now",
-    ),
     "an open host": ("host: 0.0.0.0", "only loopback hosts are allowed, such as 127.0.0.1"),
     "an open host without tls": ("host: 0.0.0.0\ntoken_file: t", "which needs tls"),
     "an open host by name": ("host: example.org", "only loopback hosts are allowed"),
@@ -118,15 +114,6 @@ def test_check_shows_roles_and_commands_and_starts_nothing(run, tmp_path):
     assert rows["loader"] == f"3 {sys.executable} -m karvan role loader"
     assert "embedding-worker" not in rows
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_launcher_with_a_former_variable_says_the_new_one(run, tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "job.yaml").write_text(job_text(""))
-    monkeypatch.setenv("KARVAN_SERVER_LOSS", "reload")
-    code, _, err = run("job.yaml", "--check")
-    assert code == 2
-    assert "KARVAN_SERVER_LOSS is called KARVAN_ON_SERVER_LOSS now" in err
 
 
 def test_loaders_run_a_program_of_the_job_if_it_has_one():
