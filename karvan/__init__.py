@@ -1,9 +1,8 @@
 """Karvan trains recommendation models whose embedding tables outgrow a machine."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from karvan.former_names import missing_name
+from karvan.public_names import publish
 
 if TYPE_CHECKING:
     from karvan import checkpoint, data, ids, metrics, models, presets, train
@@ -55,34 +54,18 @@ __all__ = [
 
 # The module of each public name. It is imported at first use, so that programs that only use embeddings do
 # not wait for pyarrow, and `karvan --help` not for torch.
-_HOMES = {
-    "karvan": "checkpoint data ids metrics models presets train",
-    "karvan.checkpoint": "Checkpoints",
-    "karvan.cluster.loader.context": "LoaderContext",
-    "karvan.distributed": "connect disconnect",
-    "karvan.embedding": "EmbeddingEngine Table admission eviction init optim",
-    "karvan.features": "Feature FeatureEngine",
-    "karvan.ragged": "Batch Ragged",
-    "karvan.threads": "get_num_threads set_num_threads",
-    "karvan.train": "EvalContext InferContext TrainContext Trainer TrainingJob callbacks losses",
-    "karvan.train.reporting": "loggers",
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-if not TYPE_CHECKING:  # type checkers see the imports above, and that nothing else exists
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise missing_name("karvan", name)
-        home = _HOME[name]
-        found = (
-            importlib.import_module(f"{home}.{name}")
-            if home in ("karvan", "karvan.train.reporting")  # whose names are modules
-            else getattr(importlib.import_module(home), name)
-        )
-        globals()[name] = found  # the next access needs no call of this function
-        return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+publish(
+    "karvan",
+    {
+        "karvan": "checkpoint data ids metrics models presets train",
+        "karvan.checkpoint": "Checkpoints",
+        "karvan.cluster.loader.context": "LoaderContext",
+        "karvan.distributed": "connect disconnect",
+        "karvan.embedding": "EmbeddingEngine Table admission eviction init optim",
+        "karvan.features": "Feature FeatureEngine",
+        "karvan.ragged": "Batch Ragged",
+        "karvan.threads": "get_num_threads set_num_threads",
+        "karvan.train": "EvalContext InferContext TrainContext Trainer TrainingJob callbacks losses",
+        "karvan.train.reporting": "loggers",
+    },
+)

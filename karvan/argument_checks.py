@@ -1,8 +1,9 @@
-"""Checks of integer arguments, and the text of errors about unknown names."""
+"""Checks of arguments that are numbers, and the text of errors about unknown names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from numbers import Integral
 from typing import Any
 
@@ -27,11 +28,56 @@ def check_counts(least: int, **values: Any) -> None:
             raise ValueError(f"{name} must be at least {least}, but is {value}.")
 
 
+_OPTIONAL = " | None"
+_NUMBERS = ("int", "float", "tuple[int, int]", "tuple[float, float]")
+
+
+def check_kinds(title: str, call: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Raise a TypeError unless arguments of a call are numbers, or True or False, where it declares them so.
+
+    Text such as '0.1' and booleans are no numbers. Other declarations are not checked.
+    """
+    for name, declared in _declared_kinds(call).items():
+        if name not in values:
+            continue
+        value, kind = values[name], declared.removesuffix(_OPTIONAL)
+        if value is None and kind != declared:
+            continue
+        if kind == "bool":
+            wrong = [] if isinstance(value, int) or type(value).__name__ == "bool" else [value]  # or numpy's
+            expected = "True or False"
+        else:
+            parts = value if kind.startswith("tuple") and isinstance(value, list | tuple) else [value]
+            wrong = [part for part in parts if isinstance(part, bool) or not hasattr(part, "__float__")]
+            expected = "a number"
+        if wrong:
+            raise TypeError(f"{title} expects {expected} as {name}, got {wrong[0]!r}.")
+
+
+@cache
+def _declared_kinds(call: Callable[..., Any]) -> dict[str, str]:
+    """The arguments of a call that are declared as numbers or booleans."""
+    import inspect
+
+    declared = {}
+    for name, parameter in inspect.signature(call).parameters.items():
+        kind = parameter.annotation
+        text = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        if text.removesuffix(_OPTIONAL) in (*_NUMBERS, "bool"):
+            declared[name] = text
+    return declared
+
+
 def listed(name: object, known: Iterable[object]) -> str:
     """The known names as the end of a sentence, and the closest: "user, item. Did you mean 'item'?"."""
+    names = [str(each) for each in (known.keys() if isinstance(known, Mapping) else known)]
+    return f"{', '.join(names) or 'nothing'}.{meant(name, names)}"
+
+
+def meant(name: object, names: Iterable[str]) -> str:
+    """A question for the name that may be meant, " Did you mean 'item'?"; nothing if none is close."""
     import difflib  # only errors need it
 
-    names = [str(each) for each in (known.keys() if isinstance(known, Mapping) else known)]
-    nearest = difflib.get_close_matches(str(name), names, n=1)
-    meant = f" Did you mean '{nearest[0]}'?" if nearest else ""
-    return f"{', '.join(names) or 'nothing'}.{meant}"
+    folded = {each.casefold(): each for each in names}  # 'Auc' is as close to 'AUC' as can be
+    nearest = difflib.get_close_matches(str(name).casefold(), folded, n=1)
+    return f" Did you mean '{folded[nearest[0]]}'?" if nearest else ""

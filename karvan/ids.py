@@ -18,6 +18,18 @@ from torch import Tensor
 
 from karvan import kernels
 from karvan.native import _native
+from karvan.public_names import publish
+
+__all__ = [
+    "HASHES",
+    "bucket",
+    "farm",
+    "hash_stack",
+    "hash_strings",
+    "mod",
+    "murmur",
+    "prefix",
+]
 
 # Not Sequence: a str is one as well, and would be hashed letter by letter.
 Strings = list[bytes] | list[str] | tuple[bytes | str, ...]
@@ -224,3 +236,6 @@ def _hash_on_gpu(kind: str, values: Tensor, offsets: Tensor | None, size: int | 
         check_offsets(offsets, values.shape[0], whole=False)
     hash_rows = farm_rows if kind == "farm" else murmur_rows
     return hash_rows(values, offsets, size=-1 if size is None else size)
+
+
+publish("karvan.ids")

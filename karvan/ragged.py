@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -339,11 +339,6 @@ class Batch(Mapping[str, Entry]):
     def samples(self) -> int:
         """The number of samples: every entry has a row for each; 0 for a batch without entries."""
         return self._samples
-
-    @property
-    def rows(self) -> NoReturn:
-        """The former name of `samples`: an error that says so."""
-        raise AttributeError("'Batch' object has no attribute 'rows': it is samples now.")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch with every entry on the device."""

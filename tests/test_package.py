@@ -1,8 +1,8 @@
 """The package as a whole: how it imports, and which of its modules may know which."""
 
 import ast
-import importlib
 import inspect
+import pickle
 import re
 import resource
 import subprocess
@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import karvan
-from karvan import former_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "karvan"
@@ -92,15 +91,25 @@ def test_imports_point_down_the_layers():
 UPWARDS = {"karvan.data": ["karvan.cluster.loader_stream.stream"]}
 
 
+def _named_modules(node):
+    """The modules that a call of `importlib.import_module` or of `publish` names."""
+    if not isinstance(node, ast.Call):
+        return []
+    name = getattr(node.func, "attr", getattr(node.func, "id", None))
+    named = {
+        "import_module": node.args[:1],
+        "publish": [key for each in node.args[1:] for key in getattr(each, "keys", ())],
+    }
+    return [each.value for each in named.get(name, ()) if isinstance(getattr(each, "value", None), str)]
+
+
 def test_imports_by_name_point_down_the_layers_too():
     upwards = {}
     for module, tree in _modules().items():
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module"):
-                continue
-            target = getattr(node.args[0], "value", None)
-            if isinstance(target, str) and LAYER_OF[_part(target)] > LAYER_OF[_part(module)]:
-                upwards.setdefault(module, []).append(target)
+            for target in _named_modules(node):
+                if LAYER_OF[_part(target)] > LAYER_OF[_part(module)]:
+                    upwards.setdefault(module, []).append(target)
     assert upwards == UPWARDS
 
 
@@ -188,62 +197,72 @@ def test_public_names_are_listed_and_exist():
     assert (PACKAGE / "py.typed").exists()
 
 
-def test_former_names_say_the_new_ones():
-    for module, names in former_names._NAMES.items():
-        assert names.keys().isdisjoint(importlib.import_module(module).__all__)
-        for name, new in names.items():
-            with pytest.raises(AttributeError, match=re.escape(f"'{name}': it is {new} now.")):
-                getattr(importlib.import_module(module), name)
-            package, _, attribute = new.replace("kv.", "karvan.").rpartition(".")
-            assert hasattr(_resolve(package), attribute)
-    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
-        _ = karvan.nothing
+PUBLIC_MODULES = (
+    "karvan",
+    "karvan.train",
+    *(f"karvan.{name}" for name in karvan.__all__ if inspect.ismodule(getattr(karvan, name))),
+)
 
 
-def _resolve(dotted):
-    first, *rest = dotted.split(".")
-    found = importlib.import_module(first)
-    for name in rest:
-        found = getattr(found, name, None) or importlib.import_module(f"{found.__name__}.{name}")
-    return found
+@pytest.mark.parametrize("name", [f"kv{each.removeprefix('karvan')}" for each in PUBLIC_MODULES])
+def test_dir_of_a_public_module_lists_its_public_names_alone(name):
+    module = eval(name, {"kv": karvan})
+    assert dir(module) == sorted(module.__all__)
+    for each in module.__all__:
+        assert getattr(module, each) is not None
 
 
-def test_a_former_argument_says_the_new_one():
-    @former_names.former_arguments(ahead="prefetch")
-    def read(path, *, prefetch=2):
-        return path, prefetch
-
-    assert read("a", prefetch=3) == ("a", 3)
-    assert list(inspect.signature(read).parameters) == ["path", "prefetch"]
-    with pytest.raises(TypeError, match=r"read\(\) has no argument 'ahead': it is prefetch now"):
-        read("a", ahead=3)
-
-
-def test_former_arguments_of_the_trainer_and_its_siblings_say_the_new_ones():
-    calls = {
-        karvan.Trainer: {
-            "accumulate": "gradient_accumulation_steps",
-            "global_accumulate": "global_accumulation_steps",
-            "ahead": "prefetch",
-            "logs": "loggers",
-            "skip_nonfinite": "nonfinite",
-        },
-        karvan.Trainer.fit: {"train_steps": "max_steps"},
-        karvan.TrainingJob: {"train_steps": "max_steps"},
-        karvan.TrainContext: {"mixed_precision": "precision", "ahead": "prefetch"},
-        karvan.TrainContext.save: {"wait": "block"},
-        karvan.EvalContext: {"mixed_precision": "precision", "ahead": "prefetch"},
-        karvan.InferContext: {"mixed_precision": "precision", "ahead": "prefetch"},
-        karvan.data.from_loaders: {"ahead": "prefetch", "world": "world_size"},
-        karvan.data.read: {"world": "world_size"},
-        karvan.data.Loader: {"world": "world_size"},
-        karvan.data.KafkaReader: {"world": "world_size"},
+def test_a_misspelled_name_of_a_public_module_says_which_one_is_meant():
+    wrong = {
+        "Auc": (karvan.metrics, "AUC"),
+        "Trianer": (karvan, "Trainer"),
+        "Fixd": (karvan.data, "Fixed"),
+        "Adagrd": (karvan.optim, "Adagrad"),
+        "mincount": (karvan.admission, "MinCount"),
+        "farmhash": (karvan.ids, "farm"),
     }
-    for call, names in calls.items():
-        for name, new in names.items():
-            assert new in inspect.signature(call).parameters
-            with pytest.raises(TypeError, match=f"has no argument '{name}': it is {new} now"):
-                call(**{name: 1})
+    for name, (module, right) in wrong.items():
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\. Did you mean '{right}'\?$"):
+            getattr(module, name)
+    with pytest.raises(AttributeError, match=r"module 'karvan' has no attribute 'zzz'\.$"):
+        _ = karvan.zzz
+
+
+def test_a_misspelled_argument_says_which_one_is_meant():
+    wrong = {
+        lambda: karvan.Table(
+            8, combinr="mean"
+        ): r"Table\(\) has no argument 'combinr'. Did you mean 'combiner'",
+        lambda: karvan.Trainer(None, None, clip_nrom=1.0): "'clip_nrom'. Did you mean 'clip_norm'",
+        lambda: karvan.Trainer.fit(None, [], eval_dat=[]): r"Trainer.fit\(\) has no argument 'eval_dat'",
+        lambda: karvan.metrics.AUC(bin=3): r"AUC\(\) has no argument 'bin'. Did you mean 'bins'",
+        lambda: karvan.optim.Adam(None, beta=(0.9, 0.9)): "Did you mean 'betas'",
+        lambda: karvan.data.read("x", batchsize=3): "'batchsize'. Did you mean 'batch_size'",
+        lambda: karvan.connect("memory", capcity=3): "Did you mean 'capacity'",
+        lambda: karvan.eviction.LRU(size=3): r"LRU\(\) has no argument 'size'. It has: capacity",
+        lambda: karvan.presets.persia.table(8, admit_probabilty=0.5): "has no argument 'admit_probabilty'",
+        lambda: karvan.losses.BinaryCrossEntropy(lable="x"): "Did you mean 'label'",
+    }
+    for call, text in wrong.items():
+        with pytest.raises(TypeError, match=text):
+            call()
+
+
+def test_an_error_inside_of_a_public_function_stays_as_it_is():
+    class Own(karvan.callbacks.EarlyStopping):
+        def __init__(self, **options):
+            super().__init__("auc", **options)
+            dict(**options)[0] = len(options, nothing=1)
+
+    with pytest.raises(TypeError, match=r"has no argument 'patienc'\. Did you mean 'patience'"):
+        Own(patienc=1)
+    with pytest.raises(TypeError, match=r"^len\(\) takes no keyword arguments$"):
+        Own(patience=1)
+
+
+def test_public_functions_can_be_pickled():
+    for function in (karvan.data.read, karvan.ids.farm, karvan.connect, karvan.checkpoint.find):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def _seconds(code):
@@ -357,7 +376,7 @@ RENAMES = {
     "karvan.files": "the one place",
     "karvan.checkpoint.format.atomic_folder": "renames folders, whose files are on the disk",
     "karvan.owner.lease": "sets the lease of another aside",
-    "karvan.launch.engines.keeper": "imports nothing; its logs and numbers mean nothing after a loss of power",
+    "karvan.launch.engines.keeper": "imports nothing; its logs and numbers need no disk",
 }
 
 

@@ -135,8 +135,6 @@ def test_batch_is_a_mapping_in_the_given_order():
     assert batch["history"] is history
     assert dict(batch) == {"user": user, "history": history}
     assert repr(batch) == "Batch(samples=2, user, history)"
-    with pytest.raises(AttributeError, match="'Batch' object has no attribute 'rows': it is samples now"):
-        _ = batch.rows
     assert not hasattr(batch, "size")
     assert copy.deepcopy(batch).samples == pickle.loads(pickle.dumps(batch)).samples == 2
 

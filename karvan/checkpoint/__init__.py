@@ -19,6 +19,7 @@ from karvan.checkpoint.save_one import find, resume_at, save, start
 from karvan.checkpoint.selection import is_imported
 from karvan.checkpoint.survey import Survey, survey
 from karvan.checkpoint.warm_start import WarmStart, warm_start
+from karvan.public_names import publish
 
 __all__ = [
     "Checkpoint",
@@ -47,3 +48,5 @@ __all__ = [
     "verify",
     "warm_start",
 ]
+
+publish("karvan.checkpoint")

@@ -1,7 +1,6 @@
 """Data: files, frames and streams, read in splits and delivered as batches."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from karvan.data import synthetic
 from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
@@ -24,7 +23,7 @@ from karvan.data.streaming.kafka_source import KafkaSource
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.data.streaming.record_batches import json_rows, record_batches
 from karvan.data.streaming.time_windows import Window, Windows
-from karvan.former_names import missing_name
+from karvan.public_names import publish
 
 if TYPE_CHECKING:
     from karvan.cluster.loader_stream.stream import from_loaders
@@ -63,11 +62,6 @@ __all__ = [
     "synthetic",
 ]
 
-if not TYPE_CHECKING:  # type checkers see the import above
-
-    def __getattr__(name: str) -> Any:
-        # It reads data, so users look for it here. Its code belongs to the cluster, a higher layer that
-        # nothing in this package may depend on, so it is imported only on first use.
-        if name != "from_loaders":
-            raise missing_name("karvan.data", name)
-        return importlib.import_module("karvan.cluster.loader_stream.stream").from_loaders
+# `from_loaders` reads data, so users look for it here. Its code belongs to the cluster, a higher layer that
+# nothing in this package may depend on, so it is imported only on first use.
+publish("karvan.data", {"karvan.cluster.loader_stream.stream": "from_loaders"})

@@ -27,12 +27,10 @@ from karvan.data.maxcompute.table_url import is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.devices import data_device
-from karvan.former_names import former_arguments
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 
 
-@former_arguments(world="world_size")
 def read(
     data: Any,
     batch_size: int,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from karvan.public_names import publish
+
 __all__ = ["Admission", "Always", "MinCount", "Probability", "ReadOnly"]
 
 
@@ -81,3 +83,6 @@ class ReadOnly(Admission):
     def native(self) -> tuple[str, float, int]:
         """See `Admission.native`."""
         return "read_only", 0.0, 0
+
+
+publish("karvan.embedding.admission")

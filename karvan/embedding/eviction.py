@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from karvan.public_names import publish
+
 __all__ = ["LFU", "LRU", "TTL", "Age", "Eviction", "Never", "Norm"]
 
 
@@ -133,3 +135,6 @@ class Norm(Eviction):
     def native(self) -> tuple[str, float, int]:
         """See `Eviction.native`."""
         return "norm", float(self.below), self.every
+
+
+publish("karvan.embedding.eviction")

@@ -10,6 +10,22 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from karvan.public_names import publish
+
+__all__ = [
+    "Constant",
+    "Gamma",
+    "Initialiser",
+    "KaimingNormal",
+    "KaimingUniform",
+    "Normal",
+    "Poisson",
+    "TruncatedNormal",
+    "Uniform",
+    "XavierNormal",
+    "XavierUniform",
+]
+
 _LARGEST = 3.4028234663852886e38  # the largest float32: vectors start as float32
 _REACH = 6.0  # standard deviations; the native quantile function ends a little beyond
 
@@ -248,3 +264,6 @@ def _require_finite(init: Initialiser, **numbers: float) -> None:
     for name, number in numbers.items():
         if not abs(number) <= _LARGEST:  # false for nan as well
             raise ValueError(f"{init} must have a finite float32 as {name}, but it is {number}.")
+
+
+publish("karvan.embedding.init")

@@ -4,5 +4,8 @@ from karvan.features.engine import FeatureEngine
 from karvan.features.feature import Feature
 from karvan.features.fusion_plan import Stage
 from karvan.features.ops.base import ElementOp, Op, RowOp
+from karvan.public_names import publish
 
 __all__ = ["ElementOp", "Feature", "FeatureEngine", "Op", "RowOp", "Stage"]
+
+publish("karvan.features")

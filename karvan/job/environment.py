@@ -2,8 +2,8 @@
 
 A field `x` is the variable KARVAN_X; docs/launch.md has the table. The launcher sets the fields of the first
 part for every process of a job; those of the second part are set by users. A variable that is empty counts
-as not set. A value that is not what its field expects is a ValueError that names the variable; so is a former
-name. A name that is almost one of these is a warning, once in a process.
+as not set. A value that is not what its field expects is a ValueError that names the variable. A name that is
+almost one of these is a warning, once in a process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from karvan.former_names import VARIABLES
 from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
@@ -97,9 +96,7 @@ class JobEnvironment:
         """As the variables say; without a mapping, those of this process."""
         given = os.environ if environment is None else environment
         if environment is None:
-            check_names()
-        else:
-            check_former_names(name for name, text in environment.items() if text.strip())
+            warn_of_misspelled(os.environ)
         values: dict[str, Any] = {}
         for field in fields(cls):
             text = given.get(variable(field.name), "")
@@ -138,22 +135,7 @@ def addresses_variable(role: Role) -> str:
     return variable(f"{_prefix(role)}_addresses")
 
 
-def check_names() -> None:
-    """Check the names of this process's variables: a former one is an error, a misspelled one a warning."""
-    check_former_names(name for name, text in os.environ.items() if text.strip())
-    _warn_of_misspelled(os.environ)
-
-
-def check_former_names(names: Iterable[str]) -> None:
-    """Raise a ValueError that says the new name if one of these variables has a former one."""
-    for name in names:
-        if name in VARIABLES:
-            raise ValueError(
-                f"The environment variable {name} is called {VARIABLES[name]} now: set that one."
-            )
-
-
-def _warn_of_misspelled(names: Iterable[str]) -> None:
+def warn_of_misspelled(names: Iterable[str]) -> None:
     """Log a warning for each variable that is almost one of ours; others may be those of other programs."""
     known = {field.name.upper() for field in fields(JobEnvironment)}
     for name in names:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from karvan.job.address import is_loopback
-from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, check_former_names
+from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
 from karvan.job.roles import START_ORDER, Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import MODES, SYNC
@@ -89,7 +89,6 @@ class Replicas(Section):
     @field_validator("env")
     @classmethod
     def _sets_no_variable_of_the_launcher(cls, env: dict[str, str]) -> dict[str, str]:
-        check_former_names(env)
         for name in env:
             if name in LAUNCHED or name in TORCH_NAMES:
                 raise ValueError(f"the launcher sets {name}, so it cannot be set here")

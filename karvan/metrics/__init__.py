@@ -1,8 +1,5 @@
 """Streaming metrics: updated batch by batch, merged over ranks. Public as `kv.metrics`."""
 
-from typing import TYPE_CHECKING, Any
-
-from karvan.former_names import missing_name
 from karvan.metrics.accuracy import Accuracy, ClassAccuracy
 from karvan.metrics.auc import AUC
 from karvan.metrics.base import Metric, State
@@ -14,6 +11,7 @@ from karvan.metrics.mae import MeanAbsoluteError
 from karvan.metrics.mean import Mean
 from karvan.metrics.mse import MeanSquaredError
 from karvan.metrics.ndcg import NDCG
+from karvan.public_names import publish
 
 __all__ = [
     "AUC",
@@ -31,7 +29,4 @@ __all__ = [
     "State",
 ]
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise missing_name("karvan.metrics", name)
+publish("karvan.metrics")

@@ -7,5 +7,8 @@ from karvan.models.dlrm import DLRM
 from karvan.models.interaction import pairwise_dots
 from karvan.models.mmoe import MMoE
 from karvan.models.wide_deep import WideDeep
+from karvan.public_names import publish
 
 __all__ = ["DCN", "DIN", "DLRM", "DeepFM", "MMoE", "WideDeep", "pairwise_dots"]
+
+publish("karvan.models")

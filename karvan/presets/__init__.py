@@ -5,5 +5,8 @@ or `kv.init` make, with other defaults; all their options can be given.
 """
 
 from karvan.presets import persia, recis
+from karvan.public_names import publish
 
 __all__ = ["persia", "recis"]
+
+publish("karvan.presets")

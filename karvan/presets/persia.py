@@ -19,6 +19,7 @@ from karvan.embedding import Table, init
 from karvan.embedding.admission import Always, Probability
 from karvan.embedding.optim import SGD, Adagrad, Adam
 from karvan.embedding.optim.base import Targets
+from karvan.public_names import publish
 
 __all__ = ["INITIAL_ACCUMULATOR", "INITIAL_RANGE", "WEIGHT_BOUND", "adagrad", "adam", "sgd", "table"]
 
@@ -69,3 +70,6 @@ def adam(params: Targets | None = None, lr: float = 1e-3, **options: Any) -> Ada
 def sgd(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> SGD:
     """SGD whose elements stay within ±10; momentum and weight_decay count, which PERSIA ignores."""
     return SGD(params, lr, **{"weight_bound": WEIGHT_BOUND, **options})
+
+
+publish("karvan.presets.persia")

@@ -20,6 +20,7 @@ from typing import Any
 from karvan.embedding import Table
 from karvan.embedding.eviction import Age
 from karvan.embedding.init import Constant, TruncatedNormal, XavierNormal, XavierUniform
+from karvan.public_names import publish
 
 __all__ = ["global_step_filter", "table", "truncated_normal", "xavier_normal", "xavier_uniform"]
 
@@ -59,3 +60,6 @@ def global_step_filter(filter_step: int, every: int = 100) -> Age:
     if filter_step < 1:
         raise ValueError(f"global_step_filter expects a filter_step of at least 1, got {filter_step}.")
     return Age(filter_step - 1, every)
+
+
+publish("karvan.presets.recis")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import (
@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from karvan.argument_checks import listed
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.settings.yaml_text import parse, place_of
 
@@ -58,17 +59,14 @@ class Section(BaseModel):
     """A section of settings with declared keys; any other key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    former: ClassVar[Mapping[str, str]] = {}  # keys that were renamed, and what they are called now
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys_only(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
             for key in values:
-                if key in cls.former:
-                    raise ValueError(f"unknown key '{key}': it is {cls.former[key]} now")
                 if key not in cls.model_fields:
-                    raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
+                    raise ValueError(f"unknown key '{key}'; there are: {listed(key, cls.model_fields)}")
                 value = values[key]
                 if cls.model_fields[key].annotation in _PATHS and isinstance(value, str) and "://" in value:
                     raise ValueError(f"{key} expects the path of a file or folder, got the URL {value}")

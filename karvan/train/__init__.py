@@ -1,9 +1,8 @@
 """Training: the Trainer, its parts, losses, callbacks and contexts."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from karvan.former_names import missing_name
+from karvan.public_names import publish
 
 if TYPE_CHECKING:
     from karvan.dense.communication import PowerSGD
@@ -46,34 +45,21 @@ __all__ = [
 
 # The module of each public name, imported at first use: losses and the parts of a step (`karvan.train.step`)
 # need neither pyarrow nor what else the Trainer needs.
-_HOMES = {
-    "karvan.dense.communication": "PowerSGD",
-    "karvan.train": "callbacks losses",
-    "karvan.train.contexts.eval_context": "EvalContext InferContext",
-    "karvan.train.contexts.train_context": "TrainContext",
-    "karvan.train.elastic_loop": "ElasticLoop",
-    "karvan.train.prediction_files": "write_predictions",
-    "karvan.train.reporting.model_reports": "report",
-    "karvan.train.reporting.progress": "BarProgress NoProgress PlainProgress",
-    "karvan.train.reporting.results": "FitResult Report StepLogs",
-    "karvan.train.stopping.signals": "TerminatedError reset_termination",
-    "karvan.train.trainer": "Trainer",
-    "karvan.train.training_job": "TrainingJob",
-    "karvan.train.types": "PredictedRecords Prediction",
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-if not TYPE_CHECKING:  # type checkers see the imports above, and that nothing else exists
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise missing_name("karvan.train", name)
-        home = _HOME[name]
-        if home == "karvan.train":
-            return importlib.import_module(f"karvan.train.{name}")
-        found = globals()[name] = getattr(importlib.import_module(home), name)
-        return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+publish(
+    "karvan.train",
+    {
+        "karvan.dense.communication": "PowerSGD",
+        "karvan.train": "callbacks losses",
+        "karvan.train.contexts.eval_context": "EvalContext InferContext",
+        "karvan.train.contexts.train_context": "TrainContext",
+        "karvan.train.elastic_loop": "ElasticLoop",
+        "karvan.train.prediction_files": "write_predictions",
+        "karvan.train.reporting.model_reports": "report",
+        "karvan.train.reporting.progress": "BarProgress NoProgress PlainProgress",
+        "karvan.train.reporting.results": "FitResult Report StepLogs",
+        "karvan.train.stopping.signals": "TerminatedError reset_termination",
+        "karvan.train.trainer": "Trainer",
+        "karvan.train.training_job": "TrainingJob",
+        "karvan.train.types": "PredictedRecords Prediction",
+    },
+)

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from karvan.public_names import publish
 from karvan.train.reporting.results import FitResult, StepLogs
 from karvan.train.trainer_view import TrainerView
 
@@ -196,3 +197,6 @@ class Callbacks(Callback):
                 callback.load_state_dict(state[name])
         if gone := sorted(set(state) - set(self._callbacks)):
             _log.warning("State in the checkpoint of absent callbacks is ignored: %s.", ", ".join(gone))
+
+
+publish("karvan.train.callbacks")

@@ -13,8 +13,11 @@ from torch.nn import functional
 
 from karvan.argument_checks import listed
 from karvan.label_columns import one_each
+from karvan.public_names import publish
 from karvan.train.checks.label_values import check_column, check_of, check_whole
 from karvan.train.types import AnyBatch, Losses, Output
+
+__all__ = ["BinaryCrossEntropy", "ColumnLoss", "CrossEntropy", "MeanSquaredError", "Sum"]
 
 
 @dataclass(frozen=True)
@@ -233,3 +236,6 @@ def _column(batch: AnyBatch, name: str, like: Tensor, dtype: torch.dtype = torch
             )
         column = column.reshape(like.shape)
     return column
+
+
+publish("karvan.train.losses")

@@ -16,7 +16,6 @@ from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.former_names import former_arguments
 from karvan.job.checkpoint_url import shown
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
@@ -77,13 +76,6 @@ class Trainer:
     `trainer.dense.staleness` says how stale its gradients were.
     """
 
-    @former_arguments(
-        accumulate="gradient_accumulation_steps",
-        global_accumulate="global_accumulation_steps",
-        ahead="prefetch",
-        logs="loggers",
-        skip_nonfinite="nonfinite",
-    )
     def __init__(
         self,
         model: nn.Module,
@@ -223,7 +215,6 @@ class Trainer:
         """
         self._stop_request.stop(reason, final=final)
 
-    @former_arguments(train_steps="max_steps")
     def fit(
         self,
         data: Iterable[Any],

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.checkpoint import find, warm_start
-from karvan.former_names import former_fields
 from karvan.train.fit import check_fit
 from karvan.train.reporting.results import FitResult
 from karvan.train.state.transforms import Transforms
@@ -16,7 +15,6 @@ from karvan.train.stopping.goal import Goal
 from karvan.train.trainer import Trainer
 
 
-@former_fields(train_steps="max_steps")
 @dataclass(frozen=True)
 class TrainingJob:
     """A Trainer, its data, and how long it trains: what `def job()` of a file for `karvan train` returns.

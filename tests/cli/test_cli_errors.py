@@ -5,16 +5,11 @@ import pytest
 CONFIGS = {
     "an unknown section": ("nonsense: 1", "unknown key 'nonsense'; there are: connect, data, features"),
     "an unknown key": ("train: {epoch: 1}", "train: unknown key 'epoch'; there are: epochs, max_steps"),
-    "a former key": (
-        "train: {accumulate: 2}",
-        "train: unknown key 'accumulate': it is gradient_accumulation_steps now",
+    "a misspelled key": (
+        "train: {max_step: 2}",
+        "prefetch, early_stopping, warm_start. Did you mean 'max_steps'?",
     ),
-    "an argument of the Trainer": (
-        "train: {train_steps: 2}",
-        "train: unknown key 'train_steps': it is max_steps now",
-    ),
-    "a former metric": ("metrics: [LogLoss]", "There is no metric 'LogLoss': it is BinaryCrossEntropy now"),
-    "a former section": ("logs: {every: 2}", "unknown key 'logs': it is loggers now"),
+    "a misspelled metric": ("metrics: [Auc]", "NDCG. Did you mean 'AUC'?"),
     "a wrong value": ("train: {epochs: many}", "train.epochs: input should be a valid integer"),
     "a value out of range": (
         "train: {gradient_accumulation_steps: 0}",

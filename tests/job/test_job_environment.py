@@ -1,8 +1,5 @@
 """The environment variables of a job: what is written is read again, and wrong values are named."""
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.former_names import VARIABLES
 from karvan.job.address import is_loopback
 from karvan.job.environment import LAUNCHED, JobEnvironment, addresses_variable, set_variables, variable
 from karvan.job.roles import START_ORDER, Role
@@ -73,29 +69,6 @@ def test_without_a_mapping_the_process_is_read(monkeypatch):
 def test_a_wrong_value_names_its_variable(name, text, message):
     with pytest.raises(ValueError, match=message):
         JobEnvironment.read({name: text})
-
-
-def test_a_former_name_says_the_new_one():
-    known = {variable(field.name) for field in fields(JobEnvironment)}
-    for former, new in VARIABLES.items():
-        assert former not in known
-        assert new in known
-        with pytest.raises(ValueError, match=f"variable {former} is called {new} now"):
-            JobEnvironment.read({former: "1"})
-        assert JobEnvironment.read({former: " "}) == JobEnvironment()
-
-
-def test_a_program_that_is_started_with_a_former_name_fails():
-    program = "import karvan as kv; kv.connect('memory'); kv.connect('remote')"
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "KARVAN_SERVERS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode != 0
-    assert "KARVAN_SERVERS is called KARVAN_PARAMETER_SERVER_COUNT now" in ran.stderr
 
 
 def test_a_misspelled_name_is_one_warning(monkeypatch, caplog):

@@ -50,10 +50,6 @@ WRONG = {
         "roles: {trainers: {env: {KARVAN_ROLE: x}}}",
         "roles.trainers.env: the launcher sets KARVAN_ROLE",
     ),
-    "a former variable": (
-        "roles: {embedding_workers: {env: {KARVAN_WORKER_EXPIRE: 9}}}",
-        "KARVAN_WORKER_EXPIRE is called KARVAN_EMBEDDING_WORKER_EXPIRE now",
-    ),
     "mutual TLS without a CA": ("tls: {cert: c, key: k, mutual: true}", "mutual needs the ca"),
     "half of TLS": ("tls: {cert: c}", "'tls.key' is missing"),
     "a key twice": ("mode: sync\nmode: sync", "the key 'mode' appears twice"),
@@ -115,15 +111,6 @@ def test_check_shows_roles_and_commands_and_starts_nothing(run, tmp_path):
     assert rows["loader"] == f"3 {sys.executable} -P -m karvan role loader"
     assert "embedding-worker" not in rows
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_launcher_with_a_former_variable_says_the_new_one(run, tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "job.yaml").write_text(job_text(""))
-    monkeypatch.setenv("KARVAN_SERVER_LOSS", "reload")
-    code, _, err = run("job.yaml", "--check")
-    assert code == 2
-    assert "KARVAN_SERVER_LOSS is called KARVAN_ON_SERVER_LOSS now" in err
 
 
 def test_loaders_run_a_program_of_the_job_if_it_has_one():

@@ -77,15 +77,12 @@ def launch(
         raise CommandError("Expected a JOB.yaml, got nothing; --example prints one to start from.")
     changes = pairs(settings)
 
-    from karvan.job.environment import check_names
+    from karvan.job.environment import warn_of_misspelled
     from karvan.launch.engines.choice import check_engine
     from karvan.launch.job_spec import read_spec
     from karvan.launch.role_commands import commands_of
 
-    try:
-        check_names()
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    warn_of_misspelled(os.environ)
     spec = read_spec(target, changes)
     for path in spec.files():
         if not path.is_file():

@@ -14,7 +14,6 @@ from karvan.cli.config import schema as configs
 from karvan.cli.config.class_lookup import build, check_arguments, classes_of, find_class, make_by_name
 from karvan.cli.errors import CommandError
 from karvan.data.columns.from_settings import column_from_settings
-from karvan.former_names import new_name
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 _ADMISSIONS = {
@@ -174,10 +173,6 @@ def _losses() -> dict[str, Any]:
 def make_metrics(given: Sequence[configs.Named] | Mapping[str, configs.Named], loss: Any) -> dict[str, Any]:
     """Metrics of kv.metrics, a list or by names; label and output are those of a single loss."""
     known = classes_of(kv.metrics, kv.metrics.Metric)
-    each_named = given.values() if isinstance(given, Mapping) else given
-    for each in each_named:
-        if each.name not in known and (new := new_name("karvan.metrics", each.name)) is not None:
-            raise CommandError(f"There is no metric '{each.name}': it is {new.rpartition('.')[2]} now.")
     if not isinstance(given, Mapping):
         given = _by_short_name([(find_class("metric", known, each.name), each) for each in given])
     return {

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from karvan.argument_checks import listed
 from karvan.cli.config.schema import Named
 from karvan.cli.errors import CommandError
 
@@ -22,7 +23,7 @@ def classes_of(module: Any, base: type) -> dict[str, Any]:
 def find_class(what: str, known: Mapping[str, Any], name: str) -> Any:
     """The class of that name."""
     if name not in known:
-        raise CommandError(f"There is no {what} '{name}'; there are: {', '.join(sorted(known))}.")
+        raise CommandError(f"There is no {what} '{name}'; there are: {listed(name, sorted(known))}")
     return known[name]
 
 
@@ -47,7 +48,7 @@ def check_arguments(
     allowed = [name for name in signature.parameters if name not in hidden]
     for name in kwargs:
         if name not in allowed:
-            raise CommandError(f"{where}: unknown key '{name}'; there are: {', '.join(allowed) or 'none'}.")
+            raise CommandError(f"{where}: unknown key '{name}'; there are: {listed(name, allowed)}")
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -177,14 +177,6 @@ class DenseReduceSection(Section):
 class Train(Section):
     """How long to train, and how a step is made."""
 
-    former: ClassVar = {
-        "steps": "max_steps",
-        "train_steps": "max_steps",
-        "accumulate": "gradient_accumulation_steps",
-        "global_accumulate": "global_accumulation_steps",
-        "ahead": "prefetch",
-    }
-
     epochs: Count | None = None
     max_steps: Count | None = None
     eval_every: Count | None = None
@@ -242,8 +234,6 @@ class Predict(Section):
 
 class Config(Section):
     """A complete config."""
-
-    former: ClassVar = {"logs": "loggers"}
 
     connect: Choice | None = None  # the kind and the options of `kv.connect`
     data: Data

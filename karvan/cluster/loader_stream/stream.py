@@ -36,7 +36,6 @@ from karvan.cluster.task_stream.loader_connection import LoaderAccess
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
-from karvan.former_names import former_arguments
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import REFERENCE, Batch
@@ -79,7 +78,6 @@ class LoadedBatch(Batch):
         return made
 
 
-@former_arguments(ahead="prefetch", world="world_size")
 def from_loaders(
     *,
     ordered: bool | None = None,

@@ -15,6 +15,9 @@ from pyarrow import fs
 from karvan.data.columns.declarations import Column, Fixed
 from karvan.data.formats.csv.source import CsvSource
 from karvan.data.formats.paths import PathLike, find
+from karvan.public_names import publish
+
+__all__ = ["IDS", "INTEGERS", "LABEL", "columns", "open_logs", "schema"]
 
 LABEL = "label"
 INTEGERS = tuple(f"I{number}" for number in range(1, 14))
@@ -42,3 +45,6 @@ def open_logs(
     return CsvSource(
         find(paths, filesystem), schema=fields, delimiter="\t", header=False, quote=None, hexadecimal=IDS
     )
+
+
+publish("karvan.data.formats.criteo")

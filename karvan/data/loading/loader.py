@@ -33,7 +33,6 @@ from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, check_rank
 from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying
 from karvan.data.source import Source
 from karvan.devices import Check, data_device
-from karvan.former_names import former_arguments
 from karvan.ragged import Batch
 
 _log = logging.getLogger("karvan.data")
@@ -73,7 +72,6 @@ class Loader:
     again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
     """
 
-    @former_arguments(world="world_size")
     def __init__(
         self,
         source: Source,

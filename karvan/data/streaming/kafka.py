@@ -29,7 +29,6 @@ from karvan.data.identity import Identity
 from karvan.data.retry.broker import BrokerOutage
 from karvan.data.retry.patience import RETRY_SECONDS
 from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
-from karvan.former_names import former_arguments
 
 _ASK_SECONDS = 5.0  # for an answer of brokers that may be unreachable
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
@@ -45,7 +44,6 @@ class KafkaReader:
     compacted topics) are skipped.
     """
 
-    @former_arguments(world="world_size")
     def __init__(
         self,
         topics: str | Sequence[str],

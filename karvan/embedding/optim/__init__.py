@@ -5,6 +5,9 @@ from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.embedding.optim.ftrl import FTRL, FTRLTF
 from karvan.embedding.optim.sgd import SGD
+from karvan.public_names import publish
 from karvan.store import Rule
 
 __all__ = ["FTRL", "FTRLTF", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "Rule", "SparseOptimizer"]
+
+publish("karvan.embedding.optim")

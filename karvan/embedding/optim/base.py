@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from karvan.argument_checks import check_kinds
 from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.engine_state import EngineState
 from karvan.embedding.table_handle import TableHandle
@@ -51,7 +52,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         groups = _groups(params)
         handles: dict[Tensor, TableHandle] = {}
         for group in groups:
-            _check({k: v for k, v in group.items() if k != "params"})
+            settings = {name: value for name, value in group.items() if name != "params"}
+            check_kinds(type(self).__name__, type(self).__init__, settings)
+            _check(settings)
             owned = _owned(group["params"])
             handles |= {handle.anchor: handle for handle in owned}
             group["params"] = [handle.anchor for handle in owned]

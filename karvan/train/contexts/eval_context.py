@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from karvan import checkpoint as checkpoints
-from karvan.former_names import former_arguments
 from karvan.label_columns import required_values
 from karvan.train.assembly import ModelSetup, make_model_setup
 from karvan.train.checks.common_mistakes import check_data
@@ -35,7 +34,6 @@ class EvalContext:
     of a loader. When the data of a rank has ended, its loader takes part for it until that of all has.
     """
 
-    @former_arguments(mixed_precision="precision", ahead="prefetch")
     def __init__(
         self,
         model: nn.Module,
@@ -146,7 +144,6 @@ class InferContext(EvalContext):
     content of the tables. Nothing is ever inserted.
     """
 
-    @former_arguments(mixed_precision="precision", ahead="prefetch")
     def __init__(
         self,
         model: nn.Module,

@@ -23,7 +23,6 @@ from karvan import distributed
 from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.former_names import former_arguments
 from karvan.label_columns import required_values
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.checks.common_mistakes import check_data
@@ -66,7 +65,6 @@ class TrainContext:
     on parameters that servers hold; leaving the context loads the final parameters into the model.
     """
 
-    @former_arguments(accumulate="gradient_accumulation_steps", mixed_precision="precision", ahead="prefetch")
     def __init__(
         self,
         model: nn.Module,
@@ -242,7 +240,6 @@ class TrainContext:
         self.dense.settle()
         return EvalContext.of(self._runs, self._state.transforms, self._label)
 
-    @former_arguments(wait="block")
     def save(
         self,
         folder: str | os.PathLike[str] | Checkpoints,

@@ -1,8 +1,11 @@
 """Loggers: the numbers of a run in files."""
 
+from karvan.public_names import publish
 from karvan.train.reporting.loggers.base import Logger, LoggerGroup
 from karvan.train.reporting.loggers.csv import CSVLogger
 from karvan.train.reporting.loggers.jsonl import JSONLinesLogger
 from karvan.train.reporting.loggers.tensorboard import TensorBoardLogger
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup", "TensorBoardLogger"]
+
+publish("karvan.train.reporting.loggers")

@@ -1,0 +1,105 @@
+"""`publish`: the public names of a module, imported at first use and suggested for misspelled ones.
+
+A public module calls it behind its `__all__`. From then on `dir()` of the module lists these names alone. A
+name that it does not have is an error that says which one may be meant, and so is an argument that one of its
+functions or classes does not have. Classes also check arguments that they declare as numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+from karvan.argument_checks import check_kinds, meant
+
+_MARK = "__explains_arguments__"
+
+
+def publish(name: str, homes: Mapping[str, str] | None = None) -> None:
+    """Publish what `__all__` of a module lists.
+
+    homes: modules, and the names that come from them, which are imported when they are first used. A name in
+    the module itself, or of a module in its home, is that module: `{"karvan": "data ids"}`.
+    """
+    scope = vars(sys.modules[name])
+    public: list[str] = scope["__all__"]
+    home_of = {each: home for home, names in (homes or {}).items() for each in names.split()}
+    for each in [each for each in public if each in scope]:
+        scope[each] = explained(scope[each])
+
+    def attribute(wanted: str) -> Any:
+        home = home_of.get(wanted)
+        if home is None:
+            text = f"module '{name}' has no attribute '{wanted}'.{meant(wanted, public)}"
+            raise AttributeError(text, name=None)  # without it Python prints a suggestion of its own, too
+        value = None if home == name else getattr(importlib.import_module(home), wanted, None)
+        if value is None:
+            value = importlib.import_module(f"{home}.{wanted}")
+        scope[wanted] = value = explained(value)  # the next access needs no call of this function
+        return value
+
+    scope["__getattr__"], scope["__dir__"] = attribute, lambda: sorted(public)
+
+
+def explained(value: Any) -> Any:
+    """A function or class of Karvan whose errors about unknown arguments say which one may be meant."""
+    if isinstance(value, type):
+        for kind in value.__mro__:
+            if kind.__module__.startswith("karvan.") and not getattr(kind, "_is_protocol", False):
+                _explain_methods(kind)
+        return value
+    if not isinstance(value, FunctionType) or hasattr(value, _MARK):
+        return value
+    name: str = value.__name__
+    made, home = _explained(value, name), sys.modules[value.__module__]
+    if vars(home).get(name) is value:  # pickles find it by this name
+        setattr(home, name, made)
+    return made
+
+
+def _explain_methods(kind: type) -> None:
+    """The same for how a class is made, and for its public methods that have arguments by name alone."""
+    for name, member in list(vars(kind).items()):
+        bound = type(member) if isinstance(member, classmethod | staticmethod) else None
+        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        if not isinstance(function, FunctionType) or hasattr(function, _MARK):
+            continue
+        if name == "__init__":
+            made: Any = _explained(function, kind.__name__, makes=True)
+        elif name[0] != "_" and function.__kwdefaults__:
+            made = _explained(function, f"{kind.__name__}.{name}")
+        else:
+            continue
+        setattr(kind, name, made if bound is None else bound(made))
+
+
+def _explained(call: FunctionType, title: str, *, makes: bool = False) -> Callable[..., Any]:
+    """The call with better errors; makes: it is the `__init__` of a class, whose arguments are checked."""
+    positions = call.__code__.co_varnames[: call.__code__.co_argcount]
+
+    @wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if makes:
+            given = {**dict(zip(positions, args, strict=False)), **kwargs}
+            check_kinds(type(args[0]).__name__, call, given)
+        try:
+            return call(*args, **kwargs)
+        except TypeError as error:
+            trace = error.__traceback__
+            if not kwargs or trace is None or trace.tb_next is not None:  # it was raised inside of the call
+                raise
+            taken = inspect.signature(call).parameters
+            unknown = [name for name in kwargs if name not in taken]
+            if not unknown or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+                raise
+            names = [name for name in taken if name != "self"]
+            text = meant(unknown[0], names) or f" It has: {', '.join(names) or 'none'}."
+            raise TypeError(f"{title}() has no argument '{unknown[0]}'.{text}") from None
+
+    setattr(checked, _MARK, True)
+    return checked
