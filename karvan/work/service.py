@@ -244,6 +244,10 @@ class WorkService(Service):
                 "failure": position.failure,
             }
 
+    def has_work(self) -> bool:
+        """Whether a holder has described work."""
+        return self._opened is not None
+
     def is_complete(self) -> bool:
         """Whether no work is left to lease, or none was ever opened."""
         with self._lock:

@@ -1,18 +1,24 @@
 """What a job does when its processes end, die or hang."""
 
+import json
 import os
 import signal
-from contextlib import ExitStack, closing
+import sys
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import pytest
-from launch_helpers import QUICK, Running, wait_until
+from launch_helpers import QUICK, Running, small_commands, wait_until
 from processes import is_alive
+from support_paths import support_path
 
+from karvan.data.leasing.client import WorkClient
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic.group_client import GroupClient
 from karvan.launch.supervision.supervisor import Timing
 from karvan.work.holders import holder_of
+from karvan.work.service import WorkService
+from karvan.work.spec import WorkSpec
 from karvan.work.trainer_group import TrainerGroup
 
 ALL = {"trainers": 2, "parameter_servers": 2, "embedding_workers": 1, "loaders": 1}
@@ -257,6 +263,64 @@ def test_a_program_that_fails_at_its_start_ends_an_elastic_job_after_three_times
     assert outcome.code == 1
     assert "ended with code 1" in outcome.failure
     assert 4 < len(job.events("start", "trainer")) <= 12
+
+
+@pytest.mark.parametrize("state", ["waits for its restart", "starts", "waits for the others"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_job_ends_without_a_trainer_that_is_only_being_restarted_when_all_work_is_done(
+    tmp_path, state, complete
+):
+    stays = {"code": 0, "after": "end-1"}
+    for name, order in (("trainer-0", {"code": 0, "after": "end-0"}), ("trainer-1", stays)):
+        (tmp_path / f"{name}.json").write_text(json.dumps([order]))
+    program = (sys.executable, "-IS", str(support_path("launch/failing_program.py")), str(tmp_path))
+    commands = {**small_commands(tmp_path), "trainer": program}
+    timing = replace(QUICK, settle=1000.0, backoff=1000.0 if state == "waits for its restart" else 0.01)
+    group, work = TrainerGroup(least=2), WorkService(tmp_path / "work.db")
+    with (
+        closing(work),
+        closing(Registry(beside=[group, work])) as registry,
+        Running(
+            *(tmp_path, {"trainers": 2}, timing, commands),
+            **{"group": group, "work": work, "sharding": "dynamic", "mode": "hybrid"},
+        ) as job,
+    ):
+        trainers = job.job.members.of("trainer")
+        wait_until(lambda: all(each.running for each in trainers))
+        holders = [holder_of(each.role, each.index, each.token) for each in trainers]
+        with (
+            _clients(registry, GroupClient, holders) as members,
+            _clients(registry, WorkClient, holders) as clients,
+        ):
+            wait_until(lambda: len([each for each in members if each.join(0)]) == 2, "a round of both")
+            clients[0].open(WorkSpec((("f", 10),), 5))
+            tokens = [each.token for each in clients[0].lease(most=2)]
+            clients[0].acknowledge(dict.fromkeys(tokens if complete else tokens[:1], 5))
+        job.registry.present.add("trainer-0")
+        wait_until(lambda: trainers[0].registration == "present")
+        process = trainers[1].process
+        trainers[1].handle.kill()
+        wait_until(lambda: trainers[1].due is not None or trainers[1].process is not process)
+        if state != "waits for its restart":
+            wait_until(lambda: trainers[1].process is not process and trainers[1].running)
+        if state == "waits for the others":
+            job.registry.present.add("trainer-1")
+            wait_until(lambda: trainers[1].registration == "present")
+        job.order("end-0")
+        if not complete:
+            wait_until(lambda: trainers[0].code == 0)
+            wait_until(lambda: "launcher | trainer-0 is done." in job.lines)
+            assert not job.job.stopping
+            job.job.interrupt(signal.SIGTERM)
+        assert job.outcome().code == (0 if complete else 143)
+    text = "launcher | The job ends without trainer-1: all work is done while it is restarted."
+    assert (text in job.lines) == complete
+
+
+@contextmanager
+def _clients(registry, kind, names):
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(kind(registry.address, name))) for name in names]
 
 
 def test_a_rollback_says_where_trainers_continue(tmp_path):

@@ -33,6 +33,7 @@ class ManagedProcess:
     registration: Registration = Registration.NONE  # of its last process
     awaited: bool = False  # whether it was present at the last master, and this one has not heard of it
     token: str = ""  # KARVAN_PROCESS of its last process
+    restarted: bool = False  # whether its last process has replaced another one
     generation: int = 0  # of its last process
     wanted: bool = True  # whether it is to run; false for trainers that a job has no use for at present
 

@@ -325,7 +325,11 @@ class Supervisor:
             self.logs.say(f"{lease.holder} made no progress with {lease.task}, which others can lease now.")
 
     def _end_without_late(self) -> None:
-        """End the job once trainers are done, without those that do not start: no work is left for them."""
+        """End the job once trainers are done, without those that do not start: no work is left for them.
+
+        One that is restarted is not waited for: the others have done what it would do. One that starts for
+        the first time may have work of its own, unless it does not come.
+        """
         if not self.spec.continues:
             return
         trainers = [each for each in self._members.of(Role.TRAINER) if each.wanted]
@@ -333,10 +337,24 @@ class Supervisor:
         connect = any(each.code == 0 and each.registration is not Registration.NONE for each in trainers)
         settled = clock.now() - self.timing.settle
         absent = [each for each in late if each.starting and (each.waits_for_room or each.started <= settled)]
-        if connect and late and len(absent) == len(late) and self.work.is_complete():
+        restarting = [each for each in late if self._only_restarts(each)] if self.work.has_work() else []
+        needless = all(each in absent or each in restarting for each in late)
+        if connect and late and needless and self.work.is_complete():
             names = ", ".join(each.name for each in late)
-            self.logs.say(f"The job ends without {names}: not connected yet, and no work is left.")
+            done = (
+                "all work is done while it is restarted"
+                if restarting
+                else "not connected yet, and no work is left"
+            )
+            self.logs.say(f"The job ends without {names}: {done}.")
             self._outcome = JobOutcome(0)
+
+    def _only_restarts(self, member: ManagedProcess) -> bool:
+        """Whether a trainer was killed, and the process that replaces it does not train yet."""
+        if member.due is not None:
+            return bool(member.token)  # that of its last process
+        name = holder_of(member.role, member.index, member.token)
+        return member.running and member.restarted and not self.group.trains(name)
 
     # Continuing the job of a master that died
 
@@ -438,6 +456,7 @@ class Supervisor:
 
     def _start_one(self, member: ManagedProcess) -> Handle | None:
         self.registry.forget(member.role, member.index)  # the address of its last process
+        member.restarted = bool(member.token)
         member.token, member.generation = secrets.token_hex(8), self.generation
         member.process, member.handle = self._process_of(member), None
         member.code, member.due, member.started, member.stalled = None, None, clock.now(), False

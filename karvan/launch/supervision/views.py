@@ -33,6 +33,9 @@ class WorkView(Protocol):
     def release_predictions(self, process_holder: str) -> bool:
         """A process has died: its prediction tasks wait. Returns whether others predict, who continue."""
 
+    def has_work(self) -> bool:
+        """Whether processes have described work to lease."""
+
     def is_complete(self) -> bool:
         """Whether no work is left."""
 
@@ -54,6 +57,9 @@ class GroupView(Protocol):
 
     def is_member(self, process: str) -> bool:
         """Whether a process trains with others, or may do so soon."""
+
+    def trains(self, process: str) -> bool:
+        """Whether a process is in the current round."""
 
     def expect(self, trainers: int) -> None:
         """No more than this many trainers will come."""
@@ -78,6 +84,10 @@ class NoGroup:
         """Nobody comes and goes."""
         return False
 
+    def trains(self, process: str) -> bool:
+        """Each may train."""
+        return True
+
     def expect(self, trainers: int) -> None:
         """Nobody waits for others."""
 
@@ -91,6 +101,10 @@ class NoWork:
 
     def release_predictions(self, process_holder: str) -> bool:
         """Nobody predicts."""
+        return False
+
+    def has_work(self) -> bool:
+        """There is none."""
         return False
 
     def is_complete(self) -> bool:

@@ -21,7 +21,7 @@ from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.run_folder import RunFolder
 from karvan.launch.supervision.supervisor import Supervisor, Timing
-from karvan.launch.supervision.views import NoGroup
+from karvan.launch.supervision.views import NoGroup, NoWork
 
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
 QUICK = Timing(backoff=0.01, check=0.01, settle=0.0, pause=1.0, lost=3.0)
@@ -118,7 +118,7 @@ class Place:
 class Running(Place):
     """A job that runs in a thread of this process."""
 
-    def __init__(self, folder, roles, timing=None, commands=None, group=None, **more):
+    def __init__(self, folder, roles, timing=None, commands=None, group=None, work=None, **more):
         super().__init__(folder)
         self.registry = Known()
         self._output = io.StringIO()
@@ -132,6 +132,7 @@ class Running(Place):
             commands or small_commands(folder),
             timing,
             group=group or NoGroup(),
+            work=work or NoWork(),
         )
         self._outcome = None
         self._thread = threading.Thread(target=self._run)
