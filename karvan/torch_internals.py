@@ -20,6 +20,11 @@ what breaks without it:
 - `_get_scale_async` of a GradScaler: the scale of the loss on the GPU. Without it precision "fp16" fails.
 - `DeviceContext`: what `with torch.device` and `torch.set_default_device` make. Without it no program of
   another system runs; if its meaning changes, those that ask for a GPU fail on machines without one.
+- `_worker_loop` of a DataLoader, and its variables `idx` and `index`: which batch a worker computes. Without
+  them workers of a DataLoader fetch no records of elasticai_api's data shards.
+- `_MultiProcessingDataLoaderIter`, its methods `_shutdown_workers` and `_reset`, the variable
+  `resume_iteration_cnt` of that, and `_workers`: whether a program leaves a DataLoader. Without them workers
+  that wait for such records hold up the program until they are killed, or for ever.
 - `_version` of a tensor: the number of writes to it. Without it a batch that was changed in place after
   `EmbeddingEngine.prepare` trains with its old ids.
 - `GOMP_parallel`, `omp_get_max_threads` of libtorch_cpu.so: torch's OpenMP threads, which the native core
@@ -29,7 +34,11 @@ what breaks without it:
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -37,6 +46,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data._utils.worker import _worker_loop
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
     "OPENMP_FUNCTIONS",
@@ -52,7 +63,9 @@ __all__ = [
     "foreach_copy",
     "foreach_norm",
     "has_step_hooks",
+    "is_leaving_loader",
     "is_step_observed",
+    "loader_batch",
     "loss_scale",
     "openmp_addresses",
     "skips_on_device",
@@ -75,6 +88,36 @@ default_store = _get_default_store
 def addmm_relu(bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """ReLU of `torch.addmm(bias, one, other)`."""
     return torch._addmm_activation(bias, one, other)
+
+
+def loader_batch() -> tuple[int, Any] | None:
+    """Which batch a worker of a DataLoader computes, and its samples; None in another process.
+
+    A DataLoader numbers its batches in the order in which it delivers them, from 0 whenever it is iterated.
+    """
+    for frame in _frames(sys._getframe()):
+        if frame.f_code is _worker_loop.__code__:
+            return frame.f_locals["idx"], frame.f_locals["index"]
+    return None
+
+
+def is_leaving_loader(worker: int) -> bool:
+    """Whether a thread waits for this process, a worker of a DataLoader, to drop what it computes."""
+    ends, again = _MultiProcessingDataLoaderIter._shutdown_workers, _MultiProcessingDataLoaderIter._reset
+    for thread in sys._current_frames().values():
+        for frame in _frames(thread):
+            waits = frame.f_code is ends.__code__ or (
+                frame.f_code is again.__code__ and frame.f_locals.get("resume_iteration_cnt", 0) > 0
+            )
+            if waits and worker in {each.pid for each in frame.f_locals["self"]._workers}:
+                return True
+    return False
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,8 @@ from karvan.compat.elasticai_api.common.data_shard_service import RecordIndexSer
 from karvan.compat.elasticai_api.pytorch.controller import create_elastic_controller
 from karvan.compat.elasticai_api.pytorch.dataset import ElasticDataset
 from karvan.compat.elasticai_api.pytorch.optimizer import DistributedOptimizer
-from karvan.compat.unsupported import UsageError
+from karvan.compat.elasticdl.constants import TaskType
+from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService
@@ -63,26 +65,109 @@ def test_shuffled_records_come_once_in_every_epoch(options):
 
 
 class Squares(Dataset):
+    length = sys.maxsize
+
     def __init__(self, service=None):
         self.service = service
 
     def __len__(self):
-        return sys.maxsize
+        return self.length
 
     def __getitem__(self, index):
         index = self.service.fetch_record_index() if self.service else index
         return torch.tensor([float(index)]), index * index
 
 
+EPOCH = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 64, 81]]
+
+
+def last_worker_first(fetched):
+    """Workers of a DataLoader other than the last one begin when that one has fetched a record."""
+
+    def begin(number):
+        deadline = time.monotonic() + 30
+        while number == 0 and not fetched.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    return begin
+
+
 @pytest.mark.usefixtures("master")
-def test_a_data_set_of_record_indices_fills_the_last_batch_of_an_epoch():
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_data_set_of_record_indices_fills_the_last_batch_of_an_epoch(tmp_path, workers):
     service = RecordIndexService(4, 2, 10, num_minibatches_per_shard=1)
+
+    class Fetched(Squares):
+        def __getitem__(self, index):
+            sample = super().__getitem__(index)
+            (tmp_path / "fetched").touch()
+            return sample
+
+    late = last_worker_first(tmp_path / "fetched") if workers == 2 else None
     batches = []
-    for _, squares in DataLoader(Squares(service), batch_size=4):
+    for _, squares in DataLoader(Fetched(service), batch_size=4, num_workers=workers, worker_init_fn=late):
         batches.append(squares.tolist())
-        service.report_batch_done(len(squares))
-    epoch = [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81, 64, 81]]
-    assert batches == epoch * 2
+        service.report_batch_done()
+    assert batches == EPOCH * 2
+
+
+@pytest.mark.usefixtures("master")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_that_leaves_its_data_loader_gets_again_what_was_prefetched(persistent):
+    service = RecordIndexService(4, 2, 50, shuffle=True, num_minibatches_per_shard=2)
+    loader = DataLoader(Squares(service), 4, num_workers=2, persistent_workers=persistent)
+    seen, times = [], 0
+    while len(seen) < 100:
+        for batch, _ in loader:
+            seen += batch.flatten().int().tolist()[: service.records_to_train]
+            service.report_batch_done()
+            times += 1
+            if times % 9 == 0:
+                break
+    assert next(iter(loader), None) is None
+    assert Counter(seen[:50]) == Counter(range(50))
+    assert Counter(seen) == Counter([*range(50)] * 2)
+
+
+@pytest.mark.usefixtures("master")
+def test_a_finite_data_set_ends_within_an_epoch_and_its_last_batch_may_be_short():
+    service = RecordIndexService(4, 1, 30)
+    data = Squares(service)
+    data.length = 10
+    sizes = [
+        len(squares) for _ in range(3) for squares in read_all(service, DataLoader(data, 4, num_workers=2))
+    ]
+    assert sizes == [4, 4, 2] * 3
+    with pytest.raises(StopIteration):
+        service.fetch_record_index()
+
+
+def read_all(service, loader):
+    for _, squares in loader:
+        yield squares
+        service.report_batch_done()
+
+
+@pytest.mark.usefixtures("master")
+def test_workers_of_a_data_loader_raise_what_the_process_that_trains_cannot_give():
+    service = RecordIndexService(4, 1, 30)
+
+    class Twice(Squares):
+        def __getitem__(self, index):
+            super().__getitem__(index)
+            return super().__getitem__(index)
+
+    class Shards(Squares):
+        def __getitem__(self, index):
+            return self.service.fetch_shard()
+
+    for kind, text in ((Twice, "fetch_record_index once for each sample"), (Shards, "num_workers=0")):
+        with pytest.raises(UsageError, match=text):
+            next(iter(DataLoader(kind(service), 4, num_workers=1)))
+    one, other = (iter(DataLoader(Squares(service), 4, num_workers=1)) for _ in range(2))
+    with pytest.raises(RuntimeError, match="one DataLoader at a time"):
+        [next(each) for each in (one, other, one, one, one)]
 
 
 @given(records=st.integers(1, 25), batch=st.integers(1, 6), batches=st.integers(1, 3), shuffle=st.booleans())
@@ -91,7 +176,7 @@ def test_batches_of_record_indices_have_the_records_of_an_epoch(records, batch, 
         work = WorkService(Path(folder) / "work.db")
         server = Server(work)
         service = RecordIndexService(
-            batch, 2, records, shuffle, num_minibatches_per_shard=batches, master=server.address
+            batch, 2, records, shuffle=shuffle, num_minibatches_per_shard=batches, master=server.address
         )
         seen = []
         with suppress(StopIteration):
@@ -124,18 +209,32 @@ def test_batches_of_a_data_set_are_short_where_a_shard_ends():
 
 WORKER = """
 import sys
-from elasticai_api.common.data_shard_service import build_data_shard_service
-service = build_data_shard_service(4, 2, 100, shuffle=True, num_minibatches_per_shard=2)
-stops = sys.argv[1] == "stop"
-while (shard := service.fetch_shard()) is not None:
-    numbers = shard.numbers()
-    for first in range(0, len(numbers), 4):
-        batch = numbers[first : first + 4]
-        if stops and first:
-            print("holds", flush=True)
-            sys.stdin.read()
-        service.report_batch_done(len(batch))
-        print(*batch, flush=True)
+from elasticai_api.common.data_shard_service import RecordIndexService, build_data_shard_service
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return sys.maxsize
+
+    def __getitem__(self, _):
+        return service.fetch_record_index()
+
+def batches():
+    while (shard := service.fetch_shard()) is not None:
+        numbers = shard.numbers()
+        for first in range(0, len(numbers), 4):
+            yield numbers[first : first + 4]
+
+loaded, stops = sys.argv[1] == "loaded", sys.argv[2] == "stop"
+make = RecordIndexService if loaded else build_data_shard_service
+service = make(batch_size=4, num_epochs=2, dataset_size=100, shuffle=True, num_minibatches_per_shard=2)
+loader = (each.tolist() for each in DataLoader(Numbers(), 4, num_workers=2)) if loaded else batches()
+for trained, batch in enumerate(loader):
+    if stops and trained == 4:
+        print("holds", flush=True)
+        sys.stdin.read()
+    service.report_batch_done(len(batch))
+    print(*batch, flush=True)
 """
 
 
@@ -153,22 +252,27 @@ def test_what_a_worker_has_not_reported_when_it_is_gone_is_trained_by_others(mas
 
 
 @pytest.mark.slow
-def test_what_a_killed_worker_has_not_reported_is_trained_by_others(tmp_path, master):
+@pytest.mark.parametrize("kind", ["loaded", "sharded"])
+def test_what_a_killed_worker_has_not_reported_is_trained_by_others(tmp_path, master, kind):
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
-    command = [sys.executable, "-m", "karvan", "run", "--as", "elasticdl", str(program)]
+    command = [sys.executable, "-m", "karvan", "run", "--as", "elasticdl", str(program), kind]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": dict(os.environ)}
-    killed = ForkedProgram([*command, "stop"], **options)
+    if kind == "loaded":  # a process that has children
+        start, options = subprocess.Popen, {**options, "text": True}
+    else:
+        start = ForkedProgram
+    killed = start([*command, "stop"], **options)
     lines = []
     while (line := killed.stdout.readline()) != "holds\n":
         assert line, "the worker has ended"
         lines.append(line)
     killed.kill()
     killed.wait()
-    (lease,) = master.ledger.leases
-    assert lease.task.done == 4
-    master.release(lease.holder)  # as the master does after five minutes of silence
-    other = ForkedProgram([*command, "go"], **options)
+    assert sum(lease.task.done for lease in master.ledger.leases) == 4  # of the third task
+    for holder in {lease.holder for lease in master.ledger.leases}:
+        master.release(holder)  # as the master does after five minutes of silence
+    other = start([*command, "go"], **options)
     seen = Counter()
     for line in (*lines, *other.stdout):
         seen.update(map(int, line.split()))
@@ -235,8 +339,12 @@ def test_wrong_calls_say_what_is_expected(master, monkeypatch):
     service._process = -1
     with pytest.raises(UsageError, match="num_workers=0"):
         service.fetch_shard()
-    with pytest.raises(UsageError, match="steps of one batch"):
-        DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0), backward_passes_per_step=2)
+    with pytest.raises(UnsupportedError, match="compression='fp16'"):
+        DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0), None, "fp16")
+    with pytest.raises(UnsupportedError, match="use that of the controller"):
+        service.get_current_epoch()
+    with pytest.raises(UnsupportedError, match="leased for training"):
+        build_data_shard_service(4, 1, 10, False, False, TaskType.EVALUATION)
     monkeypatch.setenv("WORKER_NUM", "2")
     with pytest.raises(UsageError, match=r'one worker here, got WORKER_NUM=2.*--job_command "python'):
         create_elastic_controller(4, 1, 10)

@@ -12,7 +12,7 @@ import pytest
 from support_paths import support_path
 
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.flags import parse_job_command
+from karvan.compat.elasticdl.flags import parse, parse_job_command
 from karvan.compat.elasticdl.job import make_program_spec
 
 PROGRAM = support_path("compat/elastic_loop_program.py")
@@ -120,10 +120,43 @@ def test_a_command_is_a_job_of_workers_that_come_and_go(tmp_path, monkeypatch):
         assert flags.program == [kind, str(tmp_path / "zoo" / "loop.py"), "--a", "b c"]
     spec = make_program_spec(flags)
     assert (spec.mode, spec.sharding, spec.roles.parameter_servers.replicas) == ("sync", "dynamic", 0)
-    assert (spec.roles.trainers.min, spec.roles.trainers.max, spec.roles.trainers.env) == (1, 3, {"A": "1"})
+    assert (spec.roles.trainers.min, spec.roles.trainers.max) == (1, 3)
+    assert spec.roles.trainers.env.items() >= {"A": "1", "WORKER_NUM": "3"}.items()
     with pytest.raises(ContractError, match=r"expects python program\.py"):
         parse_job_command(["--job_command", "python other.py"])
-    with pytest.raises(ContractError, match="unrecognized arguments: --model_zoo"):
-        parse_job_command(["--job_command", "python zoo/loop.py", "--model_zoo", "zoo"])
-    with pytest.warns(UserWarning, match="image_name has no meaning"):
-        parse_job_command(["--job_command", "python zoo/loop.py", "--image_name", "x"])
+    with pytest.raises(ContractError, match="unrecognized arguments: --model_zooo"):
+        parse_job_command(["--job_command", "python zoo/loop.py", "--model_zooo", "zoo"])
+    with pytest.raises(ContractError, match="has its own training loop"):
+        parse_job_command(["--job_command", "python zoo/loop.py", "--need_elasticdl_job_service=true"])
+
+
+def test_flags_of_published_commands_are_known_and_those_without_meaning_are_warnings(tmp_path):
+    program = tmp_path / "loop.py"
+    program.write_text("")
+    silent = ["--num_minibatches_per_task=2", "--num_epochs=3", "--custom_training_loop=true"]
+    silent += ["--need_elasticdl_job_service=false", "--task_fault_tolerance", "--need_pod_manager=True"]
+    silent += ["--need_task_manager=true", "--relaunch_timeout_worker=true"]
+    warned = {
+        "need_tf_config": "without pods",
+        "worker_image": "without pods",
+        "ps_image": "without pods",
+        "populate_env_names": "without pods",
+        "relaunch_on_worker_failure": "is replaced",
+        "training_data": "gets its own arguments",
+    }
+    words = [f"--job_command=python {program}", *silent, *(f"--{name}=false" for name in warned)]
+    with pytest.warns(UserWarning, match="has no meaning here") as caught:
+        spec = make_program_spec(parse_job_command(words))
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == len(warned)
+    for name, reason in warned.items():
+        assert any(text.startswith(f"--{name} has no meaning") and reason in text for text in texts)
+    expected = {"ELASTICDL_NUM_EPOCHS": "3", "ELASTICDL_NUM_MINIBATCHES_PER_TASK": "2", "WORKER_NUM": "2"}
+    assert spec.roles.trainers.env == expected
+    with pytest.warns(UserWarning, match="task_fault_tolerance has no meaning here: .* is replaced"):
+        parse_job_command([f"--job_command=python {program}", "--task_fault_tolerance=false"])
+    model = ["--model_zoo=zoo", "--model_def=a.b.C", "--training_data=x", "--distribution_strategy=Local"]
+    with pytest.raises(ContractError, match="expected --job_command"):
+        parse("train", [*model, "--need_elasticdl_job_service=false"])
+    with pytest.raises(ContractError, match=r"max_step is not supported: .*MaxStepsStopping"):
+        parse("train", [*model, "--max_step=3"])

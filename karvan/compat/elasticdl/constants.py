@@ -23,5 +23,11 @@ class TaskType:
     TRAINING = "TRAINING"
     EVALUATION = "EVALUATION"
     PREDICTION = "PREDICTION"
+    NONE = "NONE"
     WAIT = "WAIT"
     TRAIN_END_CALLBACK = "TRAIN_END_CALLBACK"
+
+
+# In the environment of workers of --job_command: flags of the job, for data shards without these numbers.
+NUM_EPOCHS = "ELASTICDL_NUM_EPOCHS"
+MINIBATCHES_PER_TASK = "ELASTICDL_NUM_MINIBATCHES_PER_TASK"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,16 +23,49 @@ _WITHOUT_MEANING = (
     *("cluster_spec", "cluster_spec_json", "force_use_kube_config_file", "aux_params", "log_file_path"),
     *("master_resource_request", "master_resource_limit", "master_pod_priority", "worker_pod_priority"),
     *("worker_resource_request", "worker_resource_limit", "ps_resource_request", "ps_resource_limit"),
-    *("ps_pod_priority", "use_go_ps"),
+    *("ps_pod_priority", "use_go_ps", "worker_image", "ps_image", "populate_env_names"),
+    *("chief_resource_request", "chief_resource_limit", "chief_pod_priority", "num_evaluators"),
+    *("evaluator_resource_request", "evaluator_resource_limit", "evaluator_pod_priority"),
+    *("enable_automate_memory", "launch_worker_after_ps_running", "need_tf_config", "local_pkg_dir"),
 )
+_AS_EVER = "a process that ends with an error or hangs is replaced, and what it held is done by others"
+# Of how a job recovers; the values are those that mean what happens here, for others there is a warning.
+_OF_RECOVERY: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "task_fault_tolerance": (("true",), _AS_EVER),
+    "relaunch_timeout_worker": (("true",), _AS_EVER),
+    "need_pod_manager": (("true",), "the launcher starts and watches the processes of a job"),
+    "need_task_manager": (("true",), "records are leased from a master"),
+    "relaunch_on_worker_failure": ((), _AS_EVER),
+    "ps_relaunch_max_num": ((), _AS_EVER),
+    "ps_is_critical": ((), _AS_EVER),
+    "critical_worker_index": ((), _AS_EVER),
+}
 # Of training, which ElasticDL's evaluate and predict know, too.
 _OF_TRAINING = ("checkpoint_dir", "checkpoint_steps", "keep_checkpoint_max", "get_model_steps")
 _REFUSED = {
     "yaml": "there is no job of Kubernetes to describe: leave it out, and the job runs on this machine",
     "custom_training_loop": 'run the program: karvan run --as elasticdl train --job_command "python …"',
+    "max_step": "define callbacks() that give MaxStepsStopping(n)",
 }
+# Of models that the commands train, which a program of --job_command does not get.
+_OF_THE_PROGRAM = (
+    *(
+        "training_data",
+        "validation_data",
+        "minibatch_size",
+        "model_zoo",
+        "model_def",
+        "num_ps_pods",
+        "log_level",
+    ),
+    *("checkpoint_dir", "checkpoint_steps", "keep_checkpoint_max", "output", "data_reader_params"),
+)
 _NO_PODS = "the job runs in processes of this machine, without pods and images"
-_SWITCHES = ("use_go_ps", "force_use_kube_config_file", "custom_training_loop")  # the value may be left out
+_SWITCHES = (  # the value may be left out
+    *("use_go_ps", "force_use_kube_config_file", "custom_training_loop", "need_tf_config"),
+    *("enable_automate_memory", "task_fault_tolerance", "relaunch_timeout_worker", "need_pod_manager"),
+    *("need_task_manager", "ps_is_critical"),
+)
 _DEFAULTS: Mapping[str, Any] = {"num_workers": 2, "num_ps_pods": 1, "job_name": "elasticdl"}
 _INITIAL = ("--checkpoint_dir_for_init", "--checkpoint_filename_for_init")  # the second is its former name
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -56,9 +89,8 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     parser = FlagParser(f"elasticdl {command}", allow_abbrev=False, argument_default=None)
     _add_common(parser)
     {"train": _add_train, "evaluate": _add_evaluate, "predict": _add_predict}[command](parser)
-    for name in (*_WITHOUT_MEANING, *_REFUSED, *(() if command == "train" else _OF_TRAINING)):
-        bare = {"nargs": "?"} if name in _SWITCHES else {}
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **bare)  # type: ignore[arg-type]
+    of_others = () if command == "train" else _OF_TRAINING
+    _add_known(parser, (*_WITHOUT_MEANING, *_OF_RECOVERY, *_REFUSED, *of_others))
     flags = parser.parse_args(list(words))
     given = vars(flags)
     for name, reason in _REFUSED.items():
@@ -74,6 +106,12 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def _add_known(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    for name in names:
+        bare = {"nargs": "?", "const": "true"} if name in _SWITCHES else {}
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **bare)  # type: ignore[arg-type]
+
+
 def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
     """The flags of `train --job_command "python program.py"`; `program`: see `_program`."""
     parser = FlagParser("elasticdl train --job_command", allow_abbrev=False)
@@ -81,18 +119,27 @@ def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num_workers", type=_count, default=_DEFAULTS["num_workers"])
     parser.add_argument("--job_name", default=_DEFAULTS["job_name"])
     parser.add_argument("--envs", default="")
+    parser.add_argument("--num_epochs", type=int, default=1)  # of data shards that do not say it
+    parser.add_argument("--num_minibatches_per_task", type=_count, default=8)  # too
+    parser.add_argument("--custom_training_loop", type=_flag, nargs="?", const=True)  # as always here
+    parser.add_argument("--need_elasticdl_job_service", type=_flag, nargs="?", const=True, default=False)
     parser.add_argument(
         "--distribution_strategy",
         choices=[DistributionStrategy.ALLREDUCE],
         default=DistributionStrategy.ALLREDUCE,
     )
-    for name in _WITHOUT_MEANING:
-        bare = {"nargs": "?"} if name in _SWITCHES else {}
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **bare)  # type: ignore[arg-type]
+    _add_known(parser, (*_WITHOUT_MEANING, *_OF_RECOVERY, *_OF_THE_PROGRAM))
     flags = parser.parse_args(list(words))
-    for name in _WITHOUT_MEANING:
+    for name, reason in _of_pods(vars(flags)):
+        _warn(name, reason)
+    for name in _OF_THE_PROGRAM:
         if name in vars(flags):
-            _warn(name, _NO_PODS)
+            _warn(name, "a program of --job_command gets its own arguments, in its command")
+    if flags.custom_training_loop is False or flags.need_elasticdl_job_service:
+        raise ContractError(
+            "A program of --job_command has its own training loop: expected --custom_training_loop=true and "
+            "--need_elasticdl_job_service=false, or --model_zoo and --model_def without --job_command."
+        )
     flags.program = _program(flags.job_command)
     return flags
 
@@ -120,9 +167,7 @@ def _warn(name: str, reason: str) -> None:
 def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The flags that were given and have no meaning, and why."""
     given, strategy = vars(flags), flags.distribution_strategy
-    for name in _WITHOUT_MEANING:
-        if name in given:
-            yield name, _NO_PODS
+    yield from _of_pods(given)
     for name in _OF_TRAINING:
         if name in given and command != "train":
             yield name, f"{command} makes no steps"
@@ -135,6 +180,16 @@ def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[
         yield "num_ps_pods", "AllreduceStrategy has no servers"
     if command == "evaluate" and flags.output:
         yield "output", "evaluate prints metrics, and writes nothing"
+
+
+def _of_pods(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Flags of pods, images and volumes, and those of recovery that mean something else than what happens."""
+    for name in _WITHOUT_MEANING:
+        if name in given:
+            yield name, _NO_PODS
+    for name, (values, reason) in _OF_RECOVERY.items():
+        if name in given and str(given[name]).lower() not in values:
+            yield name, reason
 
 
 def function_names(flags: argparse.Namespace) -> FunctionNames:
@@ -208,6 +263,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--grads_to_wait", type=_count, default=None, help="workers whose gradients make a step")
     add("--sync_version_tolerance", type=_count_or_zero, default=None)
     add("--get_model_steps", type=_count, default=1, help="with --use_async: steps between two pulls")
+    add("--need_elasticdl_job_service", type=_flag, nargs="?", const=True, default=True)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +294,11 @@ def _check(flags: argparse.Namespace) -> None:
     for name in ("grads_to_wait", "sync_version_tolerance"):
         if given.get("use_async") and given.get(name) is not None and name in given:
             raise ContractError(f"--{name} is for synchronous SGD: expected no --use_async.")
+    if not given.get("need_elasticdl_job_service", True):
+        raise ContractError(
+            "--need_elasticdl_job_service=false is for programs with their own training loop: expected "
+            '--job_command "python program.py".'
+        )
     if given.get("evaluation_throttle_secs"):
         raise ContractError(
             "--evaluation_throttle_secs is not supported: evaluations are counted in steps, by "

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from karvan.compat.elasticdl.constants import DistributionStrategy
+from karvan.compat.elasticdl.constants import MINIBATCHES_PER_TASK, NUM_EPOCHS, DistributionStrategy
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.flags import environment_of
 from karvan.compat.elasticdl.training import checkpoint_folder
@@ -75,7 +75,13 @@ def launch_program(flags: argparse.Namespace) -> int:
 
 def make_program_spec(flags: argparse.Namespace) -> JobSpec:
     """The job of a program: workers that come and go, and share records and gradients by elasticai_api."""
-    workers, variables = flags.num_workers, environment_of(flags.envs)
+    workers = flags.num_workers
+    variables = {
+        "WORKER_NUM": str(workers),
+        NUM_EPOCHS: str(flags.num_epochs),
+        MINIBATCHES_PER_TASK: str(flags.num_minibatches_per_task),
+        **environment_of(flags.envs),
+    }
     trainers = {"min": 1, "max": workers, "replicas": workers, "args": flags.program}
     job = {
         **{"name": flags.job_name, "entry": _WORKER, "mode": "sync", "sharding": "dynamic"},

@@ -1,5 +1,6 @@
 """The program of a worker, in a process of a job: a command with its flags, or that of --job_command."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ if __name__ == "__main__" and sys.argv[1] in ("program", "module"):
 
     if sys.argv[1] == "module":
         sys.path.insert(0, str(Path.cwd()))  # as python -m does
+    os.environ.setdefault("WORKER_ID", os.environ["KARVAN_INDEX"])
     karvan.connect("sharded")
     run_program("elasticdl", Path(sys.argv[2]), sys.argv[3:])
 elif __name__ == "__main__":

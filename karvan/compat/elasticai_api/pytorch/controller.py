@@ -16,10 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from karvan.compat.elasticai_api.common.data_shard_service import DataShardService, build_data_shard_service
+from karvan.argument_checks import check_counts
+from karvan.compat.elasticai_api.common.data_shard_service import (
+    DataShardService,
+    RecordBatch,
+    build_data_shard_service,
+)
 from karvan.compat.unsupported import UsageError
 from karvan.distributed import current
 from karvan.train.elastic_loop import ElasticLoop
+
+GLOBAL_BATCHES = "global_batches"
+"""Where DistributedOptimizer notes how many batches a step has, if that does not follow the workers."""
 
 _log = logging.getLogger("karvan.train")
 
@@ -44,12 +52,35 @@ class PyTorchAllReduceController:
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loop: ElasticLoop | None = None
+        self._resume_epoch = 0
+        self._computed: list[RecordBatch] = []  # batches of this worker that are not reported
         data_shard_service.while_waiting = self._wait
 
     @property
     def global_completed_batch_num(self) -> int:
-        """How many batches all workers have trained."""
-        return 0 if self._loop is None else self._loop.batches
+        """How many batches all workers have trained, and those of epochs before `set_resume_epoch`."""
+        before = self._resume_epoch * self.data_shard_service.get_minibatch_count_per_epoch()
+        return before if self._loop is None else self._loop.batches
+
+    def get_current_epoch(self) -> int:
+        """How many epochs all workers have trained together, which all of them know at the same step."""
+        service = self.data_shard_service
+        if self._loop is None:
+            return self._resume_epoch
+        epoch = self._loop.samples // service.dataset_size
+        return epoch if service.num_epochs is None else min(epoch, self._resume_epoch + service.num_epochs)
+
+    def set_resume_epoch(self, epoch: int) -> None:
+        """Let counts begin after so many epochs, whose model was loaded; num_epochs are those that follow."""
+        if self._loop is not None:
+            raise UsageError("set_resume_epoch comes before the first batch.")
+        check_counts(0, epoch=epoch)
+        self._resume_epoch = epoch
+
+    def restore(self) -> None:
+        """Drop the gradients of a batch. What workers say to each other is repaired in every step."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
 
     def set_broadcast_model(self, model: nn.Module) -> None:
         """The model of the loop; workers that join get its parameters."""
@@ -66,20 +97,22 @@ class PyTorchAllReduceController:
         self._optimizer = optimizer
 
     def elastic_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that makes a step, and then reports its batch."""
+        """A function that makes a step, or computes a batch of it, and reports the batches of the step."""
 
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
-            loop = self._steps()
-            loop.begin()
-            before = loop.steps
+            loop, service = self._steps(), self.data_shard_service
+            loop.begin(service.records_to_train)
+            before = loop.computed
             result = function(*arguments, **options)
-            if loop.steps != before + 1:
+            if loop.computed != before + 1:
                 raise UsageError(
                     "elastic_run expects a function that calls step() of the broadcast optimizer once, got "
-                    f"{loop.steps - before} calls."
+                    f"{loop.computed - before} calls."
                 )
-            self.data_shard_service.report_batch_done()
+            self._computed.append(service.take_batch())
+            self._report()
+            service.prefetch()
             return result
 
         return run
@@ -95,6 +128,7 @@ class PyTorchAllReduceController:
             yield
             if current().group is not None or self._loop is not None:
                 self._steps().finish()
+                self._report()
                 if not self._steps().steps:
                     _log.warning("All records were trained before this worker has joined: it ends.")
                     raise SystemExit(0)
@@ -108,16 +142,26 @@ class PyTorchAllReduceController:
                     "Workers train together what they name: call set_broadcast_model and "
                     "set_broadcast_optimizer before the first batch."
                 )
-            self._loop = ElasticLoop(self._model, self._optimizer)
+            batches = getattr(self._optimizer, GLOBAL_BATCHES, None)
+            self._loop = loop = ElasticLoop(self._model, self._optimizer, global_batches=batches)
+            loop.batches = self.global_completed_batch_num
+            loop.samples = self._resume_epoch * self.data_shard_service.dataset_size
         return self._loop
 
     def _wait(self) -> None:
         self._steps().take_part()
+        self._report()
+
+    def _report(self) -> None:
+        """Report the batches that are in a step."""
+        if self._computed and not self._steps().accumulated:
+            self.data_shard_service.report([record for batch in self._computed for record in batch])
+            self._computed = []
 
 
 def create_elastic_controller(
     batch_size: int,
-    num_epochs: int | None = 1,
+    num_epochs: int | None = None,
     dataset_size: int | None = None,
     shuffle: bool = False,
     shuffle_shards: bool = False,
