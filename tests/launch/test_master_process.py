@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from launch_helpers import Launched, keepers_in, wait_until
 from processes import is_alive, kill, parent_of
 
@@ -64,7 +65,8 @@ def test_a_killed_master_continues_with_the_same_processes_and_at_the_same_addre
 
 def test_a_master_that_is_at_another_address_tells_everybody(tmp_path):
     """As on another machine: the variables of processes have the address of the one before."""
-    with Launched(tmp_path, ROLES) as job:
+    ports = ROLES.replace("loaders: 1", f"loaders: {{replicas: 1, port: {free_port()}}}")
+    with Launched(tmp_path, ports) as job:
         started = job.wait_for("start", "", COUNT)
         before = job.master()
         path = job.run_folder / "master.json"
