@@ -140,7 +140,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
     def _answers(self, context: Any, where: str, hello: dict[str, Any], writer: Any) -> None:
         server = self._server
         try:
-            caller, key = _identify(server.service, hello, where)
+            caller, key = _identify(server.service, hello)
             connection = ServerConnection(caller, hello, writer)
             with server.admission.admitted(connection):
                 details = server.service.welcome(caller)
@@ -240,12 +240,12 @@ def _do_not_wait_at_exit(server: _Flight) -> None:
             each.atexit = False
 
 
-def _identify(service: Service, hello: dict[str, Any], where: str) -> tuple[Caller, str]:
+def _identify(service: Service, hello: dict[str, Any]) -> tuple[Caller, str]:
     name, connection = hello.get("session"), hello.get("connection")
     if hello.get("method") != "hello" or not _is_name(name) or not _is_name(connection):
         raise RefusedError("expected hello and the names of a session and a connection as the first message.")
     fields = service.hello.check(hello_fields(hello), "the hello")
-    return Caller(str(name), fields, where), str(connection)
+    return Caller(str(name), fields), str(connection)
 
 
 def _is_name(value: Any) -> bool:

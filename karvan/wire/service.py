@@ -19,11 +19,10 @@ from karvan.wire.schema.kinds import Fields, Kind, shown
 
 
 class Caller(NamedTuple):
-    """Who calls: the name of its session, its checked hello, and its address."""
+    """Who calls: the name of its session, and its checked hello."""
 
     session: str
     hello: Mapping[str, Any]
-    address: str
 
 
 class Request(NamedTuple):

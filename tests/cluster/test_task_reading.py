@@ -26,7 +26,7 @@ from karvan.wire import Message, RefusedError, WireError
 from karvan.wire.service import Caller
 from karvan.work.task import Task, TaskKind
 
-ME = Caller("session", {"loader": 0}, "here")
+ME = Caller("session", {"loader": 0})
 
 
 def ask(service, tasks, caller=ME):

@@ -74,7 +74,7 @@ class Subject:
     def meet(self, hello):
         """Say hello, as the wire would have it."""
         said = hello_fields(through_the_wire({**hello, "method": "hello"}).head)
-        caller = Caller("session", self.service.hello.check(said, "the hello"), "here")
+        caller = Caller("session", self.service.hello.check(said, "the hello"))
         self.service.welcome(caller)
         self.caller = caller
 
