@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from karvan.protocol.values import NUMBER
 from karvan.wire.schema.calls import Call, table_of
-from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, Nullable, OneOf, Text, TupleOf
+from karvan.wire.schema.kinds import (
+    Boolean,
+    Fields,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    OneOf,
+    Plain,
+    Text,
+    TupleOf,
+)
 
 MOST_LEASES = 1024  # in one call
 MOST_ERROR = 10_000  # characters
@@ -31,6 +42,29 @@ _FAILURE = Text(MOST_ERROR + 10_000)
 SEED = Nullable(Integer(-(2**53)))
 _STATE = Text(1 << 24)  # JSON of `Ledger.state_dict`
 _LEASE = Fields({"token": _TOKEN, "task": TASK})
+
+# As `Ledger.state_dict`.
+POSITION = Fields(
+    {
+        "spec": MapOf(Plain()),
+        "position": Fields(
+            {
+                "epoch": NUMBER,
+                "issued": NUMBER,
+                "token": NUMBER,
+                "records": NUMBER,
+                "bad_records": NUMBER,
+                "exported": Integer(0, 1),
+                "failure": Nullable(_FAILURE),
+                "evaluation": NUMBER,
+                "prediction": NUMBER,
+            }
+        ),
+        "tasks": ListOf(
+            TupleOf(_KIND, NUMBER, NUMBER, PART_PATH, NUMBER, NUMBER, NUMBER, NUMBER, Text(1 << 20, 0))
+        ),
+    }
+)
 
 # As `karvan.work.spec.WorkSpec`.
 _SPEC = Fields(

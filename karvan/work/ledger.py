@@ -44,6 +44,8 @@ from karvan.work.spec import NO_WORK, WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
 from karvan.work.task_plan import TaskPlan
 
+_MOST_WAITING = 1 << 20  # all tasks of an evaluation or a prediction are stored at once
+
 
 class NoTask(Enum):
     """Why there is no task for a holder."""
@@ -233,6 +235,11 @@ class Ledger:
 
     def _begin(self, now: LedgerPosition, kind: TaskKind, number: int, plan: TaskPlan) -> None:
         """Let all tasks of a plan wait, in place of those of this kind."""
+        if len(plan) > _MOST_WAITING:
+            raise ValueError(
+                f"Expected at most {_MOST_WAITING:,} tasks of an evaluation or a prediction, got "
+                f"{len(plan):,}: take more records a task."
+            )
         tasks = [plan.task(number, index, kind) for index in range(len(plan))]
         put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
         self._commit(now._replace(token=now.token + len(tasks)), remove=self._tokens_of(kind), put=put)
@@ -347,6 +354,11 @@ class Ledger:
         """Return to the position of a checkpoint. All leases end; tokens are not used again."""
         self.spec.check(state["spec"], data_only=True)
         tasks = [task_from(fields) for fields in state["tasks"]]
+        records = dict(self.spec.parts)
+        for task in tasks:
+            in_part = task.first + task.records <= records.get(task.path, -1)
+            if task.kind is not TaskKind.TRAIN or not in_part or task.done > task.records:
+                raise ValueError(f"it has {task}, of which {task.done} are done, got data without them")
         now = LedgerPosition(**{**state["position"], "failure": None, "evaluation": 0})
         self._return_to(now._replace(token=max(now.token, self._position.token)), tasks)
 

@@ -50,7 +50,7 @@ from typing import Any
 
 from karvan.clock import clock
 from karvan.outages import mark
-from karvan.protocol.work import WORK_CALLS
+from karvan.protocol.work import POSITION, WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 from karvan.work.holders import is_of_process, process_of
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
@@ -126,6 +126,7 @@ class WorkService(Service):
         spec = WorkSpec(**{**fields, "parts": tuple(map(tuple, fields["parts"]))})
         with self._lock:
             try:
+                spec.plan()  # which must be one before it is written
                 if self._opened is None:
                     self._opened = Ledger(self._path, spec)
                 elif not self._described:
@@ -345,7 +346,10 @@ class WorkService(Service):
         head = request.head
         with self._lock:
             self._require_running(head["holder"])
-            self.ledger.begin_evaluation(head["evaluation"], head["parts"], head["records_per_task"])
+            try:
+                self.ledger.begin_evaluation(head["evaluation"], head["parts"], head["records_per_task"])
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
         return Message({})
 
     def _begin_prediction(self, request: Request) -> Message:
@@ -361,7 +365,10 @@ class WorkService(Service):
                 unknown = now - self._started < _PRESENT  # who has asked the master before this one
                 if unknown or self._in_prediction(last) - {holder}:
                     return Message({"begun": False})
-            self._opened.begin_prediction(number, head["parts"], head["records_per_task"])
+            try:
+                self._opened.begin_prediction(number, head["parts"], head["records_per_task"])
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
         return Message({"begun": True})
 
     def _begin_export(self, request: Request) -> Message:
@@ -385,8 +392,8 @@ class WorkService(Service):
                 if state is None:
                     self.ledger.reset()
                 else:
-                    self.ledger.load_state_dict(json.loads(state))
-            except (KeyError, TypeError, ValueError) as error:
+                    self.ledger.load_state_dict(POSITION.check(json.loads(state), "the position"))
+            except (RecursionError, ValueError) as error:
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
         return Message({})

@@ -14,6 +14,7 @@ import numpy as np
 
 from karvan.work.task import Task, TaskKind
 
+MOST_TASKS = 2**53  # of an epoch
 _ROUNDS = 4
 _WORD = 2**64 - 1
 
@@ -30,6 +31,11 @@ class TaskPlan:
         self.records_per_task = records_per_task
         self._seed = seed
         tasks = [-(-records // records_per_task) for _, records in self._parts]
+        if sum(tasks) > MOST_TASKS:
+            raise ValueError(
+                f"Expected at most {MOST_TASKS:,} tasks in an epoch, got {sum(tasks):,}: take more than "
+                f"{records_per_task:,} records a task."
+            )
         self._ends = np.cumsum(tasks, dtype=np.int64)
         self._count = int(self._ends[-1]) if tasks else 0
 

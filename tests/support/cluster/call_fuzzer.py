@@ -8,6 +8,7 @@ the dtype of `push`'s gradients off, to show that a read beyond an array is foun
 """
 
 import importlib.util
+import json
 import logging
 import os
 import random
@@ -44,13 +45,14 @@ from karvan.wire.schema import calls  # noqa: E402
 KNOWN = (RefusedError, ValueError, RuntimeError, WireError, CheckpointError, OSError, MemoryError)
 MISTAKES = (NotImplementedError, RecursionError)  # kinds of RuntimeError that a check should have prevented
 SHARES = {"server": 10, "elastic server": 5, "async server": 3, "registry": 5, "loader": 3, "worker": 2}
+SHARES |= {"loader of tasks": 2, "work": 6, "trainer group": 2, "job": 1}
 SLOW = {"save": 0.1, "fill": 0.1, "restore": 0.1, "capture": 0.3, "close_capture": 0.3}
 EVERY = 1000  # cases of a service between two checks that all of its calls still work
 POWERS = [sign * 2**bits + more for bits in (16, 31, 32, 53, 63, 64) for more in (-1, 0) for sign in (1, -1)]
 NUMBERS = [-1, 0, 1, 2, 3, 7, 255, 10**40, 0.5, -0.0, 1e38, 1e39, 1e300, *map(float, ("nan", "inf", "-inf"))]
 TEXTS = ["", "x", "t", "u", "w", "k", "..", "/", "a\0b", "uint16", "bfloat16", "x" * 5000, "1", "\ud800"]
 LISTS = [[], [[]], [None], [0], [-1], [1, 2, 3], [["w", [1]]], [["w", [-1]]], [["w", [2**40, 2**40]]]]
-LISTS += [["t", "t"], ["u", "t"], ["t"], [0, 0], [2**53]]
+LISTS += [["t", "t"], ["u", "t"], ["t"], [0, 0], [2**53], [["f", 2**53]], [["f", 2**53]] * 1025]
 JUNK = [None, True, False, *POWERS, *NUMBERS, *TEXTS, *LISTS, {}, {"t": 1}, {"t": {}}, {"t": []}]
 
 
@@ -143,7 +145,10 @@ class Fuzz:
             return {**head, extra: _copied(pick.choice(JUNK))}
         holder, key = pick.choice(places)
         how, value = pick.random(), holder[key]
-        if how < 0.1:
+        if isinstance(value, str) and value.startswith("{") and how < 0.8:
+            inside = self._mutated_head(json.loads(value))
+            holder[key] = json.dumps(inside) if how < 0.7 else "[" * 100_000
+        elif how < 0.1:
             del holder[key]
         elif how < 0.2 and isinstance(holder, list):
             holder.insert(key, _copied(value))

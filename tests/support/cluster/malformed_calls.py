@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -15,8 +16,15 @@ from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.discovery.registry import Registry
+from karvan.launch.job_spec import JobSpec
+from karvan.launch.master.job_service import JobService
+from karvan.launch.merged_logs import MergedLogs
+from karvan.launch.supervision.supervisor import Supervisor
 from karvan.ragged import Batch, Ragged
 from karvan.wire import Server
+from karvan.work.service import WorkService
+from karvan.work.spec import WorkSpec
+from karvan.work.trainer_group import TrainerGroup
 
 
 class WorkerSubject(Subject):
@@ -221,6 +229,106 @@ class RegistrySubject(Subject):
         )
 
 
+class WorkSubject(Subject):
+    """The ledger of a master."""
+
+    def __init__(self, folder):
+        super().__init__("work", WorkService(folder / "ledger"), {})
+        self._holder = {"holder": "p/trainer"}
+        spec = WorkSpec((("f", 40), ("g", 7)), 3, seed=1, skip_bad_records=2)
+        self._spec = {**asdict(spec), "parts": [["f", 40], ["g", 7]]}
+        evaluation = {**self._holder, "parts": [["e", 9]], "records_per_task": 4}
+        self.makers = {
+            "open_work": lambda: ({"spec": dict(self._spec)}, []),
+            "lease_tasks": lambda: ({**self._holder, "last_token": 0, "kinds": ["train"], "most": 2}, []),
+            "acknowledge_records": lambda: ({**self._holder, "done": [[self._lease(), 1]]}, []),
+            "give_back_tasks": lambda: ({**self._holder, "tokens": [self._lease()]}, []),
+            "fail_task": self._fail,
+            "begin_evaluation": lambda: ({**evaluation, "evaluation": self.number()}, []),
+            "begin_prediction": lambda: ({**evaluation, "prediction": self.number()}, []),
+            "begin_export": self._export,
+            "take_position": lambda: (dict(self._holder), []),
+            "restore_position": lambda: ({**self._holder, "state": self._state()}, []),
+        }
+        self.call("open_work", {"spec": self._spec})
+
+    def renew(self):
+        """Nothing is done."""
+        self.call("restore_position", {**self._holder, "state": None})
+
+    def _lease(self):
+        self.renew()
+        head = {**self._holder, "last_token": 0, "kinds": ["train"], "most": 1}
+        return self.call("lease_tasks", head).head["leases"][0]["token"]
+
+    def _fail(self):
+        told = {"token": self._lease(), "error": "bad", "record": None, "number_in_file": None}
+        return {**self._holder, **told}, []
+
+    def _export(self):
+        self.renew()
+        return dict(self._holder), []
+
+    def _state(self):
+        self._lease()
+        return self.call("take_position", self._holder).head["state"]
+
+    def fingerprint(self):
+        return self.call("take_position", self._holder).head
+
+
+class GroupSubject(Subject):
+    """The group of trainers of a master, with one member."""
+
+    def __init__(self, folder):
+        super().__init__("trainer group", TrainerGroup(folder / "group.json"), {})
+        self.call("enter_group", {"process": "p"})
+        self.makers = {
+            "enter_group": lambda: ({"process": "p"}, []),
+            "join_group": lambda: ({"process": "p", "round": self.service.round, "lost": []}, []),
+            "watch_group": lambda: ({"process": "p", "round": self.service.round}, []),
+            "settle_group": lambda: ({"process": "p", "round": self.service.round}, []),
+            "leave_group": lambda: ({"process": f"p {self.number()}"}, []),
+        }
+
+    def renew(self):
+        """It has no runs."""
+
+    def fingerprint(self):
+        return self.service.members, self.service.round, self.service.gone
+
+
+class JobSubject(Subject):
+    """A master's answers about a job whose processes have not been started."""
+
+    def __init__(self, folder):
+        super().__init__("job", JobService(), {})
+        trainers = {"min": 1, "max": 4, "replicas": 2}
+        spec = JobSpec.model_validate(
+            {"name": "j", "entry": "t.py", "sharding": "dynamic", "roles": {"trainers": trainers}}
+        )
+        self._registry = Registry()
+        self._logs = MergedLogs(["trainer-0"])
+        supervisor = Supervisor(spec, None, self._registry, self._logs)
+        self.service.supervise(supervisor, self._registry, WorkService(folder / "ledger"))
+        self.makers = {
+            "job_status": lambda: ({}, []),
+            "scale_job": lambda: ({"trainers": 3}, []),
+            "stop_job": lambda: ({"now": False}, []),
+        }
+
+    def renew(self):
+        """It has no runs."""
+
+    def fingerprint(self):
+        return self.call("job_status", {}).head["processes"]
+
+    def close(self):
+        super().close()
+        self._registry.close()
+        self._logs.close()
+
+
 SUBJECTS = {
     "server": ServerSubject,
     "elastic server": ElasticServerSubject,
@@ -229,4 +337,7 @@ SUBJECTS = {
     "loader": LoaderSubject,
     "loader of tasks": TaskReadingSubject,
     "registry": RegistrySubject,
+    "work": WorkSubject,
+    "trainer group": GroupSubject,
+    "job": JobSubject,
 }
