@@ -14,7 +14,7 @@ from karvan.compat.import_aliases import import_aliases
 from karvan.compat.process_group import process_group
 
 SYSTEMS: dict[str, dict[str, str]] = {
-    "recis": {"recis": "karvan.compat.recis"},
+    "recis": {"recis": "karvan.compat.recis", "column_io": "karvan.compat.recis.io"},  # its reader of data
     "persia": {"persia": "karvan.compat.persia"},
     "elasticdl": {
         "elasticdl": "karvan.compat.elasticdl",

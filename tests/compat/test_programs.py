@@ -157,7 +157,8 @@ def test_a_program_has_its_arguments_its_folder_and_its_imports(tmp_path, capfd)
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, recis, beside\nprint(__name__, recis.__name__, beside.WORD, sys.argv[1:])\nsys.exit(7)\n"
+        "import sys, recis, column_io, beside\n"
+        "print(__name__, recis.__name__, beside.WORD, sys.argv[1:])\nsys.exit(7)\n"
     )
     argv, path = sys.argv, list(sys.path)
     assert main(["run", "--as", "recis", str(program), "--debug", "-x", "1"]) == 7

@@ -27,7 +27,10 @@ MISSING_MODULES = {
     "nn.functional.embedding_ops": "use EmbeddingEngine, or torch.segment_reduce.",
     "nn.functional.reduce_function_registry": "use EmbeddingOption(no_reduce=True).",
     "nn.modules.models": "call FeatureEngine and EmbeddingEngine in a module of your own.",
+    "optim.grad_norm": "use ClipGradNormHook, or clip_norm of kv.optim.",
     "optim.named_optimizer": "use torch's optimizers: checkpoints find parameters by name anyway.",
+    "optim.sparse_adagrad_sum": "use SparseAdagrad.",
+    "optim.sparse_row_wise_adagrad_sum": "use SparseRowWiseAdagrad.",
     "utils.profiler": _MONITORS,
 }
 """Modules of RecIS that have no counterpart, and what to use instead; see `karvan.compat.import_aliases`."""

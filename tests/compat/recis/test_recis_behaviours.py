@@ -612,3 +612,14 @@ def test_data_is_copied_to_a_device_with_its_structure():
     moved = [made["list"][0], made["pair"].a, made["named"].x, made["default"]["x"], made["ragged"]]
     assert {str(each.device) for each in moved} == {"meta"}
     assert (made["list"][1], made["pair"].b, made["named"].y, made["default"]["y"]) == (3, "b", None, 0)
+
+
+def test_ids_of_a_tensor_have_weights_beside_them():
+    embedding = DynamicEmbedding(EmbeddingOption(2))
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    filter_out_sparse_param(embedding)["embedding"].insert(torch.tensor([1, 2]), rows)
+    weights = torch.tensor([[0.5, 2.0], [3.0, 0.0]])
+    assert embedding(torch.tensor([[1, 2], [1, 1]]), weights).tolist() == [[0.5, 2.0], [3.0, 0.0]]
+    ragged = RaggedTensor(torch.tensor([1]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="a RaggedTensor has weights of its own"):
+        embedding(ragged, torch.ones(1, 1))

@@ -308,6 +308,7 @@ def test_reports_are_in_the_history_of_the_run(files, tmp_path):
         (lambda: make_with().add_hook(MetricReportHook(nn.Linear(1, 1))), "hooks="),
         (lambda: make_with(auto_profiler_args=None), "Trainer auto_profiler_args=None"),
         (lambda: make_with(ddp_static_graph=True), "Trainer ddp_static_graph=True"),
+        (lambda: make_with(mixed_precision="bf16"), "give TrainingArguments mixed_precision"),
     ],
 )
 def test_hooks_that_are_options_say_what_they_need(make_it, text):

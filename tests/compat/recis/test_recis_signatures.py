@@ -60,6 +60,8 @@ SIGNATURES = {
         "OrcDataset.varlen_feature": VARLEN,
         "OrcDataset.fixedlen_feature": {"name": REQUIRED, "default_value": REQUIRED},
         "OrcDataset.map": {"map_func": REQUIRED},
+        "OrcDataset.transform_ragged_batch": {"func": REQUIRED},
+        "OrcDataset.parse_from": {"io_confs": REQUIRED},
         "OrcDataset.dump_io_state": {},
         "OrcDataset.load_io_state": {"io_states": REQUIRED},
         "OrcDataset.reset": {},
@@ -111,6 +113,7 @@ SIGNATURES = {
         "EmbeddingEngine": {"emb_options": REQUIRED, "use_pinned_memory": False},
         "EmbeddingEngine.forward": {"samples": REQUIRED},
         "DynamicEmbedding": {"emb_opt": REQUIRED, "pg": None},
+        "DynamicEmbedding.forward": {"ids": REQUIRED, "input_weights": None},
         "NoReduceEmbedding": {"emb": REQUIRED, "reverse_index": REQUIRED, "offsets": REQUIRED},
     },
     "nn.modules.embedding": {
@@ -372,6 +375,8 @@ def test_a_name_has_its_arguments(module, name):
     [
         ("hooks", "MLTrackerHook"),
         ("hooks", "TraceToOdpsHook"),
+        ("hooks", "TraceToOdpsHookV2"),
+        ("nn.modules.hashtable", "filter_out_trainable_sparse_param"),
         ("optim", "NamedAdam"),
         ("optim", "wrapped_named_optimizer"),
         ("nn.modules.hashtable", "gen_slice"),

@@ -1,6 +1,7 @@
 """Datasets, the Trainer and its checkpoints under RecIS's names, and the same in Karvan's."""
 
 import re
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pyarrow as pa
@@ -416,3 +417,32 @@ def test_the_trainer_shows_what_it_was_given_and_names_what_it_lacks(files, tmp_
         _ = trainer.accelerator
     with pytest.raises(UnsupportedError, match=r"train_and_evaluate\(10\) .* epochs in RecIS 1.0"):
         trainer.train_and_evaluate(10)
+
+
+@dataclass
+class Column:
+    """As RecIS's FeatureIOConf."""
+
+    name: str
+    varlen: bool = True
+    hash_type: str | None = None
+    hash_bucket_size: int = 0
+    trans_int: bool = False
+    dim: int = 1
+
+
+def test_columns_are_declared_by_records_and_batches_changed_in_order(files):
+    def note(word):
+        return lambda tables: order.append(word) or tables
+
+    order = []
+    data = OrcDataset(RECORDS, transform_fn=[note("transform"), lambda tables: tables[0]])
+    data.add_path(files)
+    columns = [Column("label", varlen=False), Column("dense", False, dim=2), Column("word", True, "farm", 10)]
+    data.parse_from(columns)
+    data.map(note("map"))
+    data.transform_ragged_batch(note("ragged"))
+    (batch,) = batches(data)
+    assert order == ["ragged", "map", "transform"]
+    assert (batch["label"].shape, batch["dense"].shape) == ((RECORDS, 1), (RECORDS, 2))
+    assert 0 <= int(batch["word"].values().min()) <= int(batch["word"].values().max()) < 10

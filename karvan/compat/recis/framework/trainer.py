@@ -83,7 +83,10 @@ class Trainer:
         ):
             require_default(f"Trainer {name}", value, default, "leave it out.")
         for name, value in kwargs.items():
-            raise UnsupportedError(f"Trainer {name}={value!r}", "leave it out.")
+            instead = (
+                "give TrainingArguments mixed_precision." if name == "mixed_precision" else "leave it out."
+            )
+            raise UnsupportedError(f"Trainer {name}={value!r}", instead)
         require_default("Trainer saver", saver, None, "give TrainingArguments output_dir and save_steps.")
         connect_ranks()
         self.args = args = args or TrainingArguments()

@@ -22,7 +22,8 @@ __getattr__ = missing_names(
     {
         **dict.fromkeys(("MLTrackerHook", "add_to_ml_tracker"), "use kv.loggers, such as TensorBoardLogger."),
         **dict.fromkeys(
-            ("TraceToOdpsHook", "add_to_trace"), "write predictions by kv.train.write_predictions."
+            ("TraceToOdpsHook", "TraceToOdpsHookV1", "TraceToOdpsHookV2", "add_to_trace"),
+            "write predictions by kv.train.write_predictions.",
         ),
     },
 )

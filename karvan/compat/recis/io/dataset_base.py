@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -72,6 +72,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         }
         functions = transform_fn if isinstance(transform_fn, Sequence) else [transform_fn]
         self._transforms: list[Function] = [each for each in functions if each is not None]
+        self._ragged_maps: list[Function] = []
         self._maps: list[Function] = []
         self._save_interval = save_interval
         self._dtype = dtype
@@ -131,6 +132,19 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         self._declare()
         self._maps.append(map_func)
 
+    def transform_ragged_batch(self, func: Function) -> None:
+        """Add a function that is applied to each batch, before those of `map`."""
+        self._declare()
+        self._ragged_maps.append(func)
+
+    def parse_from(self, io_confs: Iterable[Any]) -> None:
+        """Read the columns that some records declare, by `varlen`, `name`, `hash_type` and so on."""
+        for conf in io_confs:
+            if conf.varlen:
+                self.varlen_feature(conf.name, conf.hash_type, conf.hash_bucket_size, conf.trans_int)
+            else:
+                self.fixedlen_feature(conf.name, [0.0] * conf.dim)
+
     def filter(self, filter_func: Function) -> None:
         """Not supported."""
         raise UnsupportedError(f"{type(self).__name__}.filter", "filter the records before they are written.")
@@ -157,7 +171,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         """What a batch becomes by the functions, in Karvan's form."""
         made: Any = [{name: self._entry(name, entry) for name, entry in batch.items()}]
         with cpu_devices():  # this is a thread of the loader
-            for function in (*self._maps, *self._transforms):
+            for function in (*self._ragged_maps, *self._maps, *self._transforms):
                 made = function(made)
         self.listed = isinstance(made, list)
         if self.listed and len(made) == 1:

@@ -115,8 +115,16 @@ class DynamicEmbedding(nn.Module):
         self._option = emb_opt
         self.engine = make_engine({"ids": emb_opt.table()})
 
-    def forward(self, ids: Any) -> Tensor | NoReduceEmbedding:
-        """The vectors of ids, a tensor or a RaggedTensor."""
+    def forward(self, ids: Any, input_weights: Tensor | None = None) -> Tensor | NoReduceEmbedding:
+        """The vectors of ids, a tensor or a RaggedTensor; input_weights are those of the ids of a tensor."""
+        if input_weights is not None:
+            if not isinstance(ids, Tensor) or ids.shape != input_weights.shape or ids.dim() != 2:
+                raise ValueError(
+                    f"input_weights expects ids as a tensor of rows, and a weight for each, got {type(ids)} "
+                    f"and {tuple(input_weights.shape)}: a RaggedTensor has weights of its own."
+                )
+            rows = torch.arange(len(ids) + 1, device=ids.device) * ids.shape[1]
+            ids = Ragged(ids.flatten(), rows, input_weights.flatten())
         out = self.engine({"ids": to_karvan(ids)})["ids"]
         return as_vectors("ids", out, self._option.trainable)
 

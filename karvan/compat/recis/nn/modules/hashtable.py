@@ -170,5 +170,6 @@ __getattr__ = missing_names(
         **dict.fromkeys(("Slice", "gen_slice"), "ranks divide the ids by themselves."),
         "split_sparse_dense_state_dict": "rows are not in a state_dict: use filter_out_sparse_param(model).",
         "HashtableRegister": "use filter_out_sparse_param(model).",
+        "filter_out_trainable_sparse_param": "use filter_out_sparse_param(model).",
     },
 )
