@@ -164,8 +164,10 @@ def test_two_trainers_agree_by_roles_and_by_launch(adult):
     launched = results_of(ended.stdout)
     by_roles = results_of(run_roles(adult, trainers=2)[0])
     assert launched == by_roles
-    assert launched[0] == launched[1]
-    assert launched[0][1] >= GATE
+    (rows, auc), (same_rows, other_auc) = launched[0], launched[1]
+    assert rows == same_rows
+    assert auc == pytest.approx(other_auc, abs=1e-3)  # batch norm has statistics of the trainer's own batches
+    assert min(auc, other_auc) >= GATE
     assert (adult / "checkpoint" / "launched" / "jit_dense.pt").exists()
 
 

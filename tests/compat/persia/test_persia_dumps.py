@@ -89,6 +89,8 @@ again = "b"
 class Options:
     out = "from-options"
 args = Options()
+def other(ctx, folder):
+    ctx.dump_checkpoint(folder)
 def main(parameter):
     folder = os.environ.get("TEST_DUMPS", None)
     missing = os.environ.get("TEST_NOTHING", None)

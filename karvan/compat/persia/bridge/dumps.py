@@ -27,6 +27,7 @@ from karvan.train import TrainContext
 
 _CALLS = ("dump_checkpoint", "dump_embedding")
 _PURE = {"os.environ.get", "os.getenv", "os.path.join", "os.path.abspath", "os.fspath", "str", "Path"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _PLAIN = (
     *(ast.Constant, ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
     *(ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue),
@@ -164,23 +165,45 @@ def dump_targets() -> Iterator[str | os.PathLike[str]]:
         tree = ast.parse(Path(getattr(main, "__file__", None) or "").read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
-    nodes = list(ast.walk(tree))
-    stored = Counter(
+    yield from _targets(tree, vars(main), {}, Counter())
+
+
+def _targets(
+    scope: ast.AST, names: dict[str, Any], expressions: dict[str, ast.expr], stored: Counter[str]
+) -> Iterator[str | os.PathLike[str]]:
+    """Those of a module or a function, and of the functions in it.
+
+    names: values that are known by now. expressions: what names are set to. stored: how often they are.
+    """
+    nodes = list(_within(scope))
+    mine = Counter(
         each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
     )
-    stored.update(each.arg for each in nodes if isinstance(each, ast.arg) for _ in range(2))  # any value
-    expressions = {
-        each.targets[0].id: each.value
-        for each in nodes
-        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
-    }
+    mine.update(each.arg for each in nodes if isinstance(each, ast.arg) for _ in range(2))  # any value
+    if isinstance(scope, _FUNCTIONS):
+        names = {name: value for name, value in names.items() if name not in mine}
+    stored = Counter({**stored, **mine})
+    expressions = {name: value for name, value in expressions.items() if name not in mine}
+    for each in nodes:
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
+            expressions[each.targets[0].id] = each.value
     for call in nodes:
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CALLS:
+        if isinstance(call, _FUNCTIONS):
+            yield from _targets(call, names, expressions, stored)
+        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CALLS:
             named = [each.value for each in call.keywords if each.arg == "dst_dir"]
             for argument in [*call.args[:1], *named][:1]:
-                found = _value(argument, vars(main), expressions, stored)
+                found = _value(argument, names, expressions, stored)
                 if isinstance(found, str | os.PathLike) and str(found):
                     yield found
+
+
+def _within(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope, without those inside of the functions that it defines."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, _FUNCTIONS):
+            yield from _within(child)
 
 
 def _value(
