@@ -180,8 +180,8 @@ class LogitCheck:
                 self._steps[part.output] = -1
                 name = "" if part.output is None else f" '{part.output}'"
                 _log.warning(
-                    "The model's output%s %s. BinaryCrossEntropy expects logits and applies a sigmoid itself: "
-                    "if the model ends in one, remove it.",
+                    "The model's output%s %s. BinaryCrossEntropy expects logits and applies a sigmoid "
+                    "itself: if the model ends in one, remove it.",
                     name,
                     "ends in a sigmoid" if ends else f"was from 0 to 1 in all of the first {steps} steps",
                 )
