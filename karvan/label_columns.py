@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from karvan.ragged import OptionalRagged, Ragged
@@ -52,6 +53,21 @@ def refuse_missing(name: str, entry: Any) -> None:
             f"Column '{name}' has no value for {missing} of {entry.rows} samples. Remove such records from "
             "the data, or declare a value for null: kv.data.Fixed(…, default=0)."
         )
+
+
+def check_weights(weights: Tensor, column: str | None) -> None:
+    """Raise a ValueError for sample weights that are negative, NaN or infinite."""
+    if not weights.numel() or weights.dtype is torch.bool:
+        return
+    low, high = (float(each) for each in torch.aminmax(weights.detach()))
+    if low >= 0 and high < torch.inf:
+        return
+    wrong = weights[~((weights >= 0) & (weights < torch.inf))]
+    name = "Sample weights" if column is None else f"Column '{column}' of sample weights"
+    raise ValueError(
+        f"{name} must be finite and not negative, got {wrong.reshape(-1)[0].item():g} in {wrong.numel()} of "
+        f"{weights.numel()} samples. A weight of 0 leaves a sample out."
+    )
 
 
 def one_each(name: str, entry: Any) -> Tensor:

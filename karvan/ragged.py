@@ -208,10 +208,34 @@ class OptionalRagged(Ragged):
     """One number per sample, or none where it is missing: what a column of integers with nulls becomes.
 
     A batch in which no number is missing has a plain tensor instead; `karvan.batch_slicing` ensures that
-    where samples are split and joined.
+    where samples are split and joined. So code for tensors works until the first missing number; what it
+    raises then says how to read the column.
     """
 
     __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in Ragged.__slots__:  # of an object that is being made
+            raise AttributeError(name)
+        raise AttributeError(f"{self._problem()} It is no tensor, and has no '{name}'.")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Torch's functions expect tensors."""
+        entries = [
+            *arguments,
+            *(inner for each in arguments if isinstance(each, list | tuple) for inner in each),
+        ]
+        missing = next(each for each in entries if isinstance(each, OptionalRagged))
+        raise TypeError(f"{missing._problem()} torch.{function.__name__} expects tensors.")
+
+    def _problem(self) -> str:
+        return (
+            f"{self.rows - self.values.shape[0]} of {self.rows} samples have no value in this column, and "
+            "batches without a missing one have a tensor. For a tensor in all batches, declare a value for null, "
+            "kv.data.Fixed(…, default=0), or kv.Feature(…).fill_missing(0); for lists in all batches, "
+            "kv.data.Varlen(…)."
+        )
 
 
 class NestedRagged:

@@ -10,6 +10,7 @@ outputs, and receive their gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from karvan.embedding import portable
 from karvan.embedding.engine_state import EngineState
 from karvan.embedding.eviction import TTL, steady_time
 from karvan.embedding.exporting import refuse_export
-from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output, absent_ids
+from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output, absent_ids, likely_padding
 from karvan.embedding.feature_program import make_program
 from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
@@ -34,6 +35,8 @@ from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
 from karvan.store.types import Gradients
 from karvan.threads import share_torch_threads
+
+_log = logging.getLogger("karvan.embedding")
 
 
 class EmbeddingEngine(nn.Module):
@@ -61,6 +64,7 @@ class EmbeddingEngine(nn.Module):
         self.connection: Connection | None = distributed.current() if store is None else None
         self._prepared = PreparedBatches(self.features)
         self.replay = StepReplay()  # forwards of a step that may have to be computed again
+        self._unseen = {name for name, table in self.features.items() if table.padding_idx is None}
         self._prepared_step = 0  # the step of the training batch that was prepared last
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
@@ -216,6 +220,8 @@ class EmbeddingEngine(nn.Module):
                     f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "
                     f"which has: {listed(feature, batch)}"
                 )
+            if feature in self._unseen:
+                self._look_for_padding(feature, entry)
             made = FeatureInput(feature, self._names[feature], table, entry, self.store.device)
             if inputs and made.rows != inputs[0].rows:
                 first = next(iter(self.features))
@@ -225,6 +231,18 @@ class EmbeddingEngine(nn.Module):
                 )
             inputs.append(made)
         return Inputs(inputs)
+
+    def _look_for_padding(self, feature: str, entry: object) -> None:
+        """Warn if ids of the feature's first batch seem to be padded."""
+        self._unseen.discard(feature)
+        if (padding := likely_padding(entry)) is not None:
+            _log.warning(
+                "Feature '%s' has the id %d at the ends of most rows. If it fills up shorter rows, it is "
+                "trained and counted like any other id: declare it, kv.Table(…, padding_idx=%d).",
+                feature,
+                padding,
+                padding,
+            )
 
     def _run(
         self, inputs: Inputs, prepared: Prepared | None, training: bool, program: LookupProgram | None = None

@@ -24,6 +24,7 @@ from karvan.store.remote.output_layout import OutputLayout, RowIndex
 
 _CPU = torch.device("cpu")
 _NARROW = (torch.int32, torch.int16, torch.uint32, torch.uint16, torch.bool)
+_FEWEST_ROWS = 16  # of a matrix in which a padding can be told
 _EIGHT_BITS = (torch.int8, torch.uint8)
 
 
@@ -116,6 +117,7 @@ class FeatureInput(Output):
             and entry.dim() == 1
             and entry.is_contiguous()
             and table.hash_stack is None
+            and table.padding_idx is None
             and table.combiner != "index"
         ):  # one id for each sample, as most features have: there is nothing to check or convert
             self.values = entry
@@ -148,6 +150,9 @@ class FeatureInput(Output):
             values = values.reshape(-1)
         if not values.is_contiguous():
             values = values.contiguous()
+        width = entry.shape[1] if isinstance(entry, Tensor) and entry.dim() == 2 else None
+        if table.padding_idx is not None:
+            values, offsets, weights = self._without_padding(name, table_name, values, offsets, weights)
         count = values.shape[0]
         self.samples = count
         if offsets is not None:
@@ -162,7 +167,7 @@ class FeatureInput(Output):
                 raise _refusal(name, table_name, ValueError, expected, f"{tuple(weights.shape)}")
             weights = weights.detach().to(torch.float32).contiguous()
         self.cells, self.offsets, self.weights = count, offsets, weights
-        self.length = self._longest() if table.length is None else table.length
+        self.length = self._longest(width) if table.length is None else table.length
         if table.combiner == "index":
             values = self._take_index(name, table_name, values)
         self.values = values
@@ -197,9 +202,29 @@ class FeatureInput(Output):
         self.samples, self.cells = found.offsets.shape[0] - 1, found.values.shape[0]
         return found.values
 
-    def _longest(self) -> int:
+    def _without_padding(
+        self, name: str, table_name: str, values: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The ids that are not `padding_idx`, in rows that are shorter by the others."""
+        padding = self.table.padding_idx
+        assert padding is not None
+        if offsets is None:
+            offsets = torch.arange(values.shape[0] + 1, device=values.device)
+        if not _tiles(offsets, values.shape[0]):
+            expected = f"offsets that rise from 0 to its {values.shape[0]} ids"
+            raise _refusal(name, table_name, ValueError, expected, f"{offsets.tolist()[:10]}")
+        keeps = values != (padding if padding < 2**63 else padding - 2**64)
+        before = torch.zeros(values.shape[0] + 1, dtype=torch.int64, device=values.device)
+        torch.cumsum(keeps, 0, out=before[1:])
+        if weights is not None and weights.shape == keeps.shape:  # others are refused below
+            weights = weights[keeps]
+        return values[keeps], before[offsets], weights
+
+    def _longest(self, width: int | None) -> int:
         if self.table.combiner not in ("sequence", "index") or self.offsets is None:
             return 1
+        if width is not None:  # all rows of a matrix have it, padded or not
+            return width
         # On a GPU this waits: the shape of the output depends on it. `Table(length=…)` avoids that.
         # Bounded by the number of ids: wrong offsets, which the native core refuses later, must not allocate
         # absurd amounts of memory.
@@ -315,6 +340,28 @@ def _is_text(values: object) -> bool:
         return isinstance(next(iter(values), None), str | bytes)  # type: ignore[call-overload]
     except TypeError:
         return False
+
+
+def likely_padding(entry: object) -> int | None:
+    """The id that seems to fill the ends of a matrix's rows: of half of them, and twice in a quarter.
+
+    A Ragged whose rows have equal lengths is a matrix, too. None for ids on a GPU, which would have to wait.
+    """
+    if isinstance(entry, Ragged) and entry.offsets is not None and entry.rows:
+        width = entry.values.shape[0] // entry.rows
+        regular = entry.values.is_cpu and bool((entry.offsets.diff() == width).all())
+        matrix: object = entry.values.reshape(-1, width) if regular and width else None
+    else:
+        matrix = entry
+    if not isinstance(matrix, Tensor) or matrix.dim() != 2 or not matrix.is_cpu or matrix.is_floating_point():
+        return None
+    rows, width = matrix.shape
+    if rows < _FEWEST_ROWS or width < 2:
+        return None
+    last, mode = matrix[:, -1], int(matrix[:, -1].mode().values)
+    ends = last == mode
+    fills = int(ends.sum()) * 2 >= rows and int((ends & (matrix[:, -2] == mode)).sum()) * 4 >= rows
+    return mode if fills and int((matrix[:, 0] == mode).sum()) * 2 < int(ends.sum()) else None
 
 
 def absent_ids(batch: Mapping[str, Any]) -> Ragged | None:

@@ -32,10 +32,18 @@ def make_program(features: Mapping[str, Table]) -> LookupProgram:
 def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
     """The features of a program's description: the layout of their ids, without initialisers and policies."""
     made = {}
-    for feature, (name, dim, combiner, length, stack, use_weights, missing) in described.items():
+    for feature, (name, dim, combiner, length, stack, *rest) in described.items():
+        use_weights, missing, padding = rest
         hash_stack = None if stack is None else HashStack(*stack)
         made[feature] = Table(
-            dim, name, combiner, length, hash_stack=hash_stack, use_weights=use_weights, missing=missing
+            dim,
+            name,
+            combiner,
+            length,
+            hash_stack=hash_stack,
+            use_weights=use_weights,
+            missing=missing,
+            padding_idx=padding,
         )
     return made
 
@@ -43,4 +51,4 @@ def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
 def _to_json(feature: str, table: Table) -> list[Any]:
     stack = None if table.hash_stack is None else [table.hash_stack.rounds, table.hash_stack.size]
     layout = [table.name or feature, table.dim, table.combiner, table.length, stack]
-    return [*layout, table.use_weights, table.missing]
+    return [*layout, table.use_weights, table.missing, table.padding_idx]

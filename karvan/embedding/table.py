@@ -48,6 +48,8 @@ class Table:
     tables on a GPU are all there.
     read_only: lookups of this feature create no rows and count no uses, and it has no gradients; other
     features of the same table still train it.
+    padding_idx: an id that is none, such as the 0 that fills up the rows of a matrix: it has no row and no
+    gradient, and is not counted, as if it was not in the batch. Other features of the table may have it.
     missing: what happens if a batch lacks the feature: "error", or "empty", as if no sample had an id.
     dtype: of the vectors; arithmetic and optimizer state are float32, and bfloat16 and float16 are rounded
     stochastically.
@@ -66,6 +68,7 @@ class Table:
     use_weights: bool = True
     read_only: bool = False
     missing: str = "error"
+    padding_idx: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
@@ -84,6 +87,10 @@ class Table:
                 raise ValueError(f"Table expects length of at least 1, got {self.length}.")
         if self.device not in (None, *_DEVICES):
             raise ValueError(f"Table expects device 'cpu', 'cuda' or None, got {self.device!r}.")
+        if self.padding_idx is not None and (
+            not isinstance(self.padding_idx, int) or not -(2**63) <= self.padding_idx < 2**64
+        ):
+            raise ValueError(f"Table expects padding_idx to be an id of 64 bits, got {self.padding_idx!r}.")
         if self.missing not in ("error", "empty"):
             raise ValueError(f"Table expects missing 'error' or 'empty', got {self.missing!r}.")
         if self.dtype not in _DTYPES:

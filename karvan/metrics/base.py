@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.argument_checks import listed
-from karvan.label_columns import refuse_missing
+from karvan.label_columns import check_weights, refuse_missing
 from karvan.ragged import Ragged
 
 State: TypeAlias = dict[str, Tensor]
@@ -84,6 +84,8 @@ class Metric(ABC):
         scores = scores.detach().reshape(-1).double()
         labels = self._beside("labels", labels, scores).double()
         if weights is not None:
+            if weights.is_cpu:  # on a GPU a check would wait for it; a Trainer checks batches before
+                check_weights(weights, self.weight)
             weights = self._beside("weights", weights, scores).double()
         if groups is not None:
             groups = self._beside("groups", groups, scores).long()

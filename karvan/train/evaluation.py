@@ -19,7 +19,7 @@ from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
 from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples
-from karvan.train.checks.label_values import check_of
+from karvan.train.checks.label_values import SampleChecks
 from karvan.train.exact_sum import ExactSum
 from karvan.train.exact_sum import total as exact_total
 from karvan.train.feed.feed import Feed
@@ -35,6 +35,7 @@ class EvaluationSums:
     """What this rank has evaluated so far: metrics, losses times samples, and how many samples."""
 
     metrics: Mapping[str, MetricLike]
+    checks: SampleChecks
     losses: dict[str, ExactSum] = field(default_factory=dict)
     samples: int = 0
     nonfinite: NonFinite = field(default_factory=lambda: NonFinite("The loss"))
@@ -46,7 +47,6 @@ class Evaluator:
     def __init__(self, runs: ModelSetup, loss: Loss) -> None:
         self._runs = runs
         self._loss = loss
-        self._check_labels = check_of(loss)
         self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
@@ -67,7 +67,7 @@ class Evaluator:
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
-        return EvaluationSums(fresh)
+        return EvaluationSums(fresh, SampleChecks(self._loss, fresh.values()))
 
     def add(self, sums: EvaluationSums, data: Iterable[Any], batches_of_data: Iterable[Any]) -> None:
         """Evaluate some or all batches of data."""
@@ -81,7 +81,7 @@ class Evaluator:
             for batch, output, reported in self._outputs(batches):
                 count = samples_of(batch)
                 with torch.no_grad():
-                    self._check_labels(batch)
+                    sums.checks(batch)
                     losses = self._loss(output, batch)
                     means = {name: loss.cpu() for name, loss in named(losses, total(losses)).items()}
                     for name, loss in means.items():
@@ -97,6 +97,7 @@ class Evaluator:
     def results(self, sums: EvaluationSums, channel: CollectiveChannel) -> dict[str, float]:
         """The results of the batches of all ranks; a collective. Nothing changes, so it may be repeated."""
         sums.nonfinite.warn()
+        sums.checks.warn_without_weight()
         self.nonfinite = sums.nonfinite.columns
         own = {name: each.parts() for name, each in sums.losses.items()}
         said = channel.gather_json({"samples": sums.samples, "losses": own})

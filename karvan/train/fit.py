@@ -18,6 +18,7 @@ from torch import Tensor
 from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
 from karvan.label_columns import required_labels
+from karvan.train.checks.label_values import SampleChecks
 from karvan.train.checks.needed_metrics import NeededMetrics
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
@@ -301,6 +302,9 @@ class Fit:
         evaluates = self._goal.eval_data is not None and self._stopping.reason is None
         if evaluates and counts.evaluated != counts.step:
             self._evaluate()
+        checks = self._placement.check
+        if self._alone and self._trained and isinstance(checks, SampleChecks):
+            checks.require_weight()
         path = parts.saver.finish(self._unsaved, self._snapshot)
         if self._unsaved:
             self._unsaved = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,22 @@ from karvan.train.checks.label_values import check_column, check_of, check_whole
 from karvan.train.types import AnyBatch, Losses, Output
 
 __all__ = ["BinaryCrossEntropy", "ColumnLoss", "CrossEntropy", "MeanSquaredError", "Sum"]
+
+_log = logging.getLogger("karvan.train")
+
+_STEPS_OF_PROBABILITIES = 100
+_SHAPES = (
+    "Squeeze",
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Select",
+    "Slice",
+    "Unbind",
+    "Split",
+    "ToCopy",
+    "Clone",
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,51 @@ class MeanSquaredError(ColumnLoss):
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """See `ColumnLoss.each`."""
         return functional.mse_loss(scores, labels, reduction="none")
+
+
+class LogitCheck:
+    """Warns of outputs for `BinaryCrossEntropy` that look like probabilities, in the first steps of a fit.
+
+    Such a model learns slowly and to the wrong numbers: the loss applies a sigmoid of its own, so the
+    probabilities that it sees are between 0.5 and 0.73.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[str | None, int] = {}  # by output: how often all of it was from 0 to 1
+
+    def see(self, loss: Any, output: Output) -> None:
+        """Look at the output for a training batch."""
+        for part in loss.losses.values() if isinstance(loss, Sum) else [loss]:
+            if not isinstance(part, BinaryCrossEntropy) or self._steps.get(part.output, 0) < 0:
+                continue
+            scores = _head(output, part.output)
+            steps = self._steps.get(part.output, 0) + 1
+            ends = _ends_in_sigmoid(scores)
+            self._steps[part.output] = steps if ends or _are_probabilities(scores.detach()) else -1
+            if ends or self._steps[part.output] == _STEPS_OF_PROBABILITIES:
+                self._steps[part.output] = -1
+                name = "" if part.output is None else f" '{part.output}'"
+                _log.warning(
+                    "The model's output%s %s. BinaryCrossEntropy expects logits and applies a sigmoid "
+                    "itself: if the model ends in one, remove it.",
+                    name,
+                    "ends in a sigmoid" if ends else f"was from 0 to 1 in all of the first {steps} steps",
+                )
+
+
+def _are_probabilities(scores: Tensor) -> bool:
+    if not scores.is_cpu or not scores.numel():  # a GPU would have to be waited for
+        return False
+    low, high = torch.aminmax(scores)
+    return bool((low >= 0) & (high <= 1))
+
+
+def _ends_in_sigmoid(output: Tensor) -> bool:
+    """Whether an output is a sigmoid, perhaps in another shape or type."""
+    node: Any = output.grad_fn
+    while node is not None and any(node.name().startswith(each) for each in _SHAPES):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("Sigmoid")
 
 
 class Sum:

@@ -21,7 +21,7 @@ from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
 from karvan.train.checks.frozen import Patterns
-from karvan.train.checks.label_values import check_of
+from karvan.train.checks.label_values import SampleChecks
 from karvan.train.elastic.choice import host_of, make_fit, make_predictions
 from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
@@ -121,7 +121,7 @@ class Trainer:
             device=device,
             prefetch=prefetch,
             prepare=prepare,
-            check=check_of(loss),
+            check=SampleChecks(loss, (metrics or {}).values()),
         )
         self.setup = make_training_setup(
             runs,

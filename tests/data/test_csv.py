@@ -415,3 +415,11 @@ def test_a_column_that_the_first_file_lacks_is_reported(tmp_path, caplog):
     assert read_all(open_files(tmp_path))["a"].to_pylist() == [1, 2]
     assert "Column 'b' of" in caplog.text
     assert "2.csv is not read" in caplog.text
+
+
+def test_a_header_of_numbers_is_a_warning_that_says_how_to_read_a_file_without_one(tmp_path, caplog):
+    assert read_all(open_files(put(tmp_path, "1,2.5,-3\n2,3,4\n"))).num_rows == 1
+    assert "x.csv has only numbers (1, 2.5, -3)" in caplog.text
+    caplog.clear()
+    read_all(open_files(put(tmp_path, "1,b\n2,3\n")))
+    assert not caplog.text

@@ -389,3 +389,16 @@ def test_ids_of_narrow_types_are_those_of_int64(dtype):
         assert torch.equal(
             hashed({"x": values.to(dtype), "y": values})["z"], hashed({"x": values, "y": values})["z"]
         )
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x: x.float(), lambda x: x.dtype, torch.log1p, lambda x: torch.cat([torch.ones(1), x])]
+)
+def test_code_for_tensors_is_told_of_the_first_missing_value_how_to_read_the_column(use):
+    table = pa.table({"x": pa.array([1, 2, 3, None])})
+    complete, missing = kv.data.read(table, 2)
+    use(complete["x"])
+    with pytest.raises((AttributeError, TypeError), match=r"1 of 2 samples have no value.*default=0"):
+        use(missing["x"])
+    for column in (kv.data.Fixed("x", default=0), kv.data.Varlen("x")):
+        assert len({type(batch["x"]) for batch in kv.data.read(table, 2, columns=[column])}) == 1

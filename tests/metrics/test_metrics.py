@@ -248,3 +248,13 @@ def test_all_metrics_are_exported_with_a_direction():
         if name not in ("Metric", "State") and getattr(metrics, name).higher_is_better
     }
     assert higher == {"AUC", "GAUC", "NDCG", "HitRate", "Accuracy", "ClassAccuracy"}
+
+
+@pytest.mark.parametrize(
+    "metric", [metrics.AUC(), metrics.AUC(exact=True), metrics.BinaryCrossEntropy(), metrics.GAUC()]
+)
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_that_mean_nothing_are_an_error(metric, weight):
+    ones = torch.ones(3)
+    with pytest.raises(ValueError, match="Sample weights must be finite and not negative"):
+        metric.add(ones / 2, ones, torch.tensor([1.0, weight, 0.0]), torch.arange(3))

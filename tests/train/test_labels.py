@@ -187,3 +187,54 @@ def test_a_missing_id_counts_as_no_id(tmp_path):
     assert [type(batch["item"]) for batch in single] == [torch.Tensor, OptionalRagged, torch.Tensor]
     with torch.no_grad():
         assert torch.allclose(model(whole), torch.cat([model(batch) for batch in single]))
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("use", ["loss", "metric"])
+def test_sample_weights_that_mean_nothing_are_an_error_that_names_the_column(value, use, caplog):
+    columns = {"user": torch.arange(8), "label": torch.arange(8) % 2}
+    good = kv.Batch({**columns, "w": torch.ones(8)})
+    bad = kv.Batch({**columns, "w": torch.full((8,), value)})
+    weight = {"weight": "w"}
+    loss = kv.losses.BinaryCrossEntropy(**weight if use == "loss" else {})
+    one = trainer(loss, metrics={"auc": kv.metrics.AUC(**weight if use == "metric" else {})})
+    if value == 0.0:
+        one.fit([good, bad])  # batches without a weight are allowed
+        if use == "loss":
+            with pytest.raises(ValueError, match="Column 'w' of sample weights is 0 for all samples"):
+                trainer(loss).fit([bad, bad])
+        one.evaluate([bad])
+        assert "Column 'w' of sample weights is 0 for all samples" in caplog.text
+        return
+    before = [parameter.clone() for parameter in one.model.parameters()]
+    with pytest.raises(ValueError, match=r"Column 'w' of sample weights must be finite and not negative"):
+        one.fit([bad])
+    assert all(map(torch.equal, before, one.model.parameters()))
+    with pytest.raises(ValueError, match="Column 'w'"):
+        one.evaluate([bad])
+
+
+class Probabilities(torch.nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.last, self.end = torch.nn.Linear(1, 1), end
+
+    def forward(self, batch):
+        return self.end(self.last(batch["x"].unsqueeze(1))).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("end", "warns"),
+    [
+        (torch.sigmoid, True),
+        (lambda logits: logits.sigmoid().clamp(1e-6, 1 - 1e-6), True),
+        (lambda logits: logits, False),
+    ],
+)
+def test_probabilities_under_a_loss_of_logits_are_a_warning(end, warns, caplog):
+    batch = kv.Batch({"x": torch.linspace(-3, 3, 64), "label": torch.arange(64) % 2})
+    model = Probabilities(end)
+    model.last.weight.data.fill_(2.0)
+    options = {"dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "progress": "none"}
+    kv.Trainer(model, kv.losses.BinaryCrossEntropy(), **options).fit([batch] * 120)
+    assert caplog.text.count("BinaryCrossEntropy expects logits") == warns

@@ -226,6 +226,7 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         device=config.device,
         read_only=config.read_only,
         missing=config.missing,
+        padding_idx=config.padding_idx,
         **parts,
     )
     return made

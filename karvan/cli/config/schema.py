@@ -114,6 +114,7 @@ class Table(Section):
     device: Literal["cpu", "cuda"] | None = None
     read_only: bool = False
     missing: Literal["error", "empty"] = "error"
+    padding_idx: int | None = None
 
 
 class Model(Named):

@@ -46,6 +46,11 @@ class Placement:
         """
         return nullcontext
 
+    @property
+    def check(self) -> Check:
+        """What checks labels and weights."""
+        return self._check
+
     def checked_by(self, data: Any) -> AbstractContextManager[Any]:
         """Within it, data whose batches arrive on a GPU checks labels before they do: a check there waits."""
         check_batches = getattr(data, "check_batches", None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from karvan.train.losses import named, nothing_of, total
+from karvan.train.losses import LogitCheck, named, nothing_of, total
 from karvan.train.reporting.model_reports import Reported, collecting
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import Parallel
@@ -82,6 +82,7 @@ class StepRoutine:
     passes: Accumulation
     update: OptimizerStep
     late: bool = False  # whether a step may be skipped where only the device knows
+    logits: LogitCheck = field(default_factory=LogitCheck)
 
     def begin(self, group: list[FedBatch], epoch: Epoch | None = None) -> StepBatches:
         """A step of these batches."""
@@ -98,6 +99,8 @@ class StepRoutine:
             with collecting() as step_pass.reported:
                 step_pass.output = self.parallel.forward(batch)
             if loss is not None:
+                if step_pass.weight:
+                    self.logits.see(loss, step_pass.output)
                 self.add_loss(step_pass, loss(step_pass.output, batch) if step_pass.weight else None)
 
     def add_loss(self, step_pass: StepPass, losses: Losses | None) -> Tensor:

@@ -166,6 +166,7 @@ def all_layouts():
         "stack": kv.Table(4, hash_stack=HashStack(2, 10), combiner="mean"),
         "history": kv.Table(4, name="item", combiner="sequence"),
         "item": kv.Table(4),
+        "padded": kv.Table(4, name="item", combiner="mean", padding_idx=3),
         "recent": kv.Table(4, name="item", combiner="sequence", length=3),
         "tiles": kv.Table(3, combiner="tile", length=2),
         "all": kv.Table(3, combiner="ragged"),
@@ -209,6 +210,7 @@ def batches(number, rows=12, seed=3, keys=40):
             "cut index": ids(rows * 3).reshape(rows, 3),
             "weighted index": ragged(weights=True),
             "stacked index": ids(rows),
+            "padded": ids(rows * 9).reshape(rows, 9) % 5,
         }
         for _ in range(number)
     ]

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import csv as text_csv
 import io
+import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +46,9 @@ from karvan.native import _native
 _SPAN = 8 << 20
 _BLOCK = 1 << 20
 _LONGEST_LINE = 256 << 20
+
+_NUMBER = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*")
+_log = logging.getLogger("karvan.data")
 
 _Texts = Callable[[Sequence[str], Sequence[str]], Iterable[pa.RecordBatch]]
 
@@ -113,6 +118,13 @@ class CsvSource(FileSource):
             self._with_carriage_returns.add(path)
             head = head.replace(b"\r", b"\n")
         names, begin = self._head(path, head)
+        if self._header and len(names) > 1 and all(map(_NUMBER.fullmatch, names)):
+            _log.warning(
+                "The header of %s has only numbers (%s): if this is a record, the file has no header; give "
+                'options={"header": False, "schema": {…}}, which names all columns.',
+                path,
+                ", ".join(names[:8]),
+            )
         if twice := [name for name in names if names.count(name) > 1]:
             raise DataError("The header names the column twice.", path=path, column=twice[0])
         unknown = sorted(self._types.keys() - set(names))
