@@ -37,6 +37,10 @@ def test_all_that_roles_have_started_ends_when_the_launcher_is_killed(tmp_path):
         job.process.kill()
         job.process.wait()
         wait_until(lambda: not any(map(is_alive, everybody)), "all to end")
+        remain = {"job.json", "outcome.json", "logs", "lock"}
+        wait_until(
+            lambda: {each.name for each in job.run_folder.iterdir()} == remain, "the folder to be clean"
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -51,6 +55,18 @@ def test_all_that_a_role_has_started_ends_when_the_role_does(tmp_path, number):
         job.output()
     assert job.process.returncode == 0
     assert not any(map(is_alive, [*servers, *again]))
+
+
+def test_all_that_a_role_has_started_ends_when_its_keeper_is_killed(tmp_path):
+    with Families(tmp_path, FAMILY) as job:
+        trainers, servers = job.members("trainer"), job.members("parameter-server")
+        os.kill(parent_of(trainers[0]), signal.SIGKILL)
+        again = job.members("trainer", 2)
+        assert not any(map(is_alive, trainers))
+        assert all(map(is_alive, [*servers, *again]))
+        job.order("end-trainer", 0)
+        job.output()
+    assert job.process.returncode == 0
 
 
 def test_ctrl_z_stops_what_roles_have_started(tmp_path):

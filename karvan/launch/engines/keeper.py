@@ -23,7 +23,7 @@ costs lines of it, but never an error in the process.
 which opens CONTROL and says h; then it kills all. **The process dies or ends**: the keeper kills what it has
 left behind. That includes processes that have moved to their own session or have lost their parents: the
 kernel makes the keeper their parent (a "subreaper"). **The keeper dies**: the kernel kills the process and
-releases the lock, and the master counts it as killed.
+releases the lock, and the master counts it as killed, and kills what the process has started.
 
 The master itself has a keeper, which differs in three ways. It restarts the process, up to `most` times
 within `window` seconds, unless a file says that it has ended for good; the roles that the process has started
@@ -386,6 +386,7 @@ def _remove(folder: str, temporary: str | None) -> None:
         for name in os.listdir(folder):
             os.unlink(f"{folder}/{name}")
         os.rmdir(folder)
+        os.rmdir(os.path.dirname(folder))  # that of all keepers, after the last one
     if temporary is not None:
         import shutil  # rarely needed, and slow to import
 

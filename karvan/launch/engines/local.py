@@ -2,7 +2,8 @@
 
 Each process has its own session. So Ctrl-C on the terminal reaches only the launcher, which stops the others
 in order. Each process has a keeper (`keeper.py`), which passes a kill on to all that the process has started,
-writes its log, and waits for another master if this one dies.
+writes its log, and waits for another master if this one dies. If the keeper itself is killed, the engine ends
+all that the process has started.
 
 A process has a folder, `processes/ROLE-INDEX-ID` in the folder of the job, with the files of its keeper. The
 keeper holds a lock there while it lives: waiting for the lock is waiting for its end. Its master address file
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +38,7 @@ AWAY = 60.0  # seconds that processes wait for another master
 _PROCESSES = "processes"
 _ADDRESS = "master-address"
 _REGISTRY = variable("registry")
+_GONE_WITHIN = 10.0  # seconds in which processes that are killed are gone
 _BACKOFF = 0.2  # seconds until a master is restarted for the first time; they double
 
 Ended = Callable[[Process, int], None]
@@ -233,6 +236,10 @@ class LocalHandle:
         if popen is not None:
             popen.wait()
         code = _number_in(self._folder / "exit")
+        if (
+            code is None and self._process.role != Role.MASTER
+        ):  # the next master needs what this one has started
+            _kill_descendants(self._process)
         with self._lock:
             # A keeper that was killed has left no code; its process was killed with it.
             self._code = -int(signal.SIGKILL) if code is None else code
@@ -271,6 +278,31 @@ def keeper_lives(record: Mapping[str, Any]) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def _kill_descendants(process: Process) -> None:
+    """Kill what a process has started whose keeper was killed: it has the environment of the process."""
+    name = variable("process")
+    mark = f"{name}={process.environment.get(name)}".encode()
+    until = time.monotonic() + _GONE_WITHIN
+    while time.monotonic() < until:
+        alive = [
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_variable(pid, mark)
+        ]
+        if not alive:
+            return
+        for pid in alive:  # one that was just started is found the next time
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _has_variable(pid: int, text: bytes) -> bool:
+    """Whether a process of this user was started with a variable; one that has ended has none."""
+    try:
+        return text in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _number_in(path: Path) -> int | None:
