@@ -232,8 +232,8 @@ class OptionalRagged(Ragged):
     def _problem(self) -> str:
         return (
             f"{self.rows - self.values.shape[0]} of {self.rows} samples have no value in this column, and "
-            "batches without a missing one have a tensor. For a tensor in all batches, declare a value for null, "
-            "kv.data.Fixed(…, default=0), or kv.Feature(…).fill_missing(0); for lists in all batches, "
+            "batches without a missing one have a tensor. For a tensor in all batches, declare a value for "
+            "null, kv.data.Fixed(…, default=0), or kv.Feature(…).fill_missing(0); for lists in all batches, "
             "kv.data.Varlen(…)."
         )
 

@@ -329,6 +329,7 @@ class Fit:
             checkpoint=checkpoint,
             metrics=metrics,
             evaluation=dict(counts.evaluation),
+            evaluated=counts.evaluated,
         )
 
     def _save_due(self, group: list[FedBatch]) -> bool:

@@ -51,7 +51,7 @@ def test_a_result_prints_as_a_few_lines_and_its_repr_has_everything(tmp_path):
     assert others == [
         "  stopped     enough",
         f"  training    auc {result.metrics['auc']:.5g}",
-        f"  evaluation  {evaluation}",
+        f"  evaluation  {evaluation}  (at step 2)",
         f"  checkpoint  {result.checkpoint}",
     ]
     assert "2 of them skipped" in str(dataclasses.replace(result, skipped=2))

@@ -64,8 +64,8 @@ class FitResult:
     `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or the reason of a
     callback. `trained` counts the steps of this call, `skipped` those of them that were skipped, `step` all
     steps of the run; `epoch` counts the epochs of this data. `metrics` are those of training since the start
-    of the epoch, `evaluation` those of the last evaluation. `bad_records` counts the records that the job has
-    skipped because they raise errors; see `skip_bad_records` of job.yaml.
+    of the epoch, `evaluation` those of the last evaluation, which was at step `evaluated`. `bad_records`
+    counts the records that the job has skipped because they raise errors; see `skip_bad_records` of job.yaml.
     """
 
     step: int
@@ -78,6 +78,7 @@ class FitResult:
     checkpoint: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluated: int = -1
     bad_records: int = 0
 
     def __str__(self) -> str:
@@ -91,11 +92,11 @@ class FitResult:
             lines.append(f"stopped     {self.stopped}")
         if self.bad_records:
             lines.append(f"bad records {self.bad_records:,} skipped")
-        for word, values in (("training", self.metrics), ("evaluation", self.evaluation)):
+        earlier = "" if self.evaluated == self.step else f"  (at step {self.evaluated:,})"
+        for word, values, note in (("training", self.metrics, ""), ("evaluation", self.evaluation, earlier)):
             if values:
-                lines.append(
-                    f"{word:<12}" + "  ".join(f"{name} {value:.5g}" for name, value in values.items())
-                )
+                shown = "  ".join(f"{name} {value:.5g}" for name, value in values.items())
+                lines.append(f"{word:<12}{shown}{note}")
         if self.checkpoint:
             lines.append(f"checkpoint  {self.checkpoint}")
         return "\n  ".join(lines)
