@@ -86,7 +86,10 @@ class Server:
 
     def close(self, grace: float = 2.0) -> None:
         """Accept no more calls; wait up to `grace` seconds for callers that hold their streams open."""
-        if self._closed or os.getpid() != self._process:  # in a fork, it belongs to the parent
+        if os.getpid() != self._process:  # in a fork: it belongs to the parent, as its socket file does
+            _do_not_wait_at_exit(self._flight)
+            return
+        if self._closed:
             return
         self._closed = True
         closed(listener=self)

@@ -93,6 +93,26 @@ def test_a_fork_of_a_dead_service_does_not_keep_its_file(host):
         os.kill(child, signal.SIGKILL)
 
 
+ENDS = """
+import os, sys
+from karvan.wire import Client, Server
+from wire_helpers import Counting
+server = Server(Counting(), sys.argv[1])
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+with Client("counting", server.address) as peer:
+    print(peer.call("ping").head["service"])
+"""
+
+
+def test_a_fork_that_ends_neither_hangs_nor_takes_the_file_of_its_parent_away(host):
+    command = [sys.executable, "-W", "ignore", "-c", ENDS, host]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("counting\n", "")
+
+
 def test_a_folder_that_others_may_enter_is_refused_by_service_and_caller(tmp_path):
     tmp_path.chmod(0o755)
     host = f"unix:{tmp_path}/one.sock"
