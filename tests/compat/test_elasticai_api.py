@@ -175,6 +175,8 @@ def test_workers_of_a_data_loader_raise_what_the_process_that_trains_cannot_give
     for kind, text in ((Twice, "fetch_record_index once for each sample"), (Shards, "num_workers=0")):
         with pytest.raises(UsageError, match=text):
             next(iter(DataLoader(kind(service), 4, num_workers=1)))
+    with pytest.raises(UsageError, match="multiprocessing_context='fork'"):
+        iter(DataLoader(Squares(service), 4, num_workers=1, multiprocessing_context="spawn"))
     one, other = (iter(DataLoader(Squares(service), 4, num_workers=1)) for _ in range(2))
     with pytest.raises(RuntimeError, match="one DataLoader at a time"):
         [next(each) for each in (one, other, one, one, one)]

@@ -293,6 +293,13 @@ class DataShardService:
         self._loader.requests.close()
         self._client.close()
 
+    def __reduce__(self) -> NoReturn:
+        """An error: workers of a DataLoader that are spawned would have it without its process."""
+        raise UsageError(
+            "Data shards are leased by the process that trains, and workers of its DataLoader are forked from "
+            "it, got workers that are spawned: expected multiprocessing_context='fork'."
+        )
+
     def next_batch(self, size: int) -> list[int] | NoTask:
         """Hand out a batch of records of one epoch: their numbers, or why there are none now."""
         with self._lock:
