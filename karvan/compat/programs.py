@@ -18,6 +18,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
     "persia": {"persia": "karvan.compat.persia"},
     "elasticdl": {
         "elasticdl": "karvan.compat.elasticdl",
+        "elasticdl_client": "karvan.compat.elasticdl_client",
         "elasticai_api": "karvan.compat.elasticai_api",
         "elasticdl_preprocessing": "karvan.compat.elasticdl_preprocessing",
     },

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -166,6 +167,7 @@ class ElasticLoop:
         """Let `optimizer.step()` make a step when the step has its batches."""
         step = optimizer.step
 
+        @wraps(step)
         def step_when_due(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             if self._hooks and self._summed is None:
                 self._check_call(args, options)

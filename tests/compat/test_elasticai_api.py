@@ -1,5 +1,6 @@
 """elasticai_api's elastic data shards, over the leased tasks of a master."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -16,11 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from karvan.compat.elasticai_api.common.data_shard_service import RecordIndexService, build_data_shard_service
+import karvan as kv
+from karvan.compat.elasticai_api.common.data_shard_service import (
+    DataShardService,
+    RecordIndexService,
+    build_data_shard_service,
+)
+from karvan.compat.elasticai_api.io.recordio_reader import RecordIOReader
+from karvan.compat.elasticai_api.proto import elasticai_api_pb2
 from karvan.compat.elasticai_api.pytorch.controller import create_elastic_controller
 from karvan.compat.elasticai_api.pytorch.dataset import ElasticDataset
 from karvan.compat.elasticai_api.pytorch.optimizer import DistributedOptimizer
 from karvan.compat.elasticdl.constants import TaskType
+from karvan.compat.import_aliases import import_aliases
+from karvan.compat.programs import SYSTEMS
 from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
@@ -165,6 +175,8 @@ def test_workers_of_a_data_loader_raise_what_the_process_that_trains_cannot_give
     for kind, text in ((Twice, "fetch_record_index once for each sample"), (Shards, "num_workers=0")):
         with pytest.raises(UsageError, match=text):
             next(iter(DataLoader(kind(service), 4, num_workers=1)))
+    with pytest.raises(UsageError, match="multiprocessing_context='fork'"):
+        iter(DataLoader(Squares(service), 4, num_workers=1, multiprocessing_context="spawn"))
     one, other = (iter(DataLoader(Squares(service), 4, num_workers=1)) for _ in range(2))
     with pytest.raises(RuntimeError, match="one DataLoader at a time"):
         [next(each) for each in (one, other, one, one, one)]
@@ -323,6 +335,110 @@ def test_a_controller_trains_the_loop_of_one_worker(monkeypatch):
         ]
     assert controller.global_completed_batch_num == len(losses) == 48
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.usefixtures("master")
+def test_tasks_are_shards_with_a_number():
+    service = build_data_shard_service(4, 1, 10, False, False, elasticai_api_pb2.TRAINING, 1, "data")
+    assert service.get_current_task() is None
+    assert service.get_minibatch_count_per_epoch() == 2
+    tasks = [service.get_task(), service.get_task(elasticai_api_pb2.TRAINING)]
+    assert [(each.shard.name, each.shard.start, each.shard.end) for each in tasks] == [
+        ("data", 0, 4),
+        ("data", 4, 8),
+    ]
+    assert service.get_current_task() == tasks[0]
+    saved = service.get_shard_checkpoint()
+    assert service.report_batch_done()
+    assert service.get_current_task() == tasks[1]
+    service.report_batch_done()
+    assert service.restore_shard_from_checkpoint(saved)
+    starts = []
+    while (task := service.get_task()).type == elasticai_api_pb2.TRAINING:
+        starts.append(task.shard.start)
+        service.report_batch_done(task.shard.end - task.shard.start)
+    assert sorted(starts) == [0, 4, 8]
+    assert (task.task_id, task.shard.name) == (0, "")
+
+
+@pytest.mark.usefixtures("master")
+def test_shards_without_a_number_of_epochs_have_those_of_the_job(monkeypatch):
+    monkeypatch.setenv("ELASTICDL_NUM_EPOCHS", "3")
+    monkeypatch.setenv("ELASTICDL_NUM_MINIBATCHES_PER_TASK", "2")
+    service = build_data_shard_service(batch_size=2, dataset_size=8)
+    sizes = []
+    while (shard := service.fetch_shard()) is not None:
+        sizes.append(shard.end - shard.start)
+        service.report_batch_done(sizes[-1])
+    assert sizes == [4, 4] * 3
+
+
+def test_defaults_and_order_of_arguments_are_those_of_elasticai_api():
+    shards = "batch_size num_epochs dataset_size shuffle shuffle_shards task_type num_minibatches_per_shard"
+    indices = "batch_size num_epochs dataset_size task_type shuffle num_minibatches_per_shard dataset_name"
+    optimizer = "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor"
+    expected = {
+        build_data_shard_service: f"{shards} dataset_name",
+        DataShardService: f"{shards} dataset_name seed master",
+        RecordIndexService: f"{indices} options",
+        create_elastic_controller: "batch_size num_epochs dataset_size shuffle shuffle_shards",
+        DistributedOptimizer: f"{optimizer} global_batch_num_per_step fixed_global_batch_size",
+    }
+    for function, names in expected.items():
+        parameters = inspect.signature(function).parameters
+        assert list(parameters) == names.split()
+        assert all(parameters[name].default is None for name in parameters if name == "num_epochs")
+
+
+@pytest.mark.usefixtures("master")
+def test_an_image_folder_gives_the_samples_of_leased_records(tmp_path, monkeypatch):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    (tmp_path / "torchvision" / "datasets.py").write_text(
+        "class ImageFolder:\n"
+        "    def __init__(self, root):\n"
+        "        self.samples = [(f'{root}/{number}.png', number % 3) for number in range(10)]\n"
+        "    def __getitem__(self, index):\n"
+        "        return self.samples[index]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from karvan.compat.elasticai_api.pytorch.dataset import ElasticImageFolder
+
+    images = ElasticImageFolder("digits")
+    assert (len(images), images[4]) == (10, ("digits/4.png", 1))
+    images.set_data_shard_service(RecordIndexService(4, 1, 10))
+    assert len(images) == sys.maxsize
+    assert [images[0] for _ in range(10)] == images.samples
+    for name in ("torchvision", "torchvision.datasets"):
+        del sys.modules[name]
+
+
+def test_recordio_files_are_read_by_numbers_that_count_over_all_of_them(tmp_path):
+    for name, first in (("one", 0), ("two", 5)):
+        with kv.data.RecordIOWriter(tmp_path / name) as writer:
+            for number in range(first, first + 5):
+                writer.write(str(number).encode())
+    reader = RecordIOReader([str(tmp_path / "one"), str(tmp_path / "two")])
+    assert list(reader.read_records(0, 10)) == [str(number).encode() for number in range(10)]
+    assert list(reader.read_records(3, 7)) == [b"3", b"4", b"5", b"6"]
+    with pytest.raises(UsageError, match="a list of files"):
+        RecordIOReader("one")
+
+
+def test_names_of_published_programs_are_there_or_say_what_to_use():
+    with import_aliases(SYSTEMS["elasticdl"]):
+        from elasticai_api.util.grpc_utils import build_channel
+        from elasticai_api.util.log_utils import default_logger as logger
+        from elasticdl.python.common.log_utils import get_logger
+        from elasticdl_client.common.constants import DistributionStrategy
+
+        assert build_channel("host:1") == "host:1"
+        assert get_logger("elasticdl", "INFO") is logger
+        assert DistributionStrategy.ALLREDUCE == "AllreduceStrategy"
+        with pytest.raises(UnsupportedError, match="finds its master by MASTER_ADDR"):
+            from elasticai_api.common.master_client import build_master_client  # noqa: F401
+        with pytest.raises(UnsupportedError, match="karvan run --as elasticdl zoo init"):
+            from elasticdl_client.api import init_zoo  # noqa: F401
 
 
 def test_wrong_calls_say_what_is_expected(master, monkeypatch):

@@ -7,7 +7,9 @@ from cluster_helpers import serving
 
 import karvan as kv
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.ps_client import EmbeddingTableInfo, PSClient
+from karvan.compat.elasticdl.ps_client import EmbeddingTableInfo, PSClient, build_ps_client
+from karvan.compat.elasticdl.python.common.tensor_utils import Tensor
+from karvan.compat.unsupported import UnsupportedError
 
 
 def linear(value):
@@ -140,6 +142,36 @@ def test_a_loop_as_the_design_writes_it_learns():
                 grads = [param.grad.numpy() for param in model.parameters()]
                 client.push_gradients(grads)
     assert model.weight.detach().numpy() == pytest.approx(np.array([[1.0, -2.0, 0.5]]), abs=0.01)
+
+
+def test_the_client_of_addresses_takes_the_arguments_of_elasticdl(addresses):
+    model = linear(1.0)
+    with build_ps_client(",".join(addresses)) as client:
+        client.push_model(model, sgd(model))
+        client.push_embedding_table_infos([EmbeddingTableInfo("item", 2)], kv.optim.SGD(lr=1.0))
+        versions = [-1] * len(addresses)
+        parameters, without_model = client.pull_dense_parameters(list(range(len(addresses))), versions)
+        assert {name: value.tolist() for name, value in parameters.items()} == {
+            "weight": [[1.0] * 2],
+            "bias": [1.0],
+        }
+        assert (without_model, versions) == ([], [0] * len(addresses))
+        before = client.pull_embedding_vectors("item", [3, 4])
+        grads = [Tensor("bias", np.ones(1, np.float32), None)] * 2
+        rows = [Tensor("item", np.ones((2, 2), np.float32), [3, 4]), Tensor("item", np.ones((1, 2)), [3])]
+        assert client.push_gradients(grads, rows, 0.25, versions).accepted
+        pulled, _ = client.pull_dense_parameters(list(range(len(addresses))), versions)
+        assert pulled["bias"].tolist() == [0.5]
+        after = client.pull_embedding_vectors("item", [3, 4])
+        assert after == pytest.approx(before - np.array([[0.5], [0.25]], np.float32), abs=1e-6)
+        with pytest.raises(ContractError, match=f"each of {len(addresses)} servers, got 0"):
+            client.push_gradients(grads, rows, 0.25, [])
+        with pytest.raises(ContractError, match="expected 'bias' in edl_grads"):
+            client.push_gradients([Tensor("bias", np.ones(1), [0])])
+        with pytest.raises(UnsupportedError, match="push_model"):
+            client.push_dense_parameters([], 0, 0)
+    with pytest.raises(ContractError, match="host:port,host:port, got ''"):
+        build_ps_client("")
 
 
 def test_wrong_calls_say_what_is_expected():

@@ -1,6 +1,7 @@
 """Loops written by hand whose gradients are averaged over the trainers of an elastic group."""
 
 import threading
+import warnings
 from contextlib import closing, contextmanager
 
 import pytest
@@ -210,12 +211,15 @@ def test_the_global_batches_of_a_trainer_that_is_lost_are_computed_by_the_others
 @pytest.mark.parametrize("zeroed", ["optimizer", "model"])
 def test_a_trainer_that_is_alone_accumulates_global_batches(zeroed):
     alone, data = Trainer(None, 0, global_batches=3), batches_of(10, 7)
-    torch.optim.lr_scheduler.StepLR(alone.optimizer, 1)  # it wraps optimizer.step, too
+    scheduler = torch.optim.lr_scheduler.StepLR(alone.optimizer, 1, gamma=1.0)  # it wraps optimizer.step, too
     for batch in data:
         alone.loop.begin()
         getattr(alone, zeroed).zero_grad()
         alone.model(batch).square().mean().backward()
         alone.optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
     assert (alone.loop.steps, alone.loop.accumulated) == (2, 1)
     alone.loop.finish()
     assert torch.allclose(alone.parameters(), reference(0, [data[:3], data[3:6], data[6:]]), atol=1e-6)

@@ -15,9 +15,9 @@ rows: pull, compute, and push again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.python.elasticdl.layers.initializers import initialiser_of
+from karvan.compat.unsupported import UnsupportedError
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.sharding import owner_of_parameter, split_state
@@ -50,6 +51,14 @@ class PushResult(NamedTuple):
 
     accepted: bool
     version: int
+
+
+class NamedGradient(NamedTuple):
+    """A gradient of the parameter of a name or, with indices, of embedding vectors of a table."""
+
+    name: str
+    values: Any
+    indices: Any = None
 
 
 @dataclass(frozen=True)
@@ -136,13 +145,39 @@ class PSClient:
         self._names = list(given)
         return self.pull_dense_parameters()
 
+    @overload
     def pull_dense_parameters(
         self, version: int | None = None, *, into: nn.Module | None = None
-    ) -> PulledModel:
+    ) -> PulledModel: ...
+
+    @overload
+    def pull_dense_parameters(
+        self, version: Sequence[int], model_versions: MutableSequence[int]
+    ) -> tuple[dict[str, NDArray[Any]], list[int]]: ...
+
+    def pull_dense_parameters(
+        self,
+        version: int | Sequence[int] | None = None,
+        model_versions: MutableSequence[int] | None = None,
+        *,
+        into: nn.Module | None = None,
+    ) -> PulledModel | tuple[dict[str, NDArray[Any]], list[int]]:
         """The parameters; with a version, only those of servers that have another one.
 
-        into: a module whose parameters get the values.
+        into: a module whose parameters get the values. ElasticDL's own arguments are the numbers of servers
+        and the version that the worker has of each, which is changed; it gets parameters by name, and the
+        numbers of servers without a model, which are none after `push_model`.
         """
+        if model_versions is not None:
+            assert isinstance(version, Sequence)
+            changed: dict[str, NDArray[Any]] = {}
+            for number in version:
+                known = model_versions[number] if model_versions[number] >= 0 else None
+                newest, found = self._servers[number].pull(known)
+                self._versions[number] = model_versions[number] = newest
+                changed |= {name: np.array(value) for name, value in (found or {}).items()}
+            return changed, []
+        assert not isinstance(version, Sequence)
         pulled: dict[str, NDArray[Any]] = {}
         for number, server in enumerate(self._servers):
             self._versions[number], found = server.pull(version)
@@ -153,21 +188,30 @@ class PSClient:
 
     def push_gradients(
         self,
-        gradients: Sequence[Any] | Mapping[str, Any],
-        embedding_gradients: Mapping[str, tuple[Any, Any]] | None = None,
+        grads: Sequence[Any] | Mapping[str, Any],
+        edl_grads: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]] | None = None,
         learning_rate: float | None = None,
+        model_versions: Sequence[int] | None = None,
     ) -> PushResult:
         """Push gradients of the parameters that were pulled last, and those of embedding vectors.
 
-        gradients: a list in the order of the model's parameters, or by name; None has no gradient.
-        embedding_gradients: for each table (ids, a gradient for each id); those of equal ids are added up.
-        learning_rate: of this step, instead of the optimizers'.
+        grads: a list in the order of the model's parameters, or by name, or a list of NamedGradient; None has
+        no gradient. edl_grads: for each table (ids, a gradient for each id), or a list of NamedGradient;
+        those of equal ids are added up. learning_rate: of this step, instead of the optimizers'.
+        model_versions: that of each server which the gradients are of, if they are not those pulled last.
         """
+        if model_versions is not None:
+            if len(model_versions) != len(self._servers):
+                raise ContractError(
+                    f"model_versions expects a version for each of {len(self._servers)} servers, got "
+                    f"{len(model_versions)}."
+                )
+            self._versions = list(model_versions)
         shares: list[dict[str, Tensor]] = [{} for _ in self._servers]
-        for name, gradient in self._by_name(gradients).items():
+        for name, gradient in self._by_name(grads).items():
             if gradient is not None:
                 shares[owner_of_parameter(name, len(shares))][name] = _tensor(gradient)
-        rows = self._checked_rows(embedding_gradients or {})  # raises before anything is sent
+        rows = self._checked_rows(_rows_of(edl_grads or {}))  # raises before anything is sent
         made = PushResult(True, self._version)
         if any(shares):
             made = self._push_dense(shares, learning_rate)
@@ -202,6 +246,16 @@ class PSClient:
         vectors: NDArray[np.float32] = found[layer_name].vectors[places]
         return vectors
 
+    def partition_dense_parameters(self, param_names: Sequence[str]) -> None:
+        """Nothing: servers divide parameters by their names."""
+
+    def push_dense_parameters(self, *arguments: Any) -> NoReturn:
+        """An error: it says what to use."""
+        raise UnsupportedError(
+            "push_dense_parameters",
+            "push_model(model, optimizer) gives the servers parameters and the optimizer.",
+        )
+
     pull_variable = pull_dense_parameters
     pull_embedding_vector = pull_embedding_vectors
     push_gradient = push_gradients
@@ -223,6 +277,8 @@ class PSClient:
     def _by_name(self, gradients: Sequence[Any] | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(gradients, Mapping):
             return gradients
+        if gradients and all(isinstance(each, tuple) and hasattr(each, "values") for each in gradients):
+            return _sums_of(gradients)
         if not self._names:
             raise ContractError("A list of gradients is in the order of push_model: call it before.")
         if len(gradients) != len(self._names):
@@ -308,6 +364,40 @@ class PSClient:
                         f"The servers have a parameter '{name}', but the module has: {listed(name, own)}"
                     )
                 own[name].copy_(torch.from_numpy(value))
+
+
+def build_ps_client(ps_addrs: str, logger: Any = None, **options: Any) -> PSClient:
+    """The client of servers whose addresses are separated by commas; options are those of `PSClient`."""
+    addresses = [each.strip() for each in ps_addrs.split(",") if each.strip()]
+    if not addresses:
+        raise ContractError(f"build_ps_client expects addresses as host:port,host:port, got '{ps_addrs}'.")
+    return PSClient(addresses, **options)
+
+
+def _sums_of(gradients: Iterable[NamedGradient]) -> dict[str, Any]:
+    """Gradients by the names of their parameters; those of equal names are added up."""
+    sums: dict[str, Any] = {}
+    for each in gradients:
+        if getattr(each, "indices", None) is not None:
+            raise ContractError(
+                f"Gradients of single rows are those of tables: expected '{each.name}' in edl_grads."
+            )
+        values = _tensor(each.values)
+        sums[each.name] = sums[each.name] + values if each.name in sums else values
+    return sums
+
+
+def _rows_of(given: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:
+    """Ids and gradients by table."""
+    if isinstance(given, Mapping):
+        return given
+    rows: dict[str, tuple[Tensor, Tensor]] = {}
+    for each in given:
+        ids, values = _ids(each.indices), _tensor(each.values)
+        if each.name in rows:
+            ids, values = torch.cat([rows[each.name][0], ids]), torch.cat([rows[each.name][1], values])
+        rows[each.name] = (ids, values)
+    return rows
 
 
 def _tensor(value: Any) -> Tensor:

@@ -19,6 +19,7 @@ the DataLoader before its end, what it has prefetched is given out again.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple, NoReturn
 
+import numpy.random  # noqa: F401  # a forked worker of a DataLoader cannot import it while threads import
 from torch.utils.data import get_worker_info
 
 from karvan.argument_checks import check_counts
@@ -47,6 +49,9 @@ from karvan.work.holders import holder_of
 from karvan.work.ledger import NoTask
 from karvan.work.spec import WorkSpec
 from karvan.work.task import TaskLease
+
+# What a worker of a DataLoader has inherited belongs to its parent: it must not collect connections there.
+os.register_at_fork(after_in_child=gc.freeze)
 
 _log = logging.getLogger("karvan.data")
 
@@ -287,6 +292,13 @@ class DataShardService:
         """Give back what was not reported, and disconnect."""
         self._loader.requests.close()
         self._client.close()
+
+    def __reduce__(self) -> NoReturn:
+        """An error: workers of a DataLoader that are spawned would have it without its process."""
+        raise UsageError(
+            "Data shards are leased by the process that trains, and workers of its DataLoader are forked from "
+            "it, got workers that are spawned: expected multiprocessing_context='fork'."
+        )
 
     def next_batch(self, size: int) -> list[int] | NoTask:
         """Hand out a batch of records of one epoch: their numbers, or why there are none now."""

@@ -1,5 +1,5 @@
 """See `karvan/compat/elasticdl/ps_client.py`."""
 
-from karvan.compat.elasticdl.ps_client import EmbeddingTableInfo, PSClient
+from karvan.compat.elasticdl.ps_client import EmbeddingTableInfo, PSClient, build_ps_client
 
-__all__ = ["EmbeddingTableInfo", "PSClient"]
+__all__ = ["EmbeddingTableInfo", "PSClient", "build_ps_client"]

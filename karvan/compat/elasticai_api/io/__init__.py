@@ -1,0 +1,1 @@
+"""Files of records, under the paths of elasticai_api."""

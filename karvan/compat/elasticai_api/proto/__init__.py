@@ -1,0 +1,1 @@
+"""Types of tasks, under the paths of elasticai_api."""

@@ -1,0 +1,1 @@
+"""Logging and addresses, under the paths of elasticai_api."""

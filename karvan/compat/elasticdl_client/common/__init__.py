@@ -1,0 +1,1 @@
+"""Constants and logging, under the paths of elasticdl_client."""
