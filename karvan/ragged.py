@@ -222,10 +222,8 @@ class OptionalRagged(Ragged):
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:
         """Torch's functions expect tensors."""
-        entries = [
-            *arguments,
-            *(inner for each in arguments if isinstance(each, list | tuple) for inner in each),
-        ]
+        given = [*arguments, *(options or {}).values()]
+        entries = [*given, *(inner for each in given if isinstance(each, list | tuple) for inner in each)]
         missing = next(each for each in entries if isinstance(each, OptionalRagged))
         raise TypeError(f"{missing._problem()} torch.{function.__name__} expects tensors.")
 

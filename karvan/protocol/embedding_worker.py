@@ -58,8 +58,8 @@ WORKER_HELLO = Variant(
 _REFERENCE = Text(200)
 _REFERENCES = ListOf(_REFERENCE)
 _ENGINE = Text(64)
-# Name of the table, dim, combiner, length, rounds and size of a hash stack, whether weights count, and what a
-# batch without the feature means.
+# Name of the table, dim, combiner, length, rounds and size of a hash stack, whether weights count, what a
+# batch without the feature means, and the id that fills up rows.
 _FEATURE = TupleOf(
     TABLE,
     Integer(1, MOST_DIM),
@@ -68,6 +68,7 @@ _FEATURE = TupleOf(
     Nullable(TupleOf(Integer(1, 2**10), Integer(1, 2**62))),
     Boolean(),
     OneOf("error", "empty"),
+    Nullable(Integer(-(2**63), 2**64 - 1)),
 )
 _SIZE = Integer(0, 2**48)
 # Of an index: how many vectors it refers to, its samples and length, whether with weights.

@@ -36,12 +36,12 @@ class WorkerSubject(Subject):
         hello = {**TRAINER, "run": "run", "worker": 0, "servers": 1, "divisor": 1}
         super().__init__("embedding worker", EmbeddingWorker(most=10**9), hello)
         told = {
-            "mean": ["t", 4, "mean", None, None, True, "error"],
-            "stack": ["u", 8, "sum", None, [2, 100], False, "error"],
+            "mean": ["t", 4, "mean", None, None, True, "error", None],
+            "stack": ["u", 8, "sum", None, [2, 100], False, "error", 0],
         }
         told |= {
-            "long": ["u", 8, "sequence", 3, [2, 100], True, "error"],
-            "ragged": ["t", 4, "ragged", None, None, True, "empty"],
+            "long": ["u", 8, "sequence", 3, [2, 100], True, "error", None],
+            "ragged": ["t", 4, "ragged", None, None, True, "empty", None],
         }
         self._features = told
         self._tables = {name: {"spec": spec_of(name)} for name in DIMS}
