@@ -10,7 +10,7 @@ bits, and nothing waits for the GPU.
 
 from __future__ import annotations
 
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ def farm(data: Strings | ByteRagged) -> Tensor: ...
 def farm(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
     """FarmHash Fingerprint64 (RecIS `Hash("farm")`): one int64 for a string, a tensor of them for several.
 
+    Several are a list, a numpy array, a Series or an Arrow array of text or bytes, or bytes with offsets.
     Text is hashed as UTF-8. Pass the result through `bucket` where ids must not be negative.
     """
     if isinstance(data, bytes | str):
@@ -184,6 +185,32 @@ def _encode(text: bytes | str) -> bytes:
     return text.encode() if isinstance(text, str) else text
 
 
+def _strings(data: Any) -> Strings | ByteRagged:
+    """The strings of a list, of a numpy array, a Series or an Arrow array, or of bytes with offsets."""
+    shape = getattr(data, "shape", None)
+    if isinstance(data, Tensor) or (shape is not None and len(shape) != 1):
+        what = f"a tensor of {data.dtype}" if isinstance(data, Tensor) else f"an array of shape {shape}"
+        raise TypeError(
+            f"A hash expects text, bytes or a list of them, got {what}: "
+            "kv.ids.mod, prefix and hash_stack take ids that are numbers."
+        )
+    if not isinstance(data, list | tuple) and not hasattr(data, "offsets"):
+        for convert in ("tolist", "to_list", "to_pylist"):
+            if hasattr(data, convert):
+                data = getattr(data, convert)()
+                break
+    if isinstance(data, list | tuple):
+        wrong = next((at for at, row in enumerate(data) if not isinstance(row, str | bytes)), None)
+        if wrong is not None:
+            raise TypeError(
+                f"A hash expects text or bytes, got {data[wrong]!r} at position {wrong}: drop such values, "
+                "or give them a text of their own."
+            )
+    elif not hasattr(data, "offsets") or not hasattr(data, "values"):
+        raise TypeError(f"A hash expects text, bytes or a list of them, got {type(data).__name__}.")
+    return data  # type: ignore[no-any-return]
+
+
 def _ids(ids: Tensor) -> Tensor:
     if not isinstance(ids, Tensor):
         raise TypeError(f"Ids must be an int64 tensor, but are {type(ids).__name__}.")
@@ -194,6 +221,7 @@ def _ids(ids: Tensor) -> Tensor:
 
 def _hash_rows(kind: str, data: Strings | ByteRagged, size: int | None) -> Tensor:
     """The hashes of strings; with a size, `bucket` of them."""
+    data = _strings(data)
     if isinstance(data, list | tuple):
         rows = [_encode(row) for row in data]
         values = np.frombuffer(b"".join(rows), np.uint8)

@@ -4,6 +4,8 @@ import struct
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import reference as ref
 import torch
@@ -210,3 +212,31 @@ def test_hashes_of_keys_are_those_of_the_definition(keys):
 def test_hashes_of_keys_are_written_where_there_is_room_for_them():
     with pytest.raises(ValueError, match="out must have 3 entries, but has 2"):
         _native.mix(np.arange(3), np.zeros(2, np.uint64))
+
+
+def test_hashes_take_strings_of_numpy_pandas_and_arrow():
+    expected = ids.farm(["a", "bc", "ä"])
+    for strings in (
+        np.array(["a", "bc", "ä"]),
+        np.array(["a", b"bc", "ä"], object),
+        pd.Series(["a", "bc", "ä"]),
+        pa.array(["a", "bc", "ä"]),
+    ):
+        assert torch.equal(ids.farm(strings), expected)
+    assert ids.murmur(np.array([], "U1")).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("strings", "message"),
+    [
+        (["a", None], "expects text or bytes, got None at position 1"),
+        (pd.Series(["a", None], dtype=object), "expects text or bytes, got None at position 1"),
+        (np.array([1, 2]), "expects text or bytes, got 1 at position 0"),
+        (torch.tensor([1, 2]), "got a tensor of torch.int64"),
+        (np.array([["a"]]), r"got an array of shape \(1, 1\)"),
+        (5, "expects text, bytes or a list of them, got int"),
+    ],
+)
+def test_what_is_no_text_is_not_hashed(strings, message):
+    with pytest.raises(TypeError, match=message):
+        ids.farm(strings)

@@ -15,6 +15,7 @@ from karvan import distributed
 from karvan.argument_checks import listed
 from karvan.data.columns.declarations import Column, Fixed, Varlen, infer_field
 from karvan.data.columns.decoder import Decoder
+from karvan.data.columns.structs import flat_schema, outer_names
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
 from karvan.data.formats.open_files import open_files
@@ -145,6 +146,12 @@ def open_data(
 ) -> tuple[Source, Decoder]:
     """The source of some data and the decoder of its columns; the arguments are those of `read`."""
     names = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
+    if names is not None and any("." in name for name in names) and _is_path(data):  # fields of structs
+        whole = retrying(
+            lambda: open_files(data, format, None, filesystem, **(options or {})).schema,
+            Patience(retry_seconds),
+        )
+        names = outer_names(whole, names)
     if is_table_url(data):
         source: Source = _open_tables(data, names, format, filesystem, options)
     elif _is_path(data):
@@ -163,10 +170,11 @@ def open_data(
         if isinstance(source, FileSource) and isinstance(column, Varlen):
             source.declare_list(column.name)
     schema = retrying(lambda: source.schema, Patience(retry_seconds))
-    requested: Sequence[Column | str] = schema.names if columns is None else columns
+    fields = flat_schema(schema)
+    requested: Sequence[Column | str] = fields.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
-    decode = Decoder([_inferred(schema, c) if isinstance(c, str) else c for c in requested], labels)
+    decode = Decoder([_inferred(fields, c) if isinstance(c, str) else c for c in requested], labels)
     decode.check(schema)
     return source, decode
 

@@ -330,8 +330,10 @@ class EmbeddingEngine(nn.Module):
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            "An EmbeddingEngine can be neither copied nor pickled: its rows live in a store. "
-            "Build a second one and load snapshots of the tables into it."
+            "An EmbeddingEngine can be neither copied nor pickled: its rows live in a store. For a copy, "
+            "make a second model and load_state_dict(…) into it what engine.state_dict(rows=True) gives; "
+            "save a model with kv.checkpoint.save(path, {}, model), and load it with "
+            "kv.checkpoint.find(path).load(model)."
         )
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from karvan.argument_checks import listed
 from karvan.embedding.engine_state import EngineState
 from karvan.store import Rows, Store, TableSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class TableHandle:
@@ -71,6 +75,23 @@ class TableHandle:
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
         """The rows; with `parts`, those in one of so many equal ranges of key hashes."""
         return self._store.snapshot(self.name, part, parts)
+
+    def to_arrow(self, strings: Mapping[str, int] | None = None) -> pa.Table:
+        """The rows of `snapshot` as a pyarrow table, whose `to_pandas()` is a DataFrame.
+
+        Its columns are key, vector, count and last_step. strings: the text that ids came from, such as
+        `dict(zip(words, kv.ids.farm(words).tolist()))`; it is the column string, null for other keys.
+        """
+        import pyarrow as pa
+
+        rows = self.snapshot()
+        vectors = np.ascontiguousarray(rows.vectors, np.float32).reshape(-1)
+        columns: dict[str, Any] = {"key": rows.keys}
+        if strings is not None:
+            texts = {key: text for text, key in strings.items()}
+            columns["string"] = pa.array([texts.get(key) for key in rows.keys.tolist()], pa.string())
+        columns["vector"] = pa.FixedSizeListArray.from_arrays(vectors, self.dim)
+        return pa.table({**columns, "count": rows.counts, "last_step": rows.last_steps})
 
     def load(self, rows: Rows) -> None:
         """Insert or overwrite rows."""

@@ -81,7 +81,7 @@ def read_settings(kind: type[Settings], path: Path, changes: Mapping[str, str]) 
     tree = read_tree(path)
     if isinstance(tree, dict):
         for name, text in changes.items():
-            _set(tree, name, text)
+            _set(tree, name, text, kind)
     return checked_settings(kind, tree, str(path))
 
 
@@ -111,10 +111,16 @@ def problem_text(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _set(tree: dict[str, Any], name: str, text: str) -> None:
+def _set(tree: dict[str, Any], name: str, text: str, kind: type[BaseModel]) -> None:
     *path, last = name.split(".")
+    default: Any = None  # what the settings have at the part without the file
     for part in path:
-        below = tree.setdefault(part, {})
+        field = kind.model_fields.get(part)
+        default = None if field is None else field.get_default(call_default_factory=True)
+        kind = type(default) if isinstance(default, BaseModel) else BaseModel
+        # A class by name keeps its name and its arguments, of which one is set.
+        named = isinstance(default, BaseModel) and not isinstance(default, Section)
+        below = tree.setdefault(part, default.model_dump() if named else {})
         if below is None or isinstance(below, str):  # `model: DLRM` is short for `model: {name: DLRM}`
             below = tree[part] = {} if below is None else {"name": below}
         if not isinstance(below, dict):

@@ -7,6 +7,7 @@ from karvan.public_names import publish
 if TYPE_CHECKING:
     from karvan.dense.communication import PowerSGD
     from karvan.train import callbacks, losses
+    from karvan.train.callbacks import EMA
     from karvan.train.contexts.eval_context import EvalContext, InferContext
     from karvan.train.contexts.train_context import TrainContext
     from karvan.train.elastic_loop import ElasticLoop
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from karvan.train.types import PredictedRecords, Prediction
 
 __all__ = [
+    "EMA",
     "BarProgress",
     "ElasticLoop",
     "EvalContext",
@@ -50,6 +52,7 @@ publish(
     {
         "karvan.dense.communication": "PowerSGD",
         "karvan.train": "callbacks losses",
+        "karvan.train.callbacks": "EMA",
         "karvan.train.contexts.eval_context": "EvalContext InferContext",
         "karvan.train.contexts.train_context": "TrainContext",
         "karvan.train.elastic_loop": "ElasticLoop",

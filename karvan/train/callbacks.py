@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+from torch import Tensor, nn
 
 from karvan.public_names import publish
 from karvan.train.reporting.results import FitResult, StepLogs
@@ -29,7 +32,7 @@ from karvan.train.trainer_view import TrainerView
 
 _log = logging.getLogger("karvan.train")
 
-__all__ = ["Callback", "EarlyStopping", "TrainerView"]
+__all__ = ["EMA", "Callback", "EarlyStopping", "TrainerView"]
 
 
 class Callback:
@@ -128,6 +131,78 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
 
+class EMA(Callback):
+    """Evaluates and predicts with exponential moving averages of the dense parameters.
+
+    After each step that was taken, average = decay * average + (1 - decay) * parameter, as of
+    `torch.optim.swa_utils.AveragedModel`; the first step sets it to the parameter. Rows and buffers are used
+    as they are. The averages are in every checkpoint; evaluations of a fit, `Trainer.evaluate` and
+    `Trainer.predict` use them, also after `Trainer.load`. The model itself has its own parameters, until
+    `copy_to` replaces them by the averages, for a program that uses the model without the Trainer.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay}.")
+        self.decay = decay
+        self._averages: dict[str, Tensor] = {}
+
+    def on_fit_begin(self, trainer: TrainerView) -> None:
+        """Averages need the parameters of every step, which servers have in mode async."""
+        if trainer.connection.settings.mode.dense_on_servers:
+            raise ValueError(
+                "EMA averages the dense parameters of every step, but in mode async servers hold them: "
+                "expected mode sync or hybrid, or no EMA."
+            )
+
+    def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
+        """Follow the parameters, unless the step was skipped. Nothing waits for a GPU."""
+        for name, parameter in _trained(trainer.model):
+            average, value = self._averages.get(name), parameter.detach()
+            if average is None:
+                self._averages[name] = value.clone()
+                continue
+            if average.device != value.device:
+                self._averages[name] = average = average.to(value.device)
+            average.lerp_(value, logs.taken * (1 - self.decay))
+
+    @contextmanager
+    def averaged(self, model: nn.Module) -> Iterator[None]:
+        """Within it a model has the averages in place of its parameters, if there are any yet."""
+        own = {name: parameter.data for name, parameter in _trained(model) if name in self._averages}
+        for name, parameter in _trained(model):
+            if name in own:
+                parameter.data = self._averages[name].to(parameter.device)
+        try:
+            yield
+        finally:
+            for name, parameter in _trained(model):
+                if name in own:
+                    parameter.data = own[name]
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Replace the parameters of a model by the averages."""
+        for name, parameter in _trained(model):
+            if name in self._averages:
+                parameter.data.copy_(self._averages[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return dict(self._averages)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._averages = {name: average.clone() for name, average in state.items()}
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point()
+    ]
+
+
 class Callbacks(Callback):
     """Several callbacks as one, called in their order."""
 
@@ -140,6 +215,27 @@ class Callbacks(Callback):
             kind = type(callback).__name__
             same = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{same + 1}" if same else kind] = callback
+
+        if len(self._averages) > 1:
+            raise ValueError(f"callbacks expects at most one EMA, got {len(self._averages)}.")
+
+    @property
+    def _averages(self) -> dict[str, EMA]:
+        return {name: each for name, each in self._callbacks.items() if isinstance(each, EMA)}
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether models are evaluated with averages of their parameters."""
+        return bool(self._averages)
+
+    def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The context in which a model is evaluated."""
+        return next((each.averaged(model) for each in self._averages.values()), nullcontext())
+
+    def load_averages(self, state: Mapping[str, Any]) -> None:
+        """Restore averages of parameters from the state of a checkpoint."""
+        for name, each in self._averages.items():
+            each.load_state_dict(state.get("callbacks", {}).get(name, {}))
 
     @property
     def needs(self) -> dict[str, Sequence[str]]:

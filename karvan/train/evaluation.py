@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from karvan.activity import activity
 from karvan.argument_checks import listed
+from karvan.data import Loader
 from karvan.data.leasing.shared_data import SharedData
 from karvan.distributed import CollectiveChannel
 from karvan.label_columns import required_labels
@@ -22,12 +24,15 @@ from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, requir
 from karvan.train.checks.label_values import SampleChecks
 from karvan.train.exact_sum import ExactSum
 from karvan.train.exact_sum import total as exact_total
-from karvan.train.feed.feed import Feed
+from karvan.train.feed.batch_source import FedBatch, move_back, position_of
 from karvan.train.losses import named, total
 from karvan.train.reporting.model_reports import Reported, collecting, split_reports
 from karvan.train.state.gathering import merged
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
+
+Averaged = Callable[[nn.Module], AbstractContextManager[None]]
+"""Makes the context in which a model is evaluated: with averages of its parameters, if there are any."""
 
 
 @dataclass
@@ -44,9 +49,10 @@ class EvaluationSums:
 class Evaluator:
     """Runs a model on data without training it."""
 
-    def __init__(self, runs: ModelSetup, loss: Loss) -> None:
+    def __init__(self, runs: ModelSetup, loss: Loss, averaged: Averaged) -> None:
         self._runs = runs
         self._loss = loss
+        self._averaged = averaged
         self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
@@ -69,8 +75,14 @@ class Evaluator:
             metric.reset()
         return EvaluationSums(fresh, SampleChecks(self._loss, fresh.values()))
 
-    def add(self, sums: EvaluationSums, data: Iterable[Any], batches_of_data: Iterable[Any]) -> None:
-        """Evaluate some or all batches of data."""
+    def add(
+        self,
+        sums: EvaluationSums,
+        data: Iterable[Any],
+        batches_of_data: Iterable[Any],
+        most: int | None = None,
+    ) -> None:
+        """Evaluate some or all batches of data; at most so many on each rank."""
         required = required_labels(data, self._loss, sums.metrics.values())
         with (
             activity.task("evaluate"),
@@ -78,7 +90,7 @@ class Evaluator:
             same_random_state_afterwards(),
             self._runs.evaluation_feed(batches_of_data) as batches,
         ):
-            for batch, output, reported in self._outputs(batches):
+            for batch, output, reported in self._outputs(islice(batches, most)):
                 count = samples_of(batch)
                 with torch.no_grad():
                     sums.checks(batch)
@@ -93,6 +105,20 @@ class Evaluator:
                     for metric in sums.metrics.values():
                         metric.update(output, batch)
                 sums.samples += count
+
+    def try_first(self, data: Iterable[Any] | None, metrics: Mapping[str, MetricLike]) -> None:
+        """Evaluate the first batch of data that gives it again, so that mistakes in it show before training.
+
+        All ranks call it with data of the same kind.
+        """
+        if not _gives_again(data):
+            return
+        assert data is not None
+        before = position_of(data)
+        try:
+            self.add(self.begin(metrics), data, data, most=1)
+        finally:
+            move_back(data, before)
 
     def results(self, sums: EvaluationSums, channel: CollectiveChannel) -> dict[str, float]:
         """The results of the batches of all ranks; a collective. Nothing changes, so it may be repeated."""
@@ -113,7 +139,7 @@ class Evaluator:
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""
-        predictor = Predictor(self._runs, columns)
+        predictor = self.predictor(columns)
         with self._runs.evaluation_feed(data) as batches:
             for batch, output, _ in self._outputs(batches):
                 yield predictor.prediction(batch, output)
@@ -121,12 +147,12 @@ class Evaluator:
 
     def predictor(self, columns: Iterable[str]) -> Predictor:
         """Predicts batch by batch."""
-        return Predictor(self._runs, columns)
+        return Predictor(self._runs, columns, self._averaged)
 
-    def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any, Reported]]:
+    def _outputs(self, batches: Iterable[FedBatch]) -> Iterator[tuple[Any, Any, Reported]]:
         for fed in batches:
             with collecting() as reported:
-                output = _output(self._runs, fed.batch)
+                output = _output(self._runs, fed.batch, self._averaged)
             if fed.samples or self._runs.connection.world_size == 1:  # or it was for other ranks
                 yield fed.batch, output, reported
 
@@ -134,14 +160,15 @@ class Evaluator:
 class Predictor:
     """Predictions of batches that are ready, with columns of each."""
 
-    def __init__(self, runs: ModelSetup, columns: Iterable[str]) -> None:
+    def __init__(self, runs: ModelSetup, columns: Iterable[str], averaged: Averaged) -> None:
         self._runs = runs
+        self._averaged = averaged
         self._names = list(columns)
         self._seen = NonFinite("The output")
 
     def output(self, batch: Any) -> Any:
         """What the model gives for a batch."""
-        return _output(self._runs, batch)
+        return _output(self._runs, batch, self._averaged)
 
     def prediction(self, batch: Any, output: Any) -> Prediction:
         """The output of a batch on the CPU, with its columns."""
@@ -158,10 +185,18 @@ class Predictor:
         self._seen.warn()
 
 
-def _output(runs: ModelSetup, batch: Any) -> Any:
+def _output(runs: ModelSetup, batch: Any, averaged: Averaged) -> Any:
     runs.placement.receive(batch)
-    with evaluating(runs.model):  # only here: between batches the caller's code runs
+    with evaluating(runs.model), averaged(runs.model):  # only here: between batches the caller's code runs
         return runs.infer(batch)
+
+
+def _gives_again(data: object) -> bool:
+    """Whether data gives its first batch again after it was iterated over, whoever counts iterations."""
+    if isinstance(data, torch.utils.data.DataLoader):
+        own = data.generator is not None or isinstance(data.dataset, torch.utils.data.IterableDataset)
+        return not own and not data.num_workers
+    return isinstance(data, list | tuple | Loader)
 
 
 @contextmanager

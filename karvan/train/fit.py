@@ -17,6 +17,7 @@ from torch import Tensor
 
 from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
+from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
 from karvan.train.checks.label_values import SampleChecks
 from karvan.train.checks.needed_metrics import NeededMetrics
@@ -51,7 +52,7 @@ class Begin(NamedTuple):
 
 def needed_metrics(parts: TrainerParts) -> NeededMetrics:
     """The metrics by which the Trainer's callbacks and keep_best decide."""
-    return NeededMetrics(parts.callbacks.needs, parts.saver.best_metric)
+    return NeededMetrics(parts.callbacks.needs, parts.saver.best_metric, parts.schedule.metric)
 
 
 def check_fit(trainer: TrainerView, parts: TrainerParts, goal: Goal) -> None:
@@ -59,8 +60,13 @@ def check_fit(trainer: TrainerView, parts: TrainerParts, goal: Goal) -> None:
     parts.setup.check()
     needed = needed_metrics(parts)
     needed.check_evaluated(goal.eval_data is not None)
-    if trainer.evaluate.__module__ == "karvan.train.trainer":  # a method of the user's own may give any name
+    if is_own_evaluate(trainer):  # a method of the user's own may give any name
         needed.check_known(parts.metrics, parts.loss)
+
+
+def is_own_evaluate(trainer: TrainerView) -> bool:
+    """Whether a Trainer evaluates as `kv.Trainer` does, not by a method of the user's own."""
+    return trainer.evaluate.__module__ == "karvan.train.trainer"
 
 
 class Fit:
@@ -98,6 +104,8 @@ class Fit:
         self._outcomes = StepOutcomes(self._skips, parts.counts)
         self._alone = parts.connection.world_size == 1
         self._unsaved = False
+        self._saved_first = False  # whether there is a checkpoint from before the first evaluation
+        self._evaluation_due = False  # whether an evaluation of this step comes next
         self._trained = 0
         self._past: tuple[FinishedData, ...] = ()  # data that the run has trained to its end before this
         self._before: FinishedData | None = None  # how it has trained this data, if that is one of them
@@ -110,6 +118,8 @@ class Fit:
             stack.enter_context(parts.stop_request.signals)
             stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
             self._begin(stack)
+            if self._evaluation_due:
+                self._evaluate()
             while not self._over():
                 with closing(self._epoch.groups(self._begin_epoch)) as groups, self._failing():
                     for group in groups:
@@ -118,6 +128,8 @@ class Fit:
                             self._reporter.training()
                             self._outcomes.settle()
                         if self._goal.evaluates_after_step(self._counts):
+                            self._evaluation_due = True
+                            self._save_first()
                             self._evaluate()
                         due = self._save_due(group)
                         if self._over():
@@ -180,6 +192,8 @@ class Fit:
                 )
         parts.loggers.open(counts.step)
         stack.callback(parts.loggers.close)
+        if not self._has_all() and is_own_evaluate(self._trainer):
+            parts.evaluator.try_first(self._goal.eval_data, parts.metrics)
         parts.callbacks.on_fit_begin(self._trainer)
         self._stopping.ask_all()
 
@@ -195,7 +209,9 @@ class Fit:
             self._past = record.history if other else record.past
             self._before = dataset.trained_before(record, self._identity) if other else None
         self._parts.setup.update.forget()
-        return self._parts.saver.load(found, self._parts.model), other
+        state = self._parts.saver.load(found, self._parts.model)
+        train_state.check_fits(self._parts.model, state, shown(found.path))
+        return state, other
 
     def _begin_alone(self) -> None:
         """Start without a checkpoint: at 0, or after what this Trainer has trained before."""
@@ -262,9 +278,14 @@ class Fit:
     def _evaluate(self) -> None:
         parts, counts = self._parts, self._counts
         assert self._goal.eval_data is not None
+        self._evaluation_due = False
         parts.setup.dense.settle()
         before = time.monotonic()
-        counts.evaluation = self._trainer.evaluate(self._goal.eval_data)
+        try:
+            counts.evaluation = self._trainer.evaluate(self._goal.eval_data)
+        except Exception:
+            parts.saver.wait()  # what was saved before is to be complete when the program ends
+            raise
         self._reporter.exclude(time.monotonic() - before)
         self._reporter.evaluation(counts.evaluation)
         self._note_evaluation()
@@ -278,12 +299,22 @@ class Fit:
         counts.evaluated = counts.step
         self._unsaved = True
         self._needed_metrics.require_numbers(counts.evaluation, counts.step, parts.evaluator.nonfinite)
+        parts.schedule.after_evaluation(counts.evaluation)
         parts.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
+
+    def _save_first(self) -> None:
+        """Save before the first evaluation: if it fails, what was trained is not lost."""
+        if not self._saved_first and self._unsaved and self._parts.saver.folder is not None:
+            self._save()
+        self._saved_first = True
 
     def _end_epoch(self) -> None:
         parts, counts = self._parts, self._counts
+        evaluates = self._goal.eval_data is not None and self._goal.eval_every is None
+        if evaluates:  # a fit that resumes from here ends the epoch again
+            self._save_first()
         parts.schedule.after_epoch()
-        if self._goal.eval_data is not None and self._goal.eval_every is None:
+        if evaluates:
             self._evaluate()
         parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
         self._epoch.end_epoch()
@@ -301,6 +332,7 @@ class Fit:
         parts.setup.dense.take()
         evaluates = self._goal.eval_data is not None and self._stopping.reason is None
         if evaluates and counts.evaluated != counts.step:
+            self._save_first()
             self._evaluate()
         checks = self._placement.check
         if self._alone and self._trained and isinstance(checks, SampleChecks):
@@ -358,6 +390,7 @@ class Fit:
             **self._epoch.state(),
             **self._transforms.state(),
             "data": data,
+            "evaluation_due": self._evaluation_due,
         }
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
@@ -365,6 +398,8 @@ class Fit:
         counts.load_state_dict(TrainingCounts().state_dict())
         train_state.restore(parts, saved, new_settings=self._how.new_settings)
         self._transforms.load(saved)
+        evaluates = self._goal.eval_data is not None and not other
+        self._evaluation_due = evaluates and bool(saved.get("evaluation_due"))
         random = train_state.random_of(parts.connection, saved)
         if other:
             set_random_state(random)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from karvan.argument_checks import check_integers
+from karvan.argument_checks import check_counts, check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
@@ -33,6 +33,7 @@ from karvan.train.reporting.progress import NoProgress, make_progress
 from karvan.train.reporting.results import FitResult, ReportWindow, TrainingCounts
 from karvan.train.state.dataset import remaining
 from karvan.train.state.saving import SaveSettings, make_saver
+from karvan.train.state.train_state import check_fits
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.lr_schedule import Schedule, Schedulers
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, engines_of
@@ -58,7 +59,8 @@ class Trainer:
     precision: see `karvan/train/step/precision.py`. gradient_accumulation_steps, clip_norm, clip_value,
     nonfinite: see `OptimizerStepSettings`. callbacks: see `kv.callbacks`. loggers: see `kv.loggers`; they and
     progress get numbers every log_every steps. progress is "auto" (a bar on a terminal, otherwise lines),
-    "bar", "plain", "none", or an object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
+    "bar", "plain", "none", or an object. eval_every: how many steps are between two evaluations of a fit that
+    does not say it itself. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
     checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
     evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
     in a row the fit raises the error. The last save of a fit is repeated for save_retry_seconds, and then
@@ -99,6 +101,7 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
         log_every: int = 100,
+        eval_every: int | None = None,
         progress: str | NoProgress = "auto",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
@@ -110,6 +113,7 @@ class Trainer:
         prepare: Callable[[Any], Any] = same,
     ) -> None:
         check_integers(log_every=log_every, prefetch=prefetch)
+        check_counts(1, eval_every=eval_every)
         check_trainer(model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, checkpoints)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
@@ -145,8 +149,14 @@ class Trainer:
         self.nonfinite = nonfinite
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
+        if self.callbacks.has_averages and average_every != 1:
+            raise ValueError(
+                f"With average_every={average_every} ranks have different parameters, which EMA cannot "
+                "average: expected average_every=1, or no EMA."
+            )
         first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
         self.log_every = log_every
+        self.eval_every = eval_every
         self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(
             checkpoints,
@@ -154,7 +164,7 @@ class Trainer:
         )
         self._history = History(self.saver.folder, writes=first)
         self.loggers = LoggerGroup([self._history, *(loggers if first else ())])
-        self.evaluator = Evaluator(runs, loss)
+        self.evaluator = Evaluator(runs, loss, self.callbacks.averaged)
         self.run_progress = RunProgress(TrainingCounts(), ReportWindow())
         self._stop_request = StopRequest()
         self._loaded: Mapping[str, Any] | None = None  # the state of a checkpoint, once `load` was called
@@ -253,7 +263,7 @@ class Trainer:
         check_data("fit", data)
         if eval_data is not None:
             check_data("eval_data", eval_data)
-        goal = Goal(epochs, max_steps, eval_data, eval_every)
+        goal = Goal(epochs, max_steps, eval_data, self.eval_every if eval_every is None else eval_every)
         self._stop_request.begin()
         begin = Begin(resume, drop_unfinished, data_name, new_settings)
         fit = make_fit(self, self.parts(), data, goal, begin)
@@ -290,7 +300,9 @@ class Trainer:
                 else "load expects the path of a checkpoint, because this Trainer has no folder of its own."
             )
         state = found.load(self.model)
+        check_fits(self.model, state, shown(found.path))
         self.model.load_state_dict(state["model"])
+        self.callbacks.load_averages(state)
         self._loaded = state
         return found
 

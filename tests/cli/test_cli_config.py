@@ -283,3 +283,16 @@ def test_arguments_of_an_optimizer_without_a_name_are_those_of_the_default(given
     for name, options in given.items():
         if isinstance(options, dict):
             assert getattr(config.optimizers, name).arguments == {"lr": 0.2}
+
+
+def test_an_argument_of_a_class_is_set_without_naming_the_class(tmp_path):
+    (tmp_path / "a.yaml").write_text("data: {train: t}\nmodel: {name: DLRM}\n")
+    changes = {"loss.label": "lable", "optimizers.sparse.lr": "0.1", "optimizers.dense.lr": "0.01"}
+    config = read_config(tmp_path / "a.yaml", changes)
+    assert (config.loss.name, config.loss.arguments) == ("BinaryCrossEntropy", {"label": "lable"})
+    assert (config.optimizers.sparse.name, config.optimizers.sparse.arguments) == ("Adagrad", {"lr": 0.1})
+    assert (config.optimizers.dense.name, config.optimizers.dense.arguments) == ("Adam", {"lr": 0.01})
+    (tmp_path / "a.yaml").write_text(
+        "data: {train: t}\nmodel: {name: DLRM}\nloss: {name: MeanSquaredError}\n"
+    )
+    assert read_config(tmp_path / "a.yaml", {"loss.label": "y"}).loss.name == "MeanSquaredError"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rows import read_all
 
+import karvan as kv
 from karvan.data.columns.decoder import Decoder
 from karvan.data.columns.type_names import type_of
 from karvan.data.errors import DataError
@@ -423,3 +424,11 @@ def test_a_header_of_numbers_is_a_warning_that_says_how_to_read_a_file_without_o
     caplog.clear()
     read_all(open_files(put(tmp_path, "1,b\n2,3\n")))
     assert not caplog.text
+
+
+def test_ids_in_base_16_may_begin_with_0x(tmp_path):
+    (tmp_path / "a.csv").write_text("user,other\n0x1f,1\n0Xff,2\n,3\nff,4\n0x123456,5\n")
+    data = kv.data.read(
+        tmp_path / "a.csv", 5, options={"hexadecimal": ["user"]}, columns=[kv.data.Varlen("user")]
+    )
+    assert next(iter(data))["user"].values.tolist() == [0x1F, 0xFF, 0xFF, 0x123456]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet as pq
 from rows import read_all
 
+import karvan as kv
 from karvan.data.errors import DataError
 from karvan.data.formats.open_files import open_files
 
@@ -163,3 +164,30 @@ def test_damage_without_checksums_never_changes_the_number_of_records(tmp_path, 
             content[draw.randrange(4, footer)] = draw.randrange(256)
         made = outcome(path, content)
         assert made is None or made.num_rows == small.num_rows
+
+
+PLACES = pa.array(
+    [
+        {"city": {"id": 7, "name": "Köln"}, "lat": 50.9},
+        {"city": None, "lat": 48.8},
+        None,
+        {"city": {"id": 9, "name": None}, "lat": None},
+    ]
+)
+
+
+@pytest.mark.parametrize("kind", ["file", "table"])
+def test_fields_of_a_struct_are_columns(tmp_path, kind):
+    table = pa.table({"user": [1, 2, 3, 4], "place": PLACES})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    data = tmp_path / "a.parquet" if kind == "file" else table
+    assert list(next(iter(kv.data.read(data, 4)))) == [
+        "user",
+        "place.city.id",
+        "place.city.name",
+        "place.lat",
+    ]
+    columns = ["place.lat", kv.data.Fixed("place.city.id", default=-1)]
+    batch = next(iter(kv.data.read(data, 4, columns=columns)))
+    assert batch["place.city.id"].tolist() == [7, -1, -1, 9]
+    assert batch["place.lat"].isnan().tolist() == [False, False, True, True]

@@ -258,3 +258,19 @@ def test_recis_14_freed_rows_are_reset_and_reused():
         assert handle.rows == 0
         sizes.append(handle.bytes - 8 * handle.stats()["evicted"])  # the list of evicted keys may stay
     assert max(sizes[3:]) <= max(sizes[:3])
+
+
+def test_rows_are_a_table_with_the_strings_their_keys_came_from():
+    words = ["ann", "bob", "never seen"]
+    keys = kv.ids.farm(words)
+    engine = kv.EmbeddingEngine({"user": kv.Table(3)})
+    engine({"user": keys[:2]})
+    engine({"user": torch.tensor([5])})
+    users = engine.table("user")
+    rows = users.to_arrow(dict(zip(words, keys.tolist(), strict=True))).to_pandas().set_index("key")
+    assert sorted(rows.index) == sorted([*keys[:2].tolist(), 5])
+    assert rows.string[keys[0].item()] == "ann"
+    assert rows.string.isna()[5]
+    assert rows.vector[5].tolist() == users.vectors([5])[0].tolist()
+    assert rows["count"][5] == 1
+    assert users.to_arrow().column_names == ["key", "vector", "count", "last_step"]

@@ -27,6 +27,7 @@ from karvan.data.columns.declarations import (
     unnest,
 )
 from karvan.data.columns.missing_values import MISSING_WEIGHT, first_missing, missing_in_list, missing_value
+from karvan.data.columns.structs import flat_batch, flat_schema, has_structs
 from karvan.data.columns.value_limits import check_defaults
 from karvan.data.columns.whole_floats import whole_numbers
 from karvan.data.errors import DataError, reason
@@ -56,6 +57,7 @@ class Decoder:
                 f"Labels must be columns that are read, which are: {', '.join(names)}.", column=unknown[0]
             )
         self._plan: tuple[pa.Schema, list[tuple[str, int, _Read]]] | None = None
+        self._has_structs: bool | None = None  # whether records have structs whose fields are columns
 
     @property
     def names(self) -> list[str]:
@@ -64,11 +66,17 @@ class Decoder:
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` unless records of this schema have all columns, of types that can be read."""
+        self._has_structs = has_structs(schema)
+        schema = flat_schema(schema)
         self._plan = schema, _plan(self.columns, self.labels, schema)
 
     def __call__(self, records: pa.RecordBatch) -> Batch:
         """The batch of these records."""
         plan = self._plan
+        if self._has_structs is None:
+            self._has_structs = has_structs(records.schema)
+        if self._has_structs:
+            records = flat_batch(records)
         if plan is None or not (plan[0] is records.schema or plan[0].equals(records.schema)):
             plan = self._plan = records.schema, _plan(self.columns, self.labels, records.schema)
         entries: dict[str, Entry] = {}

@@ -29,7 +29,8 @@ def check_data(call: str, data: Any) -> None:
             f"{call} expects batches, got the path {os.fspath(data)!r}: give it {read.format(repr(data))}."
         )
     if type(data).__module__.split(".")[0] in _FRAMES:
-        raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format('frame')}.")
+        frame = "frame.collect()" if kind == "LazyFrame" else "frame"
+        raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format(frame)}.")
     if isinstance(data, Batch) or (isinstance(data, Mapping) and _has_tensors(data)):
         raise TypeError(
             f"{call} expects several batches, got one {kind}: give it [batch], or {read.format('columns')} "

@@ -10,10 +10,17 @@ from karvan.train.types import Loss
 
 
 class NeededMetrics:
-    """The metrics that callbacks need, by their names, and the one of keep_best if there is one."""
+    """The metrics that callbacks need, by their names, and those of keep_best and of schedulers."""
 
-    def __init__(self, of_callbacks: Mapping[str, Sequence[str]], best_metric: str | None) -> None:
+    def __init__(
+        self,
+        of_callbacks: Mapping[str, Sequence[str]],
+        best_metric: str | None,
+        of_scheduler: str | None = None,
+    ) -> None:
         self._needs = {f"callback {name}": list(metrics) for name, metrics in of_callbacks.items()}
+        if of_scheduler is not None:
+            self._needs["scheduler ReduceLROnPlateau"] = [of_scheduler]
         if best_metric is not None:
             self._needs["keep_best"] = [best_metric]
 

@@ -20,6 +20,7 @@ from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_o
 from karvan.train.evaluation import evaluating
 from karvan.train.feed.feed import Feed
 from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.state.train_state import check_fits
 from karvan.train.state.transforms import Transforms
 
 
@@ -161,6 +162,7 @@ class InferContext(EvalContext):
             state = found.load(model)
             if "model" not in state:
                 raise checkpoints.CheckpointError.mismatch(found.path, "a model's state", ", ".join(state))
+            check_fits(model, state, found.path)
             model.load_state_dict(state["model"])
             self._transforms.load(state)
             self.step = found.step

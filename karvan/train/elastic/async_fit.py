@@ -218,9 +218,10 @@ class AsyncFit(ElasticFit):
     def _plan_due(self, *, saves: bool) -> None:
         """Plan what is due since the last meeting; saves: it is also time to save."""
         due = self._due_since_meeting() | ({"save"} if saves else set())
-        for kind in ("evaluate", "save"):
-            if kind in due and kind not in self._todo and not (kind == "save" and self._has_all()):
-                self._todo.append(kind)
+        if "evaluate" in due and "evaluate" not in self._todo:
+            self._plan_evaluation()
+        if "save" in due and "save" not in self._todo and not self._has_all():
+            self._todo.append("save")
         self._met = self._counts.step
 
     def _training_metrics(self) -> dict[str, float]:

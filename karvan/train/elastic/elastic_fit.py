@@ -276,6 +276,8 @@ class ElasticFit(Fit):
             self._steps.work.restore(None)
             return
         self._steps.work.restore(saved.get("work"))
+        if saved.get("evaluation_due") and self._goal.eval_data is not None:
+            self._todo.append("evaluate")
 
     def _everything(self) -> dict[str, Any]:
         """What another trainer needs to train with this one."""
@@ -286,6 +288,7 @@ class ElasticFit(Fit):
             "actions": self._actions,
             "last": self._last,
             "unsaved": self._unsaved,
+            "saved_first": self._saved_first,
             "seed": self._steps.work.seed,
         }
 
@@ -297,6 +300,7 @@ class ElasticFit(Fit):
         self._transforms.load(state)
         self._todo, self._actions = list(everything["todo"]), everything["actions"]
         self._last, self._unsaved = everything["last"], everything["unsaved"]
+        self._saved_first = everything["saved_first"]
         self._steps.work.seed = everything["seed"]
         self._past = tuple(map(FinishedData.from_state, everything["past"]))
         self._begin_training()
@@ -336,8 +340,15 @@ class ElasticFit(Fit):
         if self._over() and "finish" not in self._todo and self._result is None:
             evaluates = self._goal.eval_data is not None and self._stopping.reason is None
             if evaluates and self._counts.evaluated != self._counts.step and "evaluate" not in self._todo:
-                self._todo.append("evaluate")
+                self._plan_evaluation()
             self._todo += ["report", "finish"]
+
+    def _plan_evaluation(self) -> None:
+        """Evaluate next; before the first time all that was trained is saved, in case it fails."""
+        if not self._saved_first and self._unsaved and self._parts.saver.folder is not None:
+            self._todo.append("save")
+        self._saved_first = True
+        self._todo.append("evaluate")
 
     # Steps
 
@@ -349,7 +360,7 @@ class ElasticFit(Fit):
             if counts.step % parts.log_every == 0:
                 self._todo.append("report")
             if self._goal.evaluates_after_step(counts):
-                self._todo.append("evaluate")
+                self._plan_evaluation()
             saves = parts.saver.due_by_steps(counts.step) or any(
                 each.save for each in agreement.contributions
             )
@@ -409,7 +420,8 @@ class ElasticFit(Fit):
             raise ValueError(f"Epoch {counts.epoch} must have at least one batch, but the data gave none.")
         parts.schedule.after_epoch()
         if self._goal.eval_data is not None and self._goal.eval_every is None:
-            self._todo.append("evaluate")
+            self._unsaved = True
+            self._plan_evaluation()
         parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
         counts.epoch += 1
         counts.batches = 0
@@ -497,5 +509,6 @@ class ElasticFit(Fit):
             "position": None,
             "epoch_random": None,
             "work": self._steps.work.position(),
+            "evaluation_due": "evaluate" in self._todo,
             "data": data,
         }

@@ -110,6 +110,9 @@ class NoSaver:
     ) -> None:
         """Capture the current state, and write it in the background."""
 
+    def wait(self) -> None:
+        """Wait until everything is written; a failure of the save in flight is only reported."""
+
     def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
         """Wait until everything is written; returns the path of the newest checkpoint.
 
@@ -229,6 +232,10 @@ class Saver(NoSaver):
             return None
         pending.acknowledge()
         return pending.step, self._checkpoints.folder, pending.error
+
+    def wait(self) -> None:
+        """See `NoSaver.wait`."""
+        self._settle()
 
     def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
         """See `NoSaver.finish`. The last save is repeated for a while if it fails."""

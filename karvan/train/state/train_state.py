@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor, nn
+
 from karvan.checkpoint.checkpoint import ORIGIN, TABLE_STEPS
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
+from karvan.train.checks.frozen import names_text
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
 from karvan.train.state.optimizer_state import KINDS, kinds_of, restore_optimizer
@@ -56,6 +59,29 @@ def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
         else entry
         for name, entry in state.items()
     }
+
+
+def check_fits(model: nn.Module, state: Mapping[str, Any], where: object) -> None:
+    """Raise unless the parameters and buffers in the state of a checkpoint are those of a model."""
+    saved = {name: each for name, each in state.get("model", {}).items() if isinstance(each, Tensor)}
+    own = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+    advice = (
+        "expected the model that was trained, or another folder: a new run takes what fits by "
+        "kv.checkpoint.warm_start."
+    )
+    for name in [name for name in saved if name in own]:
+        if saved[name].shape != own[name].shape:
+            raise ValueError(
+                f"Parameter '{name}' has shape {tuple(own[name].shape)} in this model, but "
+                f"{tuple(saved[name].shape)} in {where}: {advice}"
+            )
+    differing = {
+        "lacks": [*own.keys() - saved.keys()],
+        "has, but this model not,": [*saved.keys() - own.keys()],
+    }
+    for what, names in differing.items():
+        if names and saved:
+            raise ValueError(f"{where} {what} {names_text(sorted(names))}: {advice}")
 
 
 def restore_trained(

@@ -13,12 +13,18 @@ Maker: TypeAlias = Callable[[Optimizer], LRScheduler]
 Given: TypeAlias = LRScheduler | Maker
 Schedulers: TypeAlias = Given | Iterable[Given] | Mapping[str, Given] | None
 
+_EXAMPLE = (
+    "a function of an optimizer that makes a torch scheduler, such as "
+    "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)"
+)
+
 
 class Schedule:
     """All schedulers of a Trainer; they advance after every step that was taken, or after every epoch.
 
     A function is called with every optimizer, dense and sparse, and makes a scheduler for it. A mapping with
-    "dense" and "sparse" has one for each. A scheduler object is used as it is.
+    "dense" and "sparse" has one for each. A scheduler object is used as it is. ReduceLROnPlateau advances
+    after every evaluation of a fit instead, by its loss.
     """
 
     def __init__(self, given: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:
@@ -28,12 +34,18 @@ class Schedule:
         self._schedulers = list(_make(given, optimizers))
         for scheduler in self._schedulers:
             if not isinstance(scheduler, LRScheduler):
-                raise TypeError(f"Expected a torch LRScheduler, got {type(scheduler).__name__}.")
+                raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
+
+    @property
+    def metric(self) -> str | None:
+        """The metric of evaluations by which a scheduler decides, if there is one."""
+        return "loss" if any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers) else None
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """An evaluation is over: schedulers that wait for one follow its loss."""
+        for scheduler in self._schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
-                raise TypeError(
-                    "ReduceLROnPlateau asks for a metric at every step; call it from a callback's "
-                    "on_evaluate_end instead."
-                )
+                scheduler.step(metrics["loss"])
 
     def after_step(self) -> None:
         """A step was taken."""
@@ -45,7 +57,8 @@ class Schedule:
 
     def _move(self, moment: str) -> None:
         for scheduler in self._schedulers if moment == self._per else ():
-            scheduler.step()
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The state for checkpoints."""
@@ -66,6 +79,8 @@ class Schedule:
     def use_initial_rates(self) -> None:
         """Continue from the initial learning rates that the optimizers have now."""
         for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):  # it has none, and reduces whatever there is
+                continue
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
 
 
@@ -83,6 +98,8 @@ def _make(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[An
         return [given]
     if callable(given):
         return [_one(given, optimizer) for optimizer in optimizers.values()]
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(given)}.")
     return [each for one in given for each in _make(one, optimizers)]
 
 
@@ -99,3 +116,7 @@ def _one(given: Given, optimizer: Optimizer) -> Any:
             f"scheduler expects a function of an optimizer, but {name} needs more: {error}. Give it "
             f"lambda optimizer: {name}(optimizer, …)."
         ) from error
+
+
+def _text_of(value: object) -> str:
+    return repr(value) if isinstance(value, str | int | float) else type(value).__name__

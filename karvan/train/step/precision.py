@@ -16,8 +16,8 @@ with rows on that GPU read it; others need it on the host, which waits for it in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Precision:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of the forward and the loss, inside of `context`."""
-        return nullcontext()
+        return _explained_dtypes()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to compute gradients from."""
@@ -61,6 +61,20 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
+
+
+@contextmanager
+def _explained_dtypes() -> Iterator[None]:
+    """Torch's error about a model of another precision than float32 says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}. Vectors of embeddings and columns of numbers are float32: expected a model of "
+            "float32, with precision='bf16' or 'fp16' in place of model.half() or model.to(torch.bfloat16)."
+        ) from error
 
 
 class Autocast(Precision):

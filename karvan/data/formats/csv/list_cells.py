@@ -93,6 +93,8 @@ def from_hex(array: pa.Array, column: str) -> pa.Array:
     """Ids written in base 16, as int64; nulls stay."""
     if array.null_count == len(array):
         return pa.nulls(len(array), pa.int64())
+    if pc.any(pc.starts_with(array, "0x", ignore_case=True)).as_py():
+        array = pc.replace_substring_regex(array, "^0[xX]", "")
     _, bounds, data = array.buffers()
     offsets = np.frombuffer(bounds, np.int32, len(array) + 1, 4 * array.offset)
     full = np.diff(offsets) == 8
