@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 _FILES, _FILES_PER_PROCESS = 96, 16  # for the process itself, and in addition for each process of its job
 _ADDRESS_SPACE = 6 << 30  # bytes; torch, Arrow and their threads reserve 3 to 5 GiB before the first row
 _THREADS = 100  # of one process
+_CONTAINER_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 class LimitError(RuntimeError):
@@ -54,6 +60,20 @@ class Limit:
         if self.soft is not None and self.soft < self.needed:
             hard = resource.RLIM_INFINITY if self.hard is None else self.hard
             resource.setrlimit(self.kind, (hard, hard))
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the machine has, its container and its limit allow."""
+    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    bounds = [int(found["MemAvailable"].split()[0]) << 10]
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft != resource.RLIM_INFINITY:
+        bounds.append(max(0, soft - used))
+    for limit, usage in _CONTAINER_FILES:
+        with suppress(OSError, ValueError):  # there is another kind of container, or no limit
+            bounds.append(max(0, int(Path(limit).read_text()) - int(Path(usage).read_text())))
+    return min(bounds)
 
 
 def limits(processes: int = 1) -> list[Limit]:

@@ -42,6 +42,12 @@ class TableSpec:
         part = int(value) * (holder + 1) // holders - int(value) * holder // holders
         return replace(self, evict=(kind, float(max(1, part)), every))
 
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows its policy allows; None if that depends on their use."""
+        kind, value, _ = self.evict
+        return int(value) if kind in _LIMITED else None
+
     def initial_vectors(self, keys: Keys) -> Vectors:
         """The vectors with which the rows of these keys start, before rounding to `dtype`."""
         vectors = np.empty((len(keys), self.dim), dtype=np.float32)

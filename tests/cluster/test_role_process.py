@@ -101,6 +101,28 @@ def test_a_parameter_server_that_gets_no_more_memory_ends_before_it_answers_for_
         assert "error: parameter-server 0 is out of memory" in role.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("options", "evict", "warns"),
+    [
+        (["--capacity", 10**12], {}, True),
+        (["--capacity", 1000], {}, False),
+        ([], {"evict": kv.eviction.LRU(10**12)}, True),
+    ],
+)
+def test_a_parameter_server_warns_once_of_more_rows_than_memory(options, evict, warns):
+    with Role("parameter-server", "--threads", 1, *options) as role:
+        kv.connect("remote", servers=[role.address()])
+        engine = kv.EmbeddingEngine({"user": kv.Table(64, **evict)})
+        kv.optim.Adam(engine, lr=0.1)
+        engine({"user": torch.arange(10)})
+        kv.connect("memory")
+        role.end()
+    lines = [line for line in role.err.splitlines() if "WARNING" in line]
+    assert len(lines) == warns
+    # A row has 64 floats, twice as many of Adam, and 30 bytes in the index.
+    assert all("may have 1,000,000,000,000 rows, which take 743,195 GiB, but " in line for line in lines)
+
+
 def _fill(engine):
     for first in range(0, 100 << 20, 1 << 18):
         engine({"user": torch.arange(first, first + (1 << 18))})

@@ -7,6 +7,7 @@ how much optimizer state a row can have.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,13 @@ import numpy as np
 
 from karvan.store import MemoryStore, Push, Rows, TableSpec
 from karvan.store.exchange.wire_format import rule_from_json, spec_from_json
+from karvan.system_limits import available_memory
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema.calls import expect_array
+
+_log = logging.getLogger("karvan.cluster")
+
+_ROW_UNIT, _INDEX = 16, 30  # bytes to which a row is rounded up; bytes of a row in the index
 
 
 class ServerTables:
@@ -25,6 +31,9 @@ class ServerTables:
     def __init__(self, index: int, count: int, capacity: int | None = None) -> None:
         self._index = index
         self._count = count
+        self._capacity = capacity
+        self._row_bytes: dict[str, int] = {}
+        self._warned = False
         self._adding = threading.Lock()
         self.store = MemoryStore(capacity=capacity)
         self.specs: dict[str, TableSpec] = {}
@@ -91,6 +100,28 @@ class ServerTables:
         self.check_state(table, initial)
         self.store.set_state(table, initial, fresh)
         self._checked_kinds.pop(table, None)
+        self._forecast(table, len(initial))
+
+    def _forecast(self, table: str, state: int) -> None:
+        """Warn if the rows that limits allow do not fit into memory, before they are there."""
+        spec = self.specs[table]
+        vector = spec.dim * (4 if spec.dtype == "float32" else 2)
+        self._row_bytes[table] = -(-(vector + 4 * state) // _ROW_UNIT) * _ROW_UNIT + _INDEX
+        if self._capacity is None:
+            limits = {name: self.specs[name].most_rows for name in self._row_bytes}
+            rows = sum(most or 0 for most in limits.values())
+            needed = sum((most or 0) * self._row_bytes[name] for name, most in limits.items())
+        else:
+            rows, needed = self._capacity, self._capacity * max(self._row_bytes.values())
+        available = available_memory()
+        if needed > available and not self._warned:
+            self._warned = True
+            _log.warning(
+                "Server %d may have %s rows, which take %s GiB, but %s GiB of memory are available. Lower "
+                "the capacity of parameter servers or tables, or have more servers on other machines.",
+                *(self._index, f"{rows:,}"),
+                *(f"{size / 2**30:,.0f}" for size in (needed, available)),
+            )
 
     def _add_table(self, request: Request) -> Message:
         self.add(request.head["spec"])

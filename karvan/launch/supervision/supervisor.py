@@ -271,11 +271,12 @@ class Supervisor:
             member.due = None
 
     def _is_crash_loop(self, member: ManagedProcess, code: int) -> bool:
-        if not 0 < code < _OF_SIGNALS and not member.stalled:
+        by_itself = 0 < code < _OF_SIGNALS
+        if not by_itself and not member.stalled:
             self._crash_loop.forget()
             return False
-        counts = member.role in (Role.TRAINER, Role.PARAMETER_SERVER) and code != TEMPORARY
-        return counts and self._crash_loop.failed()
+        counts = member.role == Role.TRAINER or (member.role == Role.PARAMETER_SERVER and by_itself)
+        return counts and code != TEMPORARY and self._crash_loop.failed()
 
     def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
         if reason := self.logs.reason(member.name):
