@@ -1,5 +1,6 @@
 """Leased work over sockets: masters and holders are processes, and are killed."""
 
+import json
 import random
 import signal
 import sys
@@ -304,3 +305,23 @@ def test_work_ends_complete_though_masters_and_holders_are_killed(tmp_path):
     ledger = Ledger(path)
     assert (ledger.position.records, ledger.leases, ledger.waiting) == (1800, [], [])
     ledger.close()
+
+
+def test_work_that_no_memory_holds_and_positions_of_other_data_are_refused(tmp_path):
+    huge = {"parts": [["f", 2**53]], "records_per_task": 1}
+    with serving(tmp_path) as (_, _, client):
+        with pytest.raises(RefusedError, match="tasks in an epoch"):
+            open_work(client, WorkSpec((("f", 2**53),) * 1025, 1))
+        for call in ("evaluation", "prediction"):
+            with pytest.raises(RefusedError, match="tasks of an evaluation or a prediction"):
+                client.call(f"begin_{call}", {"holder": "h", call: 1, **huge})
+        told = client.call("take_position", {"holder": "h"}).head["state"]
+        state = json.loads(told)
+        task = ["train", 0, 0, "f", 9, 3, 0, 0, ""]
+        for change in ({"position": {**state["position"], "epoch": "0"}}, {"tasks": [task]}, {"tasks": [[]]}):
+            wrong = json.dumps({**state, **change})
+            with pytest.raises(RefusedError, match="position"):
+                client.call("restore_position", {"holder": "h", "state": wrong})
+        with pytest.raises(RefusedError, match="position"):
+            client.call("restore_position", {"holder": "h", "state": "[" * 100_000})
+        assert client.call("take_position", {"holder": "h"}).head["state"] == told
