@@ -42,6 +42,9 @@ class Damage(NamedTuple):
     temporary: bool = False  # because of an outage
 
 
+_NO_STATE = (KeyError, ValueError, TypeError, RecursionError)  # what `decode` raises for other trees
+
+
 class Checkpoint:
     """One checkpoint; its manifest is read and checked when it is opened, its files when they are needed.
 
@@ -65,7 +68,10 @@ class Checkpoint:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """The metrics it was saved with."""
-        return dict(decode(self.manifest.metrics, {}))
+        try:
+            return dict(decode(self.manifest.metrics, {}))
+        except _NO_STATE as error:
+            raise DamagedCheckpointError.mismatch(self.path, "metrics by name", f"'{error}'") from error
 
     @cached_property
     def chain(self) -> list[Checkpoint]:
@@ -167,7 +173,7 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {name: as_tensor(array) for name, array in arrays.items()}
         try:
             return dict(decode(self.manifest.state, tensors))
-        except (KeyError, ValueError) as error:
+        except _NO_STATE as error:
             raise DamagedCheckpointError.mismatch(path, "all tensors of the state", f"'{error}'") from error
 
     def parts(self, table: str, share: Range = WHOLE) -> Iterator[Rows]:

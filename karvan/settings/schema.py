@@ -22,6 +22,8 @@ from karvan.argument_checks import listed
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.settings.yaml_text import parse, place_of
 
+_SHOWN = 500  # characters of a wrong value in an error
+
 
 def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):  # which pydantic accepts as 0 or 1
@@ -98,11 +100,18 @@ def read_tree(path: Path) -> Any:
 def checked_settings(kind: type[Settings], tree: Any, where: str) -> Settings:
     """Settings of a tree; `where` begins the text of errors."""
     if not isinstance(tree, dict):
-        raise SettingsError(f"{where} must be a mapping with {', '.join(kind.model_fields)}, got {tree!r}.")
+        raise SettingsError(
+            f"{where} must be a mapping with {', '.join(kind.model_fields)}, got {_shown(tree)}."
+        )
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(f"{where}: {_problems(error)}") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def problem_text(text: str) -> str:
@@ -124,7 +133,7 @@ def _set(tree: dict[str, Any], name: str, text: str, kind: type[BaseModel]) -> N
         if below is None or isinstance(below, str):  # `model: DLRM` is short for `model: {name: DLRM}`
             below = tree[part] = {} if below is None else {"name": below}
         if not isinstance(below, dict):
-            raise SettingsError(f"--set {name}: '{part}' holds no keys, but is {below!r}.")
+            raise SettingsError(f"--set {name}: '{part}' holds no keys, but is {_shown(below)}.")
         tree = below
     try:
         tree[last] = parse(text)
@@ -145,5 +154,5 @@ def _problem(path: Sequence[int | str], text: str, kind: str, value: Any) -> str
     where = ".".join(name for name in names if name not in ("Column", "Named", "str"))
     if kind == "missing":
         return f"'{where}' is missing."
-    got = "" if kind == "value_error" else f", got {value!r}"
+    got = "" if kind == "value_error" else f", got {_shown(value)}"
     return f"{f'{where}: ' if where else ''}{problem_text(text)}{got}."

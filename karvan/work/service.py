@@ -393,7 +393,7 @@ class WorkService(Service):
                     self.ledger.reset()
                 else:
                     self.ledger.load_state_dict(POSITION.check(json.loads(state), "the position"))
-            except (RecursionError, ValueError) as error:
+            except (RefusedError, RecursionError, ValueError) as error:
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
         return Message({})

@@ -1,5 +1,6 @@
 """Leased work over sockets: masters and holders are processes, and are killed."""
 
+import json
 import random
 import signal
 import sys
@@ -374,3 +375,23 @@ def test_leases_of_the_dead_end_once_the_disk_of_the_ledger_has_room(tmp_path):
         disk.empty()
         assert [lease.holder for lease in work.overdue(lambda holder: holder != "late")] == ["late"]
         assert sorted(each.task.first for each in living.lease(most=2)) == [0, 5]
+
+
+def test_work_that_no_memory_holds_and_positions_of_other_data_are_refused(tmp_path):
+    huge = {"parts": [["f", 2**53]], "records_per_task": 1}
+    with serving(tmp_path) as (_, _, client):
+        with pytest.raises(RefusedError, match="tasks in an epoch"):
+            open_work(client, WorkSpec((("f", 2**53),) * 1025, 1))
+        for call in ("evaluation", "prediction"):
+            with pytest.raises(RefusedError, match="tasks of an evaluation or a prediction"):
+                client.call(f"begin_{call}", {"holder": "h", call: 1, **huge})
+        told = client.call("take_position", {"holder": "h"}).head["state"]
+        state = json.loads(told)
+        task = ["train", 0, 0, "f", 9, 3, 0, 0, ""]
+        for change in ({"position": {**state["position"], "epoch": "0"}}, {"tasks": [task]}, {"tasks": [[]]}):
+            wrong = json.dumps({**state, **change})
+            with pytest.raises(RefusedError, match="position"):
+                client.call("restore_position", {"holder": "h", "state": wrong})
+        with pytest.raises(RefusedError, match="position"):
+            client.call("restore_position", {"holder": "h", "state": "[" * 100_000})
+        assert client.call("take_position", {"holder": "h"}).head["state"] == told

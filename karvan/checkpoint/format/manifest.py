@@ -19,6 +19,8 @@ from karvan.checkpoint.format.hash_ranges import SPACE, Range, between, equal_cu
 from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
 from karvan.checkpoint.object_store.files import has_file, read_bytes
 from karvan.job.checkpoint_url import url_of
+from karvan.wire.errors import RefusedError
+from karvan.wire.schema.kinds import Fields, Integer, ListOf, MapOf, Nullable, OneOf, Plain, Text, shown
 
 NAME = "manifest.json"
 FORMAT = "karvan-checkpoint"
@@ -71,6 +73,40 @@ class TableEntry:
     def ranges(self) -> list[Range]:
         """The hashes of each part."""
         return between([part.first for part in self.parts])
+
+
+# The form of the file, which anyone may have written: kinds and bounds of all values.
+_SIZE = Integer(0, 2**53)
+_FILE = {"name": Text(4096), "bytes": _SIZE, "checksum": Text(100)}
+_PARTS = Fields(_FILE | {"rows": _SIZE}, {"erased": _SIZE, "first": _SIZE})
+_EXTRA = Nullable(Fields(_FILE))
+_TABLE = Fields(
+    {
+        "dim": Integer(1, 2**24),
+        "dtype": Text(100),
+        "state": Integer(0, 2**26),
+        "optimizer": Nullable(Text(100)),
+        **dict.fromkeys(("admit", "evict", "init"), ListOf(Plain(), 100)),
+        "seed": Integer(-(2**63), 2**64),
+        "rows": _SIZE,
+        "parts": ListOf(_PARTS, shortest=1),
+    },
+    {"extras": ListOf(_EXTRA), "extra": _EXTRA, "updates": ListOf(Nullable(MapOf(Plain())))},
+)
+_BASE = Fields({"folder": Text(4096), "step": _SIZE, "id": Text(1000), "checksum": Text(100)})
+_FORM = Fields(
+    {
+        "checksum": Text(100),
+        "step": _SIZE,
+        "kind": OneOf("full", "delta"),
+        **dict.fromkeys(("id", "created", "karvan"), Text(1000, 0)),
+        "base": Nullable(_BASE),
+        "metrics": Plain(),
+        "tables": MapOf(_TABLE, names=Text(4096, 0)),
+        "dense": Fields(_FILE),
+        "state": Plain(),
+    }
+)
 
 
 def row_bytes(dim: int, dtype: str, state: int) -> int:
@@ -151,19 +187,22 @@ def parse(path: Path, data: bytes) -> Manifest:
     """The manifest in a file's bytes, whose checksum is right; `path` is for errors."""
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError.mismatch(path, "JSON", f"'{error}'") from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError.mismatch(path, "an object of JSON", shown(content))
     for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
         received = content.pop(key, None)
         if received != known:
             raise CheckpointError.mismatch(path, f"{key} {known!r}", repr(received))
     try:
+        content = _FORM.check(content, "the manifest")
         content["tables"] = {name: _table(name, entry) for name, entry in content["tables"].items()}
         content["dense"] = FileEntry(**content["dense"])
         content["base"] = content["base"] and Base(**content["base"])
         manifest = Manifest(**content)
         _check(manifest)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (RefusedError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise DamagedCheckpointError.mismatch(path, "the fields of a manifest", f"'{error}'") from error
     return manifest
 
@@ -188,9 +227,12 @@ def _table(name: str, entry: Mapping[str, Any]) -> TableEntry:
 
 
 def _check(manifest: Manifest) -> None:
-    _require(manifest.kind in ("full", "delta"), f"kind is {manifest.kind!r}")
     _require((manifest.kind == "delta") == (manifest.base is not None), "a delta has a base, a full one none")
-    _require(isinstance(manifest.step, int), f"step is {manifest.step!r}")
+    if manifest.base is not None:
+        _require(
+            PurePosixPath(manifest.base.folder).name not in ("", ".."),
+            f"the base is '{manifest.base.folder}'",
+        )
     for name, table in manifest.tables.items():
         cuts = [part.first for part in table.parts]
         _require(
@@ -208,7 +250,10 @@ def _check(manifest: Manifest) -> None:
     for name in names:
         path = PurePosixPath(name)
         # Names come from a file that anyone may have written.
-        _require(not path.is_absolute() and ".." not in path.parts, f"a file is outside: '{name}'")
+        _require(
+            not path.is_absolute() and ".." not in path.parts and path.parts != () and "\0" not in name,
+            f"a file is outside: '{name}'",
+        )
 
 
 def _require(holds: bool, otherwise: str) -> None:

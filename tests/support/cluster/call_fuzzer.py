@@ -8,7 +8,6 @@ the dtype of `push`'s gradients off, to show that a read beyond an array is foun
 """
 
 import importlib.util
-import json
 import logging
 import os
 import random
@@ -34,6 +33,7 @@ if __name__ == "__main__" and sys.argv[1]:
 
 import numpy as np  # noqa: E402
 from malformed_calls import SUBJECTS  # noqa: E402
+from mutations import copied, mutated  # noqa: E402
 
 from karvan.checkpoint import CheckpointError  # noqa: E402
 from karvan.cluster.loader import service  # noqa: E402
@@ -48,12 +48,6 @@ SHARES = {"server": 10, "elastic server": 5, "async server": 3, "registry": 5, "
 SHARES |= {"loader of tasks": 2, "work": 6, "trainer group": 2, "job": 1}
 SLOW = {"save": 0.1, "fill": 0.1, "restore": 0.1, "capture": 0.3, "close_capture": 0.3}
 EVERY = 1000  # cases of a service between two checks that all of its calls still work
-POWERS = [sign * 2**bits + more for bits in (16, 31, 32, 53, 63, 64) for more in (-1, 0) for sign in (1, -1)]
-NUMBERS = [-1, 0, 1, 2, 3, 7, 255, 10**40, 0.5, -0.0, 1e38, 1e39, 1e300, *map(float, ("nan", "inf", "-inf"))]
-TEXTS = ["", "x", "t", "u", "w", "k", "..", "/", "a\0b", "uint16", "bfloat16", "x" * 5000, "1", "\ud800"]
-LISTS = [[], [[]], [None], [0], [-1], [1, 2, 3], [["w", [1]]], [["w", [-1]]], [["w", [2**40, 2**40]]]]
-LISTS += [["t", "t"], ["u", "t"], ["t"], [0, 0], [2**53], [["f", 2**53]], [["f", 2**53]] * 1025]
-JUNK = [None, True, False, *POWERS, *NUMBERS, *TEXTS, *LISTS, {}, {"t": 1}, {"t": {}}, {"t": []}]
 
 
 class Fuzz:
@@ -104,12 +98,12 @@ class Fuzz:
         except Exception:  # what it builds on was lost to an earlier mutation
             subject.renew()
             head, arrays = subject.make(method)
-        head, arrays = _copied(head), [array.copy() for array in arrays]
+        head, arrays = copied(head), [array.copy() for array in arrays]
         for _ in range(pick.choice((0, 1, 1, 1, 2, 3))):
             if arrays and pick.random() < 0.5:
                 self._mutate_arrays(subject, arrays)
             else:
-                head = self._mutated_head(head)
+                head = mutated(self._random, head)
         if pick.random() < 0.03:
             method = pick.choice(methods)  # with the head and arrays of another
         what = f"{_short(head)} {[(array.dtype, array.shape) for array in arrays]}"
@@ -117,7 +111,7 @@ class Fuzz:
         return None
 
     def _hello(self, subject):
-        hello = self._mutated_head(_copied(subject.hello()))
+        hello = mutated(self._random, copied(subject.hello()))
         self._try(subject, "hello", _short(hello), lambda: subject.meet(hello))
         subject.renew()
 
@@ -135,30 +129,6 @@ class Fuzz:
     def _find(self, subject, method, what, text):
         self.outcomes["finding"] += 1
         self.findings.append(f"{subject.name}, {method}: {what}\n{text}")
-
-    def _mutated_head(self, head):
-        """The head with one change somewhere inside of it."""
-        pick = self._random
-        places = list(_places(head))
-        if not places or pick.random() < 0.05:
-            extra = pick.choice(("extra", "table", "store", "mine", "lost"))
-            return {**head, extra: _copied(pick.choice(JUNK))}
-        holder, key = pick.choice(places)
-        how, value = pick.random(), holder[key]
-        if isinstance(value, str) and value.startswith("{") and how < 0.8:
-            inside = self._mutated_head(json.loads(value))
-            holder[key] = json.dumps(inside) if how < 0.7 else "[" * 100_000
-        elif how < 0.1:
-            del holder[key]
-        elif how < 0.2 and isinstance(holder, list):
-            holder.insert(key, _copied(value))
-        elif how < 0.4 and type(value) in (int, float):
-            holder[key] = value + pick.choice((-1, 1, 0.5, 2**31, -(2**31)))
-        elif how < 0.55:
-            holder[key] = _copied(pick.choice([other[place] for other, place in places]))
-        else:
-            holder[key] = _copied(pick.choice(JUNK))
-        return head
 
     def _mutate_arrays(self, subject, arrays):
         pick = self._random
@@ -210,20 +180,6 @@ class Fuzz:
                 pass
         shape = [pick.choice((0, 1, 2, 5, 25, 300)) for _ in range(pick.randrange(3))]
         return np.zeros(shape, pick.choice(DTYPES))
-
-
-def _copied(value):
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _places(value):
-    """Everything inside of dicts and lists, by what holds it."""
-    if isinstance(value, dict | list):
-        for key in list(value) if isinstance(value, dict) else range(len(value)):
-            yield value, key
-            yield from _places(value[key])
 
 
 def _short(head):

@@ -296,8 +296,8 @@ class DataShardService:
     def __reduce__(self) -> NoReturn:
         """An error: workers of a DataLoader that are spawned would have it without its process."""
         raise UsageError(
-            "Data shards are leased by the process that trains, and workers of its DataLoader are forked from "
-            "it, got workers that are spawned: expected multiprocessing_context='fork'."
+            "Data shards are leased by the process that trains, and workers of its DataLoader are forked "
+            f"from it, got workers that are spawned: expected multiprocessing_context='fork'."
         )
 
     def next_batch(self, size: int) -> list[int] | NoTask:
