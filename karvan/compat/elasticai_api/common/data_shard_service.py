@@ -297,7 +297,7 @@ class DataShardService:
         """An error: workers of a DataLoader that are spawned would have it without its process."""
         raise UsageError(
             "Data shards are leased by the process that trains, and workers of its DataLoader are forked "
-            f"from it, got workers that are spawned: expected multiprocessing_context='fork'."
+            "from it, got workers that are spawned: expected multiprocessing_context='fork'."
         )
 
     def next_batch(self, size: int) -> list[int] | NoTask:
