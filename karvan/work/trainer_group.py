@@ -39,7 +39,7 @@ from typing import Any
 from karvan.clock import clock
 from karvan.files import read_object, replace_file
 from karvan.outages import mark
-from karvan.protocol.trainer_group import GROUP_CALLS
+from karvan.protocol.trainer_group import GROUP_CALLS, MOST_TRAINERS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 
 _log = logging.getLogger(__name__)
@@ -250,6 +250,8 @@ class TrainerGroup(Service):
             text = f"The trainers have continued without {process}: it left, or nothing was heard of it."
             raise mark(RefusedError(text), True)
         if member is None:
+            if len(self._processes) - len(self._gone) >= MOST_TRAINERS:
+                raise RefusedError(f"expected at most {MOST_TRAINERS:,} trainers, got {process} as well.")
             member = self._next_member
             self._next_member += 1
             self._processes[member] = process

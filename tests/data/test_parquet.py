@@ -13,6 +13,7 @@ from rows import read_all
 import karvan as kv
 from karvan.data.errors import DataError
 from karvan.data.formats.open_files import open_files
+from karvan.data.source import Split
 
 TYPES = [pa.int32(), pa.int64(), pa.uint32(), pa.uint64(), pa.float32(), pa.float64()]
 
@@ -191,3 +192,13 @@ def test_fields_of_a_struct_are_columns(tmp_path, kind):
     batch = next(iter(kv.data.read(data, 4, columns=columns)))
     assert batch["place.city.id"].tolist() == [7, -1, -1, 9]
     assert batch["place.lat"].isnan().tolist() == [False, False, True, True]
+
+
+def test_a_row_group_of_few_bytes_and_many_records_is_not_decoded_at_once(tmp_path):
+    zeros = pa.table({"a": np.zeros(1 << 26, np.int8)})
+    pq.write_table(zeros, tmp_path / "x.parquet", row_group_size=1 << 26)
+    assert (tmp_path / "x.parquet").stat().st_size < 1 << 20
+    source = open_files(tmp_path / "x.parquet")
+    (part,) = source.parts()
+    batch = next(iter(source.read(Split(part.path, 0, part.records))))
+    assert batch.num_rows <= 131_072

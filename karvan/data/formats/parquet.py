@@ -15,6 +15,7 @@ from pyarrow import parquet as pq
 from karvan.data.formats.base import FileSource, Layout
 
 _DECODED_AT_ONCE = 64 << 20  # row groups up to this size; this is fastest
+_VALUES_AT_ONCE = 1 << 25  # a value that is repeated takes no bytes in the file
 _ROWS = 131_072  # records at a time of larger ones, which may not fit into memory
 
 
@@ -41,7 +42,9 @@ class ParquetSource(FileSource):
             parquet = _reader(file, layout, pre_buffer=True)
             for number in range(group, len(layout.starts) - 1):
                 pieces: Iterable[pa.RecordBatch]
-                if layout.detail.row_group(number).total_byte_size > _DECODED_AT_ONCE:
+                row_group = layout.detail.row_group(number)
+                values = row_group.num_rows * len(columns)
+                if row_group.total_byte_size > _DECODED_AT_ONCE or values > _VALUES_AT_ONCE:
                     pieces = _reader(file, layout, pre_buffer=False).iter_batches(_ROWS, [number], columns)
                 else:
                     pieces = parquet.read_row_group(number, columns).to_batches()

@@ -278,21 +278,24 @@ class WorkSubject(Subject):
 
 
 class GroupSubject(Subject):
-    """The group of trainers of a master, with one member."""
+    """The group of trainers of a master, with one trainer, which others may declare gone."""
 
     def __init__(self, folder):
         super().__init__("trainer group", TrainerGroup(folder / "group.json"), {})
-        self.call("enter_group", {"process": "p"})
+        self._process = {"process": "p"}
         self.makers = {
-            "enter_group": lambda: ({"process": "p"}, []),
-            "join_group": lambda: ({"process": "p", "round": self.service.round, "lost": []}, []),
-            "watch_group": lambda: ({"process": "p", "round": self.service.round}, []),
-            "settle_group": lambda: ({"process": "p", "round": self.service.round}, []),
-            "leave_group": lambda: ({"process": f"p {self.number()}"}, []),
+            "enter_group": lambda: (dict(self._process), []),
+            "join_group": lambda: ({**self._process, "round": self.service.round, "lost": []}, []),
+            "watch_group": lambda: ({**self._process, "round": self.service.round}, []),
+            "settle_group": lambda: ({**self._process, "round": self.service.round}, []),
+            "leave_group": lambda: ({"process": f"other {self.number()}"}, []),
         }
+        self.call("enter_group", self._process)
 
     def renew(self):
-        """It has no runs."""
+        """Another trainer."""
+        self.call("leave_group", self._process)
+        self._process = {"process": f"p {self.number()}"}
 
     def fingerprint(self):
         return self.service.members, self.service.round, self.service.gone
