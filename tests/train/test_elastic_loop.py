@@ -182,8 +182,9 @@ def test_a_step_of_global_batches_is_the_mean_of_those_of_all_trainers(tmp_path)
 def test_trainers_with_records_compute_the_global_batches_of_those_without(tmp_path):
     data = batches_of(10, 7)
     with trainers(tmp_path, "one", "two", global_batches=3) as made:
-        run(lambda: (made[0].train(data), made[0].loop.finish()), made[1].loop.finish)
+        run(*(each.loop.begin for each in made))
         first = first_of(made)
+        run(lambda: (made[0].train(data), made[0].loop.finish()), made[1].loop.finish)
     expected = reference(first, [data[:3], data[3:6], data[6:]])  # there are no more for the last step
     for each in made:
         assert torch.allclose(each.parameters(), expected, atol=1e-6)

@@ -45,6 +45,7 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress
 from karvan.torch_internals import is_leaving_loader, loader_batch
 from karvan.wire import Security
+from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 from karvan.work.holders import holder_of
 from karvan.work.ledger import NoTask
 from karvan.work.spec import WorkSpec
@@ -290,7 +291,7 @@ class DataShardService:
 
     def close(self) -> None:
         """Give back what was not reported, and disconnect."""
-        self._loader.requests.close()
+        self._loader.close()
         self._client.close()
 
     def __reduce__(self) -> NoReturn:
@@ -403,7 +404,15 @@ class _LoaderBatches:
         self._workers: dict[int, tuple[int, int]] = {}  # iteration and last batch of each worker
         self._numbers: dict[int, list[int]] = {}  # records by batch, until its worker asks for them
         self._next = 0  # batch
-        threading.Thread(target=self._serve, name="karvan-loader-batches", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="karvan-loader-batches", daemon=True)
+        self._thread.start()
+        first_at_exit(self.close)
+
+    def close(self) -> None:
+        """End the thread; one that waits for the master ends when its client is closed."""
+        not_at_exit(self.close)
+        self.requests.close()
+        self._thread.join(_POLL)
 
     def _serve(self) -> None:
         workers: list[Connection] = []
@@ -495,7 +504,8 @@ class _LoaderRequests:
 
     def close(self) -> None:
         """End the thread of the process that trains."""
-        self._door.send(b"e")
+        with suppress(OSError):  # it has ended
+            self._door.send(b"e")
 
     def _ask(self, *request: int) -> list[int]:
         if self._connection is None:
