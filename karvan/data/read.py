@@ -163,6 +163,10 @@ def open_data(
         for name, value in file_arguments.items():
             if value is not None:
                 raise ValueError(f"{name} is for files, but the data is {type(data).__name__}.")
+        if type(data).__name__ == "LazyFrame":
+            raise TypeError(
+                "Expected a frame with its rows, but received a LazyFrame: give it frame.collect()."
+            )
         source = data if _is_source(data) else open_frame(data)
     for column in columns or ():
         if isinstance(source, FileSource) and isinstance(column, Fixed) and column.dtype is not None:

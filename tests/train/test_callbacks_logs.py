@@ -63,6 +63,7 @@ def test_the_moments_of_a_fit_come_in_their_order(tmp_path):
         "epoch 0 begin",
         "step 1 of epoch 0",
         "step 2 of epoch 0",
+        "checkpoint 2",  # before the first evaluation
         "evaluate end",
         "epoch 0 end",
         "epoch 1 begin",

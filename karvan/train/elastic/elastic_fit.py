@@ -499,8 +499,8 @@ class ElasticFit(Fit):
         return train_state.take(self._parts)
 
     def _state(self) -> dict[str, Any]:
-        parts = self._parts
-        finished = self._has_all() or parts.stop_request.final
+        parts, evaluation_due = self._parts, "evaluate" in self._todo
+        finished = (self._has_all() or parts.stop_request.final) and not evaluation_due
         early = finished and not self._goal.reached(self._counts)
         data = dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
         return {
@@ -509,6 +509,6 @@ class ElasticFit(Fit):
             "position": None,
             "epoch_random": None,
             "work": self._steps.work.position(),
-            "evaluation_due": "evaluate" in self._todo,
+            "evaluation_due": evaluation_due,
             "data": data,
         }
