@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from forked_programs import ForkedProgram
+from small_disk import small_disk
 from support_paths import support_path
 
 import karvan as kv
@@ -23,6 +24,7 @@ from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.exit_codes import FAILED, TEMPORARY
+from karvan.outages import is_temporary
 from karvan.wire import Client, RefusedError, Security, WireError
 
 PROGRAM = support_path("cluster/echo_role.py")
@@ -121,6 +123,22 @@ def test_a_parameter_server_warns_once_of_more_rows_than_memory(options, evict, 
     assert len(lines) == warns
     # A row has 64 floats, twice as many of Adam, and 30 bytes in the index.
     assert all("may have 1,000,000,000,000 rows, which take 743,195 GiB, but " in line for line in lines)
+
+
+def test_a_full_disk_of_checkpoints_fails_a_save_and_not_the_server(tmp_path):
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        Role("parameter-server", "--threads", 1, "--checkpoints", disk.folder) as role,
+    ):
+        kv.connect("remote", servers=[role.address()])
+        engine = kv.EmbeddingEngine({"user": kv.Table(64)})
+        engine({"user": torch.arange(1 << 14)})  # more than the disk has
+        with pytest.raises(Exception, match="No space left on device") as raised:
+            kv.Checkpoints(disk.folder).save(1, {}, engine).wait()
+        assert is_temporary(raised.value)
+        assert engine.table("user").stats()["rows"] == 1 << 14
+        kv.connect("memory")
+        assert role.end() == 0
 
 
 def _fill(engine):

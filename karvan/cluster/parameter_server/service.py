@@ -32,6 +32,7 @@ from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.cluster.role_process import RoleSettings
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES, SYNC
+from karvan.outages import is_out_of_memory, is_temporary, mark
 from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO, expect_trainer
 from karvan.store.exchange.row_owner import Owner
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
@@ -106,7 +107,13 @@ class ParameterServer(Service):
             assert self._batches is not None
             self._batches.expect_caller(hello)
             method = self._by_name[name]
-        return method(request)
+        try:
+            return method(request)
+        except OSError as error:
+            if is_out_of_memory(error):
+                raise
+            # Its only disk is that of the job's checkpoints: a save fails then, and not this server.
+            raise mark(error, is_temporary(error)) from error.__cause__
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
