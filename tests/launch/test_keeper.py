@@ -225,7 +225,7 @@ print(engine.start(process, lambda *_: None).pid, flush=True)
 """
     ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     wait_until(lambda: not is_alive(int(ran.stdout)))
-    wait_until(lambda: not list((tmp_path / "processes").iterdir()), "its files to be removed")
+    wait_until(lambda: not (tmp_path / "processes").exists(), "its files to be removed")
 
 
 def test_a_log_is_cut_in_files_and_no_line_is_lost_or_doubled(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def left(job):
     """The files of the job that are left, besides its empty folder of processes."""
     found = sorted(path.name for path in job.run_folder.iterdir())
     if "processes" in found:
-        assert list((job.run_folder / "processes").iterdir()) == []
+        assert list((job.run_folder / "processes").glob("*")) == []
         found.remove("processes")
     return found
 
