@@ -42,6 +42,7 @@ def test_hostile_files_are_refused_or_read(seed, tmp_path):
     ("text", "message"),
     [
         ("name: 2020-99-99", "a value cannot be read: month must be in"),
+        ('name: "\\ud800"', "a value cannot be read"),
         ("name: !!timestamp x", "a value cannot be read"),
         (f"name: {'9' * 5000}", "a value cannot be read: Exceeds the limit"),
         ("? [1, 2]\n: 3", "expected a key that is text or a number"),
@@ -58,6 +59,16 @@ def test_yaml_that_is_no_setting_is_an_error_at_once(tmp_path, text, message):
         read_spec(tmp_path / "job.yaml", {})
     assert len(str(error.value)) < 2000
     assert time.monotonic() - begun < 10
+
+
+def test_a_thousand_mistakes_are_an_error_of_twenty(tmp_path):
+    arguments = ", ".join("[]" for _ in range(1000))
+    (tmp_path / "job.yaml").write_text(
+        f"name: j\nentry: t.py\nroles: {{trainers: {{args: [{arguments}]}}}}\n"
+    )
+    with pytest.raises(SettingsError, match=r"… and \d+ more\.") as error:
+        read_spec(tmp_path / "job.yaml", {})
+    assert len(str(error.value).splitlines()) == 21
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +98,7 @@ def with_base(folder):
         lambda content: content["tables"]["user"].update(dim=2**40),
         lambda content: content["tables"]["user"].update(rows=0.5),
         lambda content: content["tables"]["user"].update(parts=[]),
+        lambda content: content["tables"]["user"].update(evict=[]),
         lambda content: content["tables"]["user"]["parts"][0].update(rows=True),
         lambda content: content.update(step=True),
         lambda content: content.update(tables=[]),

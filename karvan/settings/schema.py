@@ -23,6 +23,7 @@ from karvan.job.checkpoint_url import local_path, url_of
 from karvan.settings.yaml_text import parse, place_of
 
 _SHOWN = 500  # characters of a wrong value in an error
+_PROBLEMS = 20  # in one error
 
 
 def _no_bool(value: Any) -> Any:
@@ -142,10 +143,13 @@ def _set(tree: dict[str, Any], name: str, text: str, kind: type[BaseModel]) -> N
 
 
 def _problems(error: ValidationError) -> str:
-    problems = dict.fromkeys(
-        _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
+    problems = list(
+        dict.fromkeys(
+            _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
+        )
     )
-    return "\n".join(problems)
+    more = [f"… and {len(problems) - _PROBLEMS} more."] if len(problems) > _PROBLEMS else []
+    return "\n".join(problems[:_PROBLEMS] + more)
 
 
 def _problem(path: Sequence[int | str], text: str, kind: str, value: Any) -> str:

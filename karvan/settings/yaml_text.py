@@ -87,6 +87,8 @@ def _check_size(root: yaml.Node) -> None:
         size = 1
         if isinstance(node, yaml.SequenceNode):
             size += sum(map(size_of, node.value))
+        elif isinstance(node, yaml.ScalarNode):
+            node.value.encode()  # "\\ud800" is no character
         elif isinstance(node, yaml.MappingNode):
             size += sum(size_of(key) + size_of(value) for key, value in node.value)
         if size > _MOST_VALUES:

@@ -51,7 +51,14 @@ def traps(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path):
-    return {**os.environ, "EXECUTED": str(tmp_path / "executed"), "KARVAN_JOBS": str(tmp_path / "jobs")}
+    slots = tmp_path / "embedding_config.yml"
+    slots.write_text("slots_config: {age: {dim: 8}}\n")
+    return {
+        **os.environ,
+        "EXECUTED": str(tmp_path / "executed"),
+        "KARVAN_JOBS": str(tmp_path / "jobs"),
+        "PERSIA_EMBEDDING_CONFIG": str(slots),
+    }
 
 
 def write_program(folder, text=PROGRAM):
@@ -95,7 +102,8 @@ def work():
         file.write(sibling.name())
 
 if __name__ == "__main__":
-    with ensure_persia_service(nn_worker_func=work, embedding_config={"slots_config": {"age": {"dim": 8}}}):
+    slots = os.environ["PERSIA_EMBEDDING_CONFIG"]
+    with ensure_persia_service(nn_worker_func=work, embedding_config_path=slots):
         assert os.stat(os.environ["KARVAN_TOKEN_FILE"]).st_mode & 0o777 == 0o600
         registry = os.environ["KARVAN_REGISTRY"]
         Directory(registry, Security.from_environment()).members()

@@ -86,7 +86,7 @@ _TABLE = Fields(
         "dtype": Text(100),
         "state": Integer(0, 2**26),
         "optimizer": Nullable(Text(100)),
-        **dict.fromkeys(("admit", "evict", "init"), ListOf(Plain(), 100)),
+        **dict.fromkeys(("admit", "evict", "init"), ListOf(Plain(), 100, 1)),
         "seed": Integer(-(2**63), 2**64),
         "rows": _SIZE,
         "parts": ListOf(_PARTS, shortest=1),
