@@ -49,7 +49,7 @@ def check_kinds(title: str, call: Callable[..., Any], values: Mapping[str, Any])
         else:
             parts = value if kind.startswith("tuple") and isinstance(value, list | tuple) else [value]
             wrong = [part for part in parts if isinstance(part, bool) or not hasattr(part, "__float__")]
-            expected = "a number"
+            expected = "an integer" if kind == "int" else "a number"
         if wrong:
             raise TypeError(f"{title} expects {expected} as {name}, got {wrong[0]!r}.")
 
