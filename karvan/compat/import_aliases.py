@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import cast
 
 
 @contextmanager
@@ -105,6 +106,5 @@ class _AliasLoader(Loader):
     def get_code(self, fullname: str) -> CodeType | None:
         """That of the module, for `python -m NAME`."""
         spec = importlib.util.find_spec(self._real)
-        assert spec is not None
-        assert isinstance(spec.loader, InspectLoader)
-        return spec.loader.get_code(self._real)
+        loader = cast(InspectLoader, spec and spec.loader)
+        return loader.get_code(self._real)

@@ -24,7 +24,7 @@ from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, requir
 from karvan.train.checks.label_values import SampleChecks
 from karvan.train.exact_sum import ExactSum
 from karvan.train.exact_sum import total as exact_total
-from karvan.train.feed.batch_source import FedBatch, move_back, position_of
+from karvan.train.feed.batch_source import FedBatch
 from karvan.train.losses import named, total
 from karvan.train.reporting.model_reports import Reported, collecting, split_reports
 from karvan.train.state.gathering import merged
@@ -114,11 +114,9 @@ class Evaluator:
         if not _gives_again(data):
             return
         assert data is not None
-        before = position_of(data)
-        try:
-            self.add(self.begin(metrics), data, data, most=1)
-        finally:
-            move_back(data, before)
+        if isinstance(data, Loader):
+            data = data.single_pass()  # which leaves the position of the loader as it is
+        self.add(self.begin(metrics), data, data, most=1)
 
     def results(self, sums: EvaluationSums, channel: CollectiveChannel) -> dict[str, float]:
         """The results of the batches of all ranks; a collective. Nothing changes, so it may be repeated."""

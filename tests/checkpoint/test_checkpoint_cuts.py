@@ -123,7 +123,7 @@ def test_a_manifest_without_cuts_has_equal_parts_and_one_extra(tmp_path, saved):
     resign(
         old,
         lambda content: content["tables"]["user"]["parts"].append(
-            {"name": "x", "bytes": 0, "checksum": "", "rows": 0}
+            {"name": "x", "bytes": 0, "checksum": "0", "rows": 0}
         ),
     )
     with pytest.raises(kv.checkpoint.CheckpointError, match=r"table 'user' has \d+ parts"):

@@ -62,10 +62,9 @@ def test_a_default_and_a_dtype_are_declared_in_yaml(run, config):
 
 
 def test_a_missing_number_that_the_model_uses_is_told_with_what_to_do(run, config):
-    path = config([*LINES, "1,9,,1"])
-    path.write_text(path.read_text().replace("price: float32", "price: int64").replace("0.5", "1"))
-    lines = [line.replace("0.5", "1") for line in [*LINES, "1,9,,1"]]
-    (path.parent / "train.csv").write_text("\n".join(lines) + "\n")
+    whole = [line.replace("0.5", "1") for line in LINES]
+    path = config([*whole, "1,9,,1"], evaluated=whole)
+    path.write_text(path.read_text().replace("price: float32", "price: int64"))
     ran = run("train", path, "--quiet")
     assert ran.code != 0
     assert "Number 'price' has no value for 1 of" in ran.err

@@ -33,15 +33,15 @@ WRONG = {
     "a length": (lambda: kv.Table(8, combiner="tile", length="3"), "expects an integer as length, got '3'"),
     "a count": (lambda: kv.admission.MinCount("2"), "MinCount expects an integer as n, got '2'"),
     "a share": (lambda: kv.admission.Probability("0.5"), "Probability expects a number as p, got '0.5'"),
-    "a capacity": (lambda: kv.eviction.LRU(capacity="1000"), "LRU expects a number as capacity, got '1000'"),
-    "steps": (lambda: kv.eviction.Age(True), "Age expects a number as steps, got True"),
+    "a capacity": (lambda: kv.eviction.LRU(capacity="1000"), "LRU expects an integer as capacity, got '1000'"),
+    "steps": (lambda: kv.eviction.Age(True), "Age expects an integer as steps, got True"),
     "a deviation": (lambda: kv.init.Normal(std="0.01"), "Normal expects a number as std, got '0.01'"),
     "a clipping": (
         lambda: kv.Trainer(torch.nn.Linear(1, 1), lambda output, batch: output, clip_norm="1"),
         "Trainer expects a number as clip_norm, got '1'",
     ),
-    "a patience": (lambda: kv.callbacks.EarlyStopping("auc", "2"), "expects a number as patience, got '2'"),
-    "bins": (lambda: kv.metrics.AUC(bins="9"), "AUC expects a number as bins, got '9'"),
+    "a patience": (lambda: kv.callbacks.EarlyStopping("auc", "2"), "expects an integer as patience, got '2'"),
+    "bins": (lambda: kv.metrics.AUC(bins="9"), "AUC expects an integer as bins, got '9'"),
 }
 
 

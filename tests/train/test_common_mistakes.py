@@ -189,7 +189,6 @@ def test_text_as_ids_says_how_to_hash_it():
     ("ids", "message"),
     [
         (np.arange(3), "kv.data.read makes batches of tensors"),
-        (torch.arange(3, dtype=torch.int32), r"Convert them: batch\['user'\].long\(\)"),
         (
             torch.rand(3),
             r"Numbers become ids by kv.Feature\('user'\).bucketize.*Int64.*Fixed\('user', dtype=",

@@ -14,7 +14,7 @@ import pytest
 from ledger_helpers import PARTS, every_record, finish, lease_of
 
 from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
-from karvan.work.ledger_file import LedgerError
+from karvan.work.ledger_file import LedgerDiskError, LedgerError
 from karvan.work.spec import WorkSpec
 from karvan.work.task import TaskKind
 
@@ -336,7 +336,7 @@ def test_a_full_disk_changes_nothing(open_ledger):
     before = ledger.state_dict()
     pages = ledger._file._database.execute("PRAGMA page_count").fetchone()[0]
     ledger._file._database.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(LedgerError, match=r"could not be written, nothing was changed: .*full"):
+    with pytest.raises(LedgerDiskError, match=r"could not be written, nothing was changed: .*full"):
         ledger.begin_evaluation(1, [("x" * 3000, 10)], 1)
     assert ledger.state_dict() == before
     finish(ledger, lease)

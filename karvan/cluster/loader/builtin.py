@@ -23,6 +23,7 @@ from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import serve
 from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.role_process import RoleSettings
 from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
 from karvan.cluster.task_reading.service import TaskReadingService
@@ -41,9 +42,10 @@ def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
     source = read_share(_data(), settings.index, settings.count)
     source.identity()  # reads a little of each file, so that an unreadable one is an error at once
+    statistics = LoaderStatistics.of((), source.column_kinds())
     if isinstance(source, SharedData):
         reading = TaskReadingService(settings.index, workers=workers_from_environment(ANSWER_WITHIN))
-        reading.offer(source)
+        reading.offer(source, statistics)
         return reading
     service = LoaderService(
         settings.index,
@@ -55,7 +57,7 @@ def make(settings: RoleSettings) -> Service:
     def run() -> None:
         while not service.closed:
             try:
-                serve(service, source)
+                serve(service, source, statistics)
             except Exception as error:
                 if code_of(error) in (DAMAGED, TEMPORARY):
                     _log.error("%s could not continue reading: %s", service.name, text_of(error))

@@ -6,11 +6,12 @@ from pathlib import Path
 
 if __name__ == "__main__" and sys.argv[1] in ("program", "module"):
     import karvan
+    from karvan.job.environment import JobEnvironment
     from karvan.compat.programs import run_program
 
     if sys.argv[1] == "module":
         sys.path.insert(0, str(Path.cwd()))  # as python -m does
-    os.environ.setdefault("WORKER_ID", os.environ["KARVAN_INDEX"])
+    os.environ.setdefault("WORKER_ID", str(JobEnvironment.read().index))
     karvan.connect("sharded")
     run_program("elasticdl", Path(sys.argv[2]), sys.argv[3:])
 elif __name__ == "__main__":
