@@ -296,6 +296,8 @@ def test_karvans_own_loader_reads_what_the_job_says(tmp_path):
     data = {"train": [f"{tmp_path}/*.parquet"], "batch_size": 64, "columns": columns, "eval": "elsewhere"}
     with Loaders(2, command=["-m", "karvan", "role", "loader"], KARVAN_DATA=json.dumps(data)) as loaders:
         one = loaders.stream()
+        columns = one.transform_states()[":columns"]  # a trainer compares them to those of the model
+        assert {name: kind for name, (kind, _) in columns.items()} == {"label": "numbers", "user": "numbers"}
         expected = list(kv.data.read(str(tmp_path), 64))
         for _ in range(2):
             batches = list(one)

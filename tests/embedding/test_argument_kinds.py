@@ -33,7 +33,7 @@ WRONG = {
     "a length": (lambda: kv.Table(8, combiner="tile", length="3"), "expects an integer as length, got '3'"),
     "a count": (lambda: kv.admission.MinCount("2"), "MinCount expects an integer as n, got '2'"),
     "a share": (lambda: kv.admission.Probability("0.5"), "Probability expects a number as p, got '0.5'"),
-    "a capacity": (lambda: kv.eviction.LRU(capacity="1000"), "LRU expects an integer as capacity, got '1000'"),
+    "a capacity": (lambda: kv.eviction.LRU(capacity="9"), "LRU expects an integer as capacity, got '9'"),
     "steps": (lambda: kv.eviction.Age(True), "Age expects an integer as steps, got True"),
     "a deviation": (lambda: kv.init.Normal(std="0.01"), "Normal expects a number as std, got '0.01'"),
     "a clipping": (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 if __name__ == "__main__" and sys.argv[1] in ("program", "module"):
     import karvan
-    from karvan.job.environment import JobEnvironment
     from karvan.compat.programs import run_program
+    from karvan.job.environment import JobEnvironment
 
     if sys.argv[1] == "module":
         sys.path.insert(0, str(Path.cwd()))  # as python -m does
