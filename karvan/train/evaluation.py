@@ -64,6 +64,8 @@ class Evaluator:
         if group is not None and isinstance(data, SharedData):
             channel = group.channel
             data = data.share(channel.rank, channel.world_size)
+        if isinstance(data, Loader):
+            data.restart()
         sums = self.begin(metrics)
         self.add(sums, data, data)
         return self.results(sums, channel)
@@ -138,6 +140,8 @@ class Evaluator:
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""
         predictor = self.predictor(columns)
+        if isinstance(data, Loader):
+            data.restart()
         with self._runs.evaluation_feed(data) as batches:
             for batch, output, _ in self._outputs(batches):
                 yield predictor.prediction(batch, output)

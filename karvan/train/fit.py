@@ -17,6 +17,7 @@ from torch import Tensor
 
 from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
+from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
 from karvan.train.checks.label_values import SampleChecks
@@ -219,6 +220,8 @@ class Fit:
         self._window.load_state_dict(ReportWindow().state_dict())
         if not self._how.resume:
             counts.load_state_dict(TrainingCounts().state_dict())
+        if not counts.step and isinstance(self._data, Loader):
+            self._data.restart()
         dataset.begin_data(counts)
         before, parts.run.data_identity = parts.run.data_identity, self._identity
         if counts.step and (self._identity is None or self._identity != before):

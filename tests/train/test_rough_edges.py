@@ -39,6 +39,27 @@ def test_the_first_evaluation_batch_is_tried_without_losing_it():
     assert again.evaluate(loader()) == result.evaluation
 
 
+def test_a_batch_that_was_looked_at_is_trained_evaluated_and_predicted():
+    looked_at = loader()
+    next(iter(looked_at))
+    result = trainer(model()).fit(looked_at, eval_data=looked_at)
+    again = trainer(model())
+    expected = again.fit(loader(), eval_data=loader())
+    assert (result.samples, result.evaluation) == (expected.samples, expected.evaluation)
+    next(iter(looked_at))
+    assert again.evaluate(looked_at) == pytest.approx(expected.evaluation, rel=1e-6)
+    next(iter(looked_at))
+    assert sum(len(output) for output, _ in again.predict(looked_at)) == expected.samples
+
+
+def test_data_that_was_moved_to_a_position_is_trained_from_there():
+    moved = loader()
+    next(iter(moved))
+    moved.load_state_dict(moved.state_dict())
+    whole = sum(batch.samples for batch in loader())
+    assert trainer(model()).fit(moved).samples == whole - 16
+
+
 class Fails:
     """Batches of evaluation that fail at the second one, until they are mended."""
 

@@ -126,6 +126,7 @@ class Loader:
         self._prefetch = prefetch
         self._until = self._epochs
         self._finished = False
+        self._begun: dict[str, Any] | None = None  # where the iteration began that has not ended
         self._epoch = 0
         self._warned = False
         self._identity: Identity | None = None
@@ -213,6 +214,7 @@ class Loader:
         if self._finished and self._until is not None and self._epochs is not None:
             self._until += self._epochs
         self._finished = False
+        self._begun = self.state_dict()
         self._warn_if_empty()
         self._retrying = RetryingSource(self._source, self._retry_seconds)
         pipeline = self._pipeline = Pipeline(
@@ -233,7 +235,7 @@ class Loader:
                 activity.advance()
                 yield outcome.batch
             self._count(outcome)
-            self._finished = True
+            self._finished, self._begun = True, None
             if self._steps_per_epoch is None and self._until is not None:
                 self._position = self._position._replace(
                     epoch=self._until, records=0
@@ -296,8 +298,17 @@ class Loader:
         self._until = (
             None if None in (self._epochs, state["until"]) else max(self._epochs or 0, state["until"])
         )
-        self._finished = False
+        self._finished, self._begun = False, None
         self._epoch = position.epoch
+
+    def restart(self) -> None:
+        """Go back to where an iteration began that was left early, unless a position was loaded since.
+
+        A Trainer does this at its first step, and before evaluations and predictions: `next(iter(loader))`
+        to look at a batch does not take records from them.
+        """
+        if self._begun is not None:
+            self.load_state_dict(self._begun)
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the start of iteration `epoch`, from 0: its batches are those of an uninterrupted training.
@@ -313,7 +324,7 @@ class Loader:
         self._earlier, self._position = (), position
         self._shares = Shares(self._plan, (), self._rank, self._world_size)
         self._until = None if self._epochs is None else first + self._epochs
-        self._finished = False
+        self._finished, self._begun = False, None
         self._epoch = position.epoch
 
     def identity(self) -> Identity:
