@@ -152,6 +152,24 @@ def test_hooks_of_both_generations_are_called_by_their_signatures(files, tmp_pat
     assert ("step", True, 1, True) in hooks[3].calls
 
 
+class Calling:
+    """Calls a function of the program, which each has its own."""
+
+    def __init__(self, function):
+        self.after_step = function
+
+
+def test_hooks_of_one_class_may_have_functions_with_other_arguments(files, tmp_path):
+    numbers = []
+    hooks = [
+        Calling(lambda metrics, step: numbers.append(("old", int(step)))),
+        Calling(lambda is_train, global_step, **options: numbers.append(("new", int(global_step)))),
+        Calling(lambda: numbers.append(("short",))),
+    ]
+    make(files, tmp_path / "run", hooks=hooks, train_steps=1).train()
+    assert numbers == [("old", 1), ("new", 1), ("short",)]
+
+
 def test_a_hook_that_cannot_be_called_says_so_when_it_is_added(files, tmp_path):
     class Documented(Hook):
         def after_step(self, trainer):
