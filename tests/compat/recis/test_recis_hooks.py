@@ -325,13 +325,17 @@ def test_reports_are_in_the_history_of_the_run(files, tmp_path):
         (lambda: ReportArguments(tflops_peak=100.0), "ProfilerHook"),
         (lambda: make_with().add_hook(MetricReportHook(nn.Linear(1, 1))), "hooks="),
         (lambda: make_with(auto_profiler_args=None), "Trainer auto_profiler_args=None"),
-        (lambda: make_with(ddp_static_graph=True), "Trainer ddp_static_graph=True"),
+        (lambda: make_with(ddp_broadcast_buffers=False), "Trainer ddp_broadcast_buffers=False"),
         (lambda: make_with(mixed_precision="bf16"), "give TrainingArguments mixed_precision"),
     ],
 )
 def test_hooks_that_are_options_say_what_they_need(make_it, text):
     with pytest.raises(UnsupportedError, match=text):
         make_it()
+
+
+def test_options_that_change_speed_alone_are_taken():
+    make_with(ddp_static_graph=True, ddp_bucket_cap_mb=50, ddp_gradient_as_bucket_view=True)
 
 
 def make_with(*hooks, **options):
