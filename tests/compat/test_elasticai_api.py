@@ -141,6 +141,19 @@ def test_a_loop_that_leaves_its_data_loader_gets_again_what_was_prefetched(persi
 
 
 @pytest.mark.usefixtures("master")
+def test_a_loader_of_one_process_whose_last_batch_is_short_has_each_record_once_an_epoch():
+    service = RecordIndexService(4, 2, 10, shuffle=True)
+    data = Squares(service)
+    data.length = 10
+    for _ in range(2):
+        seen = []
+        for _, squares in DataLoader(data, 4):
+            seen += squares.tolist()
+            service.report_batch_done()
+        assert sorted(seen) == [number**2 for number in range(10)]
+
+
+@pytest.mark.usefixtures("master")
 def test_a_finite_data_set_ends_within_an_epoch_and_its_last_batch_may_be_short():
     service = RecordIndexService(4, 1, 30)
     data = Squares(service)

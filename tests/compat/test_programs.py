@@ -3,13 +3,14 @@
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from forked_programs import run_forked
 
 from karvan.cli.main import main
-from karvan.compat.cuda_fallback import cpu_devices, cuda_fallback, device_of
+from karvan.compat.cuda_fallback import cuda_fallback, device_of
 from karvan.compat.import_aliases import import_aliases
 
 
@@ -84,26 +85,43 @@ def test_without_a_gpu_programs_run_on_the_cpu_with_one_warning():
         torch.zeros(1, device="cuda")
 
 
-def _loaded(tmp_path):
-    torch.save(torch.ones(2), tmp_path / "saved")
-    return torch.load(tmp_path / "saved", map_location="cuda")
+def _loaded(folder, *arguments, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")  # as a GPU's are saved
+        torch.save(torch.ones(2), folder / "saved")
+    return torch.load(folder / "saved", *arguments, **options)
 
 
-def _within_a_device():
-    with torch.device("cuda"):
-        return torch.nn.Linear(2, 2).weight + torch.zeros(2)
+def _within(context):
+    with context:
+        return torch.nn.Linear(2, 2).weight + torch.zeros(2, device="cuda")
 
 
-def _in_a_thread():
-    def work():
-        with cpu_devices():
+def _in_threads():
+    class Thread(threading.Thread):
+        def run(self):
             made.append(torch.ones(2, device="cuda:0") + torch.ones(2).to("cuda"))
 
     made = []
-    thread = threading.Thread(target=work)
+    thread = Thread()
     thread.start()
     thread.join()
-    return made[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.zeros, 2, device="cuda").result() + made[0]
+
+
+def _streamed():
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    with torch.cuda.stream(torch.cuda.Stream(device="cuda")):
+        made = torch.ones(2).cuda(non_blocking=True)
+    made.record_stream(torch.cuda.current_stream())
+    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    ended.record(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert ended.query()
+    assert began.elapsed_time(ended) > 0
+    return made
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -112,17 +130,26 @@ def _in_a_thread():
     [
         (lambda path: torch.ones(2).to("cuda"), torch.float32),
         (lambda path: torch.ones(2).to(0), torch.float32),
+        (lambda path: torch.ones(2).to(torch.cuda.current_device()), torch.float32),
         (lambda path: torch.ones(2).to(torch.device("cuda", 1), torch.float64), torch.float64),
         (lambda path: torch.ones(2).to(device="cuda", dtype=torch.int32), torch.int32),
         (lambda path: torch.ones(2).new_zeros(2, device="cuda"), torch.float32),
         (lambda path: torch.zeros_like(torch.ones(2), device="cuda"), torch.float32),
         (lambda path: torch.tensor([1], device="cuda"), torch.int64),
         (lambda path: torch.arange(2, device=0), torch.int64),
+        (lambda path: torch.ones(2).pin_memory(), torch.float32),
+        (lambda path: torch.empty(2, pin_memory=True), torch.float32),
         (lambda path: torch.nn.Linear(2, 2).to("cuda:0").weight, torch.float32),
+        (lambda path: torch.nn.Linear(2, 2).to(0).weight, torch.float32),
         (lambda path: torch.nn.Linear(2, 2, device="cuda").weight, torch.float32),
-        (lambda path: _within_a_device(), torch.float32),
-        (lambda path: _in_a_thread(), torch.float32),
-        (_loaded, torch.float32),
+        (lambda path: _within(torch.device("cuda")), torch.float32),
+        (lambda path: _within(torch.cuda.device(0)), torch.float32),
+        (lambda path: _in_threads(), torch.float32),
+        (lambda path: _streamed(), torch.float32),
+        (lambda path: _loaded(path), torch.float32),
+        (lambda path: _loaded(path, "cuda"), torch.float32),
+        (lambda path: _loaded(path, map_location={"cuda:0": "cuda:1"}), torch.float32),
+        (lambda path: _loaded(path, map_location=lambda storage, place: storage.cuda(0)), torch.float32),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The program asks for a GPU")
@@ -146,10 +173,14 @@ def test_a_program_for_large_machines_with_gpus_runs_on_a_small_one(tmp_path):
         "    def forward(self, x):\n"
         "        return x.to(torch.float32) + torch.ones(x.shape[0], device=x.device)\n"
         "made = torch.jit.script(Net())(torch.zeros(2)).tolist()\n"
-        "print(made, dist.get_backend(), torch.get_num_threads())\n"
+        "group = dist.new_group([0], backend='nccl')\n"
+        "net = torch.nn.Linear(1, 1).cuda()\n"
+        "net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[0], output_device=0)\n"
+        "net(torch.ones(1, 1).cuda()).sum().backward()\n"
+        "print(made, dist.get_backend(), dist.get_backend(group), torch.get_num_threads())\n"
     )
     done = run_forked([sys.executable, "-m", "karvan", "run", "--as", "recis", str(program)])
-    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0] gloo 1\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0] gloo gloo 1\n"), done.stderr
     assert done.stderr.count("The program asks for a GPU") == 1
 
 

@@ -152,6 +152,24 @@ def test_hooks_of_both_generations_are_called_by_their_signatures(files, tmp_pat
     assert ("step", True, 1, True) in hooks[3].calls
 
 
+class Calling:
+    """Calls a function of the program, which each has its own."""
+
+    def __init__(self, function):
+        self.after_step = function
+
+
+def test_hooks_of_one_class_may_have_functions_with_other_arguments(files, tmp_path):
+    numbers = []
+    hooks = [
+        Calling(lambda metrics, step: numbers.append(("old", int(step)))),
+        Calling(lambda is_train, global_step, **options: numbers.append(("new", int(global_step)))),
+        Calling(lambda: numbers.append(("short",))),
+    ]
+    make(files, tmp_path / "run", hooks=hooks, train_steps=1).train()
+    assert numbers == [("old", 1), ("new", 1), ("short",)]
+
+
 def test_a_hook_that_cannot_be_called_says_so_when_it_is_added(files, tmp_path):
     class Documented(Hook):
         def after_step(self, trainer):
@@ -307,13 +325,17 @@ def test_reports_are_in_the_history_of_the_run(files, tmp_path):
         (lambda: ReportArguments(tflops_peak=100.0), "ProfilerHook"),
         (lambda: make_with().add_hook(MetricReportHook(nn.Linear(1, 1))), "hooks="),
         (lambda: make_with(auto_profiler_args=None), "Trainer auto_profiler_args=None"),
-        (lambda: make_with(ddp_static_graph=True), "Trainer ddp_static_graph=True"),
+        (lambda: make_with(ddp_broadcast_buffers=False), "Trainer ddp_broadcast_buffers=False"),
         (lambda: make_with(mixed_precision="bf16"), "give TrainingArguments mixed_precision"),
     ],
 )
 def test_hooks_that_are_options_say_what_they_need(make_it, text):
     with pytest.raises(UnsupportedError, match=text):
         make_it()
+
+
+def test_options_that_change_speed_alone_are_taken():
+    make_with(ddp_static_graph=True, ddp_bucket_cap_mb=50, ddp_gradient_as_bucket_view=True)
 
 
 def make_with(*hooks, **options):

@@ -16,6 +16,10 @@ class Side(enum.Enum):
     RIGHT = 2
 
 
+class Word(str, enum.Enum):  # noqa: UP042 - as programs for older Pythons write it
+    LEFT = "on the left"
+
+
 @dataclass
 class Rates:
     dense: float = 0.1
@@ -33,6 +37,11 @@ class Reading:
     most: int | None = None
     side: Side = Side.LEFT
     mode: Literal["a", "b"] = "a"
+    word: Word = Word.LEFT
+    name: str | None = "None"
+    pair: tuple[float, float] = (0.5, 0.25)
+    mixed: tuple[int, str] = (1, "a")
+    nested: list[list[int]] = field(default_factory=list)
     change: Callable[[Any], Any] | None = None
     rates: Rates = field(default_factory=lambda: Rates(sparse=0.5))
     count: int = field(default=0, init=False)
@@ -52,7 +61,8 @@ def test_fields_have_their_defaults_or_what_the_arguments_say():
     assert parsed(GIVEN).io == Reading("x,y", 3, True)
     words = "--prefetch 7 --columns a b --sizes 4 5 --most 2 --side RIGHT --mode b --dense 1e-3"
     made = parsed(f"{GIVEN} {words}").io
-    assert made == Reading("x,y", 3, True, 7, ["a", "b"], (4, 5), 2, Side.RIGHT, "b", None, Rates(0.001, 0.5))
+    assert made == Reading("x,y", 3, True, 7, ["a", "b"], (4, 5), 2, Side.RIGHT, "b", rates=Rates(0.001, 0.5))
+    assert parsed(f"{GIVEN} --pair 1 2").io.pair == (1.0, 2.0)
     assert parsed(f"{GIVEN} --most 2 --most None --columns").io == Reading("x,y", 3, True)
 
 
@@ -95,6 +105,9 @@ def test_arguments_of_argparse_are_beside_them():
         ("--paths x --size 3 --drop=perhaps", "expected true or false, got 'perhaps'"),
         (f"{GIVEN} --side UP", "expected one of LEFT, RIGHT, got 'UP'"),
         (f"{GIVEN} --most many", "invalid int value: 'many'"),
+        (f"{GIVEN} --pair 1", "argument --io.pair/--pair: expected 2 arguments"),
+        (f"{GIVEN} --mixed 1 b", "unrecognized arguments: --mixed 1 b"),
+        (f"{GIVEN} --nested 1", "unrecognized arguments: --nested 1"),
     ],
 )
 def test_wrong_arguments_are_said_as_argparse_says_them(words, text, capsys):

@@ -385,7 +385,7 @@ def test_a_name_has_its_arguments(module, name):
         ("io.window_io", "make_odps_window_io"),
         ("io.lake_dataset", "LakeDataset"),
         ("framework.checkpoint_manager", "Saver"),
-        ("features", "Mask"),
+        ("features.op", "Mask"),
         ("io", "LakeStreamDataset"),
         ("metrics", "GAUC"),
         ("nn.functional.array_ops", "parse_sample_id"),

@@ -215,6 +215,8 @@ class DataShardService:
                 taken += part
                 if not batch:
                     self._handed.popleft()
+            if not self._handed and len(self._batch) <= taken.count(None):
+                self._batch.clear()  # a DataLoader's last batch is shorter: nobody fetches what fills it up
             return taken
 
     def report(self, batch: Sequence[Record | None], err_msg: str = "") -> bool:

@@ -1,5 +1,6 @@
 """Features and their operations, over `kv.Feature`."""
 
+from karvan.compat.recis.features import op
 from karvan.compat.recis.features.feature import Feature
 from karvan.compat.recis.features.feature_engine import FeatureEngine
 from karvan.compat.recis.features.op import (
@@ -12,7 +13,6 @@ from karvan.compat.recis.features.op import (
     SelectFields,
     SequenceTruncate,
 )
-from karvan.compat.unsupported import missing_names
 
 __all__ = [
     "Bucketize",
@@ -27,4 +27,4 @@ __all__ = [
     "SequenceTruncate",
 ]
 
-__getattr__ = missing_names("recis.features", {"Mask": "filter values by an operation of your own, an _OP."})
+__getattr__ = op.__getattr__

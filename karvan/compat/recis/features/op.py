@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
-from karvan.compat.unsupported import UnsupportedError
+from karvan.compat.unsupported import UnsupportedError, missing_names
 from karvan.features import Feature as Chain
 from karvan.features import FeatureEngine
 from karvan.features.ops.base import Op
@@ -257,3 +257,8 @@ class StringMultiHash(FeatureOp):
             "StringMultiHash, with sdbm and djb2,",
             'use IDMultiHash, or kv.Feature.to_text().hash(kind, bucket) with "farm" and "murmur".',
         )
+
+
+__getattr__ = missing_names(
+    "recis.features.op", {"Mask": "filter values by an operation of your own, an _OP."}
+)

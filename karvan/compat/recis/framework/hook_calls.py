@@ -6,7 +6,7 @@ keywords. Which of them a hook is says the signature of its method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, signature
 from typing import Any
 
@@ -40,7 +40,7 @@ class HookCalls(Callback):
         self._epoch = 0
         self._trained = False  # whether a batch has had its forward, but not its after_step
         self._loss: Tensor | None = None
-        self._signatures: dict[tuple[type, str], Signature] = {}
+        self._signatures: dict[Callable[..., Any], Signature] = {}
 
     def add(self, hook: Hook) -> None:
         """Add a hook."""
@@ -50,8 +50,8 @@ class HookCalls(Callback):
                 "clip gradients by ClipGradNormHook, or those of rows by kv.optim.AdamW(clip_norm=…).",
             )
         for moment, names in _MOMENTS.items():
-            if hasattr(hook, moment):
-                called = self._signature(hook, moment)
+            if (method := getattr(hook, moment, None)) is not None:
+                called = self._signature(method)
                 args, options = _arguments(called, moment, dict.fromkeys(names))
                 try:
                     called.bind(*args, **options)
@@ -66,14 +66,13 @@ class HookCalls(Callback):
         """Call all hooks that know this moment."""
         for hook in self.hooks:
             if (method := getattr(hook, moment, None)) is not None:
-                args, options = _arguments(self._signature(hook, moment), moment, values)
+                args, options = _arguments(self._signature(method), moment, values)
                 method(*args, **options)
 
-    def _signature(self, hook: Hook, moment: str) -> Signature:
-        known = self._signatures
-        if (type(hook), moment) not in known:
-            known[type(hook), moment] = signature(getattr(hook, moment))
-        return known[type(hook), moment]
+    def _signature(self, method: Callable[..., Any]) -> Signature:
+        if method not in self._signatures:
+            self._signatures[method] = signature(method)
+        return self._signatures[method]
 
     def begin_training(self) -> None:
         """A training batch is about to be computed; several can make a step."""

@@ -52,7 +52,8 @@ _ATTRIBUTES = {
 class Trainer:
     """Trains a model that returns its loss. `karvan_trainer` is the `kv.Trainer` that does it.
 
-    Batches always go where the model is, so data_to_cuda changes nothing.
+    Batches always go where the model is, so data_to_cuda changes nothing. Nor do ddp_bucket_cap_mb,
+    ddp_static_graph and ddp_gradient_as_bucket_view, which are about speed and memory.
     """
 
     def __init__(
@@ -75,13 +76,7 @@ class Trainer:
         monitor_report_args: ReportArguments | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, value, default in (
-            ("ddp_broadcast_buffers", ddp_broadcast_buffers, True),
-            ("ddp_gradient_as_bucket_view", ddp_gradient_as_bucket_view, False),
-            ("ddp_bucket_cap_mb", ddp_bucket_cap_mb, 25),
-            ("ddp_static_graph", ddp_static_graph, False),
-        ):
-            require_default(f"Trainer {name}", value, default, "leave it out.")
+        require_default("Trainer ddp_broadcast_buffers", ddp_broadcast_buffers, True, "leave it out.")
         for name, value in kwargs.items():
             instead = (
                 "give TrainingArguments mixed_precision." if name == "mixed_precision" else "leave it out."

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import IterableDataset
 
-from karvan.compat.cuda_fallback import cpu_devices, device_of
+from karvan.compat.cuda_fallback import device_of
 from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError, refuse_methods, require_default
 from karvan.data import Fixed, Loader, Raw, Varlen, read
@@ -170,9 +170,8 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
     def _transform(self, batch: Batch) -> dict[str, Any]:
         """What a batch becomes by the functions, in Karvan's form."""
         made: Any = [{name: self._entry(name, entry) for name, entry in batch.items()}]
-        with cpu_devices():  # this is a thread of the loader
-            for function in (*self._ragged_maps, *self._maps, *self._transforms):
-                made = function(made)
+        for function in (*self._ragged_maps, *self._maps, *self._transforms):
+            made = function(made)
         self.listed = isinstance(made, list)
         if self.listed and len(made) == 1:
             made = made[0]

@@ -109,7 +109,7 @@ class _Record:
         given = {
             part.path.rpartition(".")[2]: part.made(values)
             if isinstance(part, _Record)
-            else values[part.path]
+            else values.get(part.path, part.default)
             for part in self.parts()
         }
         if self.default is None:
@@ -136,8 +136,8 @@ class _Option:
                 f"ArgumentParser expects a default for '{self.path}', since {self.hint} is not a type that "
                 "arguments can have."
             )
-        required = self.default is MISSING
-        shown: dict[str, Any] = {"required": required, "default": None if required else self.default}
+        # argparse would read a default that is a string, such as an enum of strings, as if it were given.
+        shown: dict[str, Any] = {"required": self.default is MISSING, "default": argparse.SUPPRESS}
         flags = [f"--{name}" for name in names]
         if self.hint is bool:
             opposite = [f"--{head}{dot}no{last}" for head, dot, last in (n.rpartition(".") for n in names)]
@@ -146,14 +146,15 @@ class _Option:
             )
             return
         one = _optional(read) if self.optional else read
-        many = _items(self.hint) is not None
+        items, kind = get_args(self.hint), get_origin(self.hint) or self.hint
+        count = len(items) if kind is tuple and items and Ellipsis not in items else "*"
         parser.add_argument(
             *flags,
             dest=self.path,
             type=one,
-            nargs="*" if many else None,
+            nargs=None if _items(self.hint) is None else count,
             metavar=self.name.upper(),
-            action=_Several if get_origin(self.hint) is tuple else "store",
+            action=_Several if kind is tuple else "store",
             **shown,
         )
 
@@ -188,13 +189,14 @@ def _items(hint: Any) -> Any:
     kind = get_origin(hint) or hint
     if not isinstance(kind, type) or issubclass(kind, str) or not issubclass(kind, (list, tuple, Sequence)):
         return None
-    return (get_args(hint) or (str,))[0]
+    items = set(get_args(hint) or (str,)) - {Ellipsis}
+    return items.pop() if len(items) == 1 else tuple  # of several types: none that arguments can have
 
 
 def _reader(hint: Any) -> Callable[[str], Any] | None:
     """What reads one value of a type; None for a type that arguments cannot have."""
     if (item := _items(hint)) is not None:
-        return str if item is Any else _reader(item)
+        return str if item is Any else None if _items(item) is not None else _reader(item)
     if hint is bool:
         return _yes_or_no
     if get_origin(hint) is Literal:
