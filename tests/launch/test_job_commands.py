@@ -95,13 +95,13 @@ def test_a_job_that_is_not_known_is_told_with_code_3(tmp_path, run):
     assert run("status", tmp_path / "none.yaml")[0] == 3
 
 
-@pytest.mark.parametrize("damage", ["", '{"spec": '])
+@pytest.mark.parametrize("damage", ["", '{"spec": ', "{}", '{"launched": 3, "code": "0"}', "\0" * 4096, "[" * 10**5])
 @pytest.mark.parametrize("file", ["job.json", "outcome.json"])
 def test_damage_is_told_for_the_damaged_job_alone(run, tmp_path, file, damage):
     for name in ("good", "bad"):
         folder = RunFolder.of_job(name)
         make_private(folder.path)
-        folder.write_job({"launched": "today"})
+        folder.write_job({"launched": "today", "detached": False, "spec": {}, "commands": {}})
         folder.write_outcome(0, None, 0)
     (RunFolder.of_job("bad").path / file).write_text(damage)
     bad, good = json.loads(run("status", "--json", "-")[1])
@@ -114,6 +114,18 @@ def test_damage_is_told_for_the_damaged_job_alone(run, tmp_path, file, damage):
         assert (code, out) == (3, "")
         assert f"bad/{file} is damaged" in err
         assert "`karvan launch`" in err
+
+
+def test_a_job_whose_files_cannot_be_read_is_shown_as_damaged_among_others(run):
+    for name in ("bad", "good"):
+        folder = RunFolder.of_job(name)
+        make_private(folder.path)
+        folder.write_job({"launched": "today", "detached": False, "spec": {}, "commands": {}})
+        folder.write_outcome(0, None, 0)
+    RunFolder.of_job("bad").outcome_file.unlink()
+    RunFolder.of_job("bad").outcome_file.mkdir()
+    bad, good = json.loads(run("status", "--json", "-")[1])
+    assert (bad["state"], good["state"]) == ("damaged", "ended")
 
 
 def test_a_job_whose_description_is_damaged_can_be_launched_again_unless_it_runs(caplog):

@@ -224,7 +224,7 @@ def _row(name: str) -> dict[str, Any]:
         client = JobClient(name)
         outcome = client.outcome()
         state = "running" if client.runs else "ended" if outcome is not None else "killed"
-    except DamagedRunFolderError:
+    except (DamagedRunFolderError, OSError):
         return {"job": name, "state": "damaged", "code": None, "launched": None}
     code = None if outcome is None else outcome["code"]
     return {"job": name, "state": state, "code": code, "launched": client.job["launched"]}
