@@ -73,5 +73,7 @@ def read_object(path: Path, fields: Mapping[str, Any] | None = None) -> dict[str
         value = found.get(name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             kind = getattr(kind, "__name__", kind)
-            raise DamagedFileError(f"{path} is damaged: expected an object with {name!r}, {kind}, got {value!r:.40}.")
+            raise DamagedFileError(
+                f"{path} is damaged: expected an object with {name!r}, {kind}, got {value!r:.40}."
+            )
     return found

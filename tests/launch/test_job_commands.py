@@ -95,7 +95,9 @@ def test_a_job_that_is_not_known_is_told_with_code_3(tmp_path, run):
     assert run("status", tmp_path / "none.yaml")[0] == 3
 
 
-@pytest.mark.parametrize("damage", ["", '{"spec": ', "{}", '{"launched": 3, "code": "0"}', "\0" * 4096, "[" * 10**5])
+@pytest.mark.parametrize(
+    "damage", ["", '{"spec": ', "{}", '{"launched": 3, "code": "0"}', "\0" * 4096, "[" * 10**5]
+)
 @pytest.mark.parametrize("file", ["job.json", "outcome.json"])
 def test_damage_is_told_for_the_damaged_job_alone(run, tmp_path, file, damage):
     for name in ("good", "bad"):
