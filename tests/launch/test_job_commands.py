@@ -188,9 +188,15 @@ def test_a_job_all_of_which_was_killed_is_not_said_to_run(tmp_path, run):
         wait_until(lambda: not any(is_alive(each["pid"]) for each in started))
         wait_until(job.ended)
         assert status_of(run)["code"] is None
+        assert (job.run_folder / "token").exists()
+        with (job.run_folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert run("stop", "test")[0] == 0
+            assert (job.run_folder / "token").exists()  # may be that of a launcher that is starting the job
         code, out, _ = run("stop", "test")
         assert code == 0
         assert "it ended without saying how" in out
+        assert sorted(path.name for path in job.run_folder.iterdir()) == ["job.json", "lock", "logs"]
 
 
 def test_logs_show_all_lines_or_those_of_a_process(tmp_path, run):
