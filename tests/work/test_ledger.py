@@ -14,7 +14,7 @@ import pytest
 from ledger_helpers import PARTS, every_record, finish, lease_of
 
 from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
-from karvan.work.ledger_file import LedgerError
+from karvan.work.ledger_file import LedgerDiskError, LedgerError
 from karvan.work.spec import WorkSpec
 from karvan.work.task import TaskKind
 
@@ -336,7 +336,7 @@ def test_a_full_disk_changes_nothing(open_ledger):
     before = ledger.state_dict()
     pages = ledger._file._database.execute("PRAGMA page_count").fetchone()[0]
     ledger._file._database.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(LedgerError, match=r"could not be written, nothing was changed: .*full"):
+    with pytest.raises(LedgerDiskError, match=r"could not be written, nothing was changed: .*full"):
         ledger.begin_evaluation(1, [("x" * 3000, 10)], 1)
     assert ledger.state_dict() == before
     finish(ledger, lease)
@@ -378,3 +378,27 @@ def test_a_master_that_is_killed_at_any_moment_continues_where_it_was(tmp_path):
     assert all(lease.task.done <= 7 for lease in ledger.leases)
     assert len(ledger.leases) + len(ledger.waiting) <= 2
     ledger.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE ledger SET settings = '{'",
+        "UPDATE ledger SET settings = '[]'",
+        "UPDATE tasks SET kind = 'x'",
+        "",
+    ],
+)
+def test_a_damaged_ledger_is_named(tmp_path, damage):
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path, WorkSpec((("f", 100),), 7))
+    ledger.lease("a")
+    ledger.close()
+    if damage:
+        with closing(sqlite3.connect(path, isolation_level=None)) as database:
+            database.execute(damage)
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:8192] + bytes(len(content) - 8192))
+    with pytest.raises(LedgerError, match=f"{path} is not a ledger, or it is damaged"):
+        Ledger.existing(path)
