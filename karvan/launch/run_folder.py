@@ -163,8 +163,15 @@ class RunFolder:
         return _read(self.shared / "master.json", _MASTER)
 
     def write_master(self, address: str) -> None:
-        """Store the address of this process, the master."""
-        _write(self.shared / "master.json", {"address": address, "pid": os.getpid()})
+        """Store the address of this process, the master; a full disk may keep that of the last one, if it is
+        the same.
+        """
+        try:
+            _write(self.shared / "master.json", {"address": address, "pid": os.getpid()})
+        except OSError as error:
+            if (self.master() or {}).get("address") != address:
+                raise
+            _log.warning("The number of the master's process could not be stored: %s.", error.strerror)
 
     def outcome(self) -> dict[str, Any] | None:
         """How the job has ended; None if it has not, or was killed."""

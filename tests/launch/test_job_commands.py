@@ -10,6 +10,7 @@ import sys
 import pytest
 from launch_helpers import Launched, keepers_in, wait_until
 from processes import is_alive, kill, parent_of
+from small_disk import small_disk
 from wire_helpers import wait_for
 
 from karvan.cli.main import main
@@ -140,6 +141,18 @@ def test_a_job_whose_description_is_damaged_can_be_launched_again_unless_it_runs
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunFolderError, match=r"is damaged.*its processes still run"), folder.launching():
             pass
+
+
+def test_a_master_starts_again_at_its_address_while_the_disk_of_its_folder_is_full(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        folder = RunFolder(disk.folder / "test")
+        folder.path.mkdir()
+        folder.write_master("127.0.0.1:1")
+        disk.fill()
+        folder.write_master("127.0.0.1:1")
+        with pytest.raises(OSError, match="No space left"):
+            folder.write_master("127.0.0.1:2")
+        assert folder.master()["address"] == "127.0.0.1:1"
 
 
 def test_stop_lets_trainers_save_and_now_kills(tmp_path, run):
