@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,17 +53,27 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file, a DamagedFileError if there is something else."""
+def read_object(path: Path, fields: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no file, a DamagedFileError if there is something else.
+
+    fields: the types of those that the object must have; one that may be absent has `None` among its types.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         text = f"expected a JSON object, got {len(content)} bytes of something else"
         raise DamagedFileError(f"{path} is damaged: {text if content else 'it is empty'}.")
+    for name, kind in (fields or {}).items():
+        value = found.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            kind = getattr(kind, "__name__", kind)
+            raise DamagedFileError(
+                f"{path} is damaged: expected an object with {name!r}, {kind}, got {value!r:.40}."
+            )
     return found

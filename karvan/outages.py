@@ -10,7 +10,9 @@ Errors of Karvan that wrap others have an attribute `temporary`, which decides.
 from __future__ import annotations
 
 import errno
+import os
 import random
+import re
 from typing import TypeVar
 
 Failure = TypeVar("Failure", bound=BaseException)
@@ -31,7 +33,9 @@ _OUTAGE_NUMBERS = frozenset(
 _EXHAUSTION_NUMBERS = frozenset(
     getattr(errno, name) for name in ("ENOMEM", "ENOSPC", "EDQUOT", "EIO", "EROFS", "EMFILE", "ENFILE")
 )
-_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc"
+# A RuntimeError with such a text is torch's, for tensors on the CPU, or Python's, of a thread.
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "can't start new thread"
+_ASKED_FOR = re.compile(r" size (\d+)")  # in Arrow's errors
 _random = random.SystemRandom()  # Python's global generator belongs to the program, as do numpy's and torch's
 
 
@@ -57,10 +61,13 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this process got no more memory."""
-    if isinstance(error, RuntimeError):  # torch's, for tensors on the CPU
+    """Whether this process got no more memory; damaged bytes may ask for more than any machine has."""
+    if isinstance(error, RuntimeError):
         return any(text in str(error) for text in _NO_MEMORY)
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if isinstance(error, MemoryError):
+        asked = _ASKED_FOR.search(str(error))
+        return not asked or int(asked[1]) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
 def is_exhausted(error: BaseException) -> bool:

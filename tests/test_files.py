@@ -62,16 +62,25 @@ def test_a_private_file_is_private_from_its_first_byte(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "text"), [("", "it is empty"), ('{"a": 1', "7 bytes"), ("[1]", "3 bytes")]
+    ("content", "text"),
+    [
+        ("", "it is empty"),
+        ('{"a": 1', "7 bytes"),
+        ("[1]", "3 bytes"),
+        ("[" * 10**5, "100000 bytes"),
+        ("{}", "with 'a'"),
+        ('{"a": "1"}', "with 'a'"),
+        ('{"a": true}', "with 'a'"),
+    ],
 )
 def test_a_file_that_is_no_object_is_named(tmp_path, content, text):
     path = tmp_path / "job.json"
     path.write_text(content)
     with pytest.raises(DamagedFileError, match=f"{path} is damaged: .*{text}"):
-        read_object(path)
+        read_object(path, {"a": int, "b": int | None})
 
 
 def test_an_object_is_read_and_an_absent_file_is_none(tmp_path):
     assert read_object(tmp_path / "job.json") is None
     replace_file(tmp_path / "job.json", '{"a": 1}')
-    assert read_object(tmp_path / "job.json") == {"a": 1}
+    assert read_object(tmp_path / "job.json", {"a": int, "b": str | None}) == {"a": 1}

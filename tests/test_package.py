@@ -304,6 +304,7 @@ _TORCH_DRAWS = {
     *("bernoulli", "dropout", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"),
     *("randint_like", "randn", "randn_like", "randperm"),
 }
+_TORCH = "torch", "torch.cuda", "torch.random", "torch.cuda.random", "torch.nn.functional"
 _DRAWS_IN_PLACE = {
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"),
     *("trunc_normal_", "uniform_"),
@@ -313,7 +314,10 @@ _OF_NO_GENERATOR = {"default_rng", "Generator", "SFC64", "PCG64", "SeedSequence"
 
 
 def _global_draws(source):
-    """The calls of a program that draw from or set the global generators of Python, numpy and torch."""
+    """What of a program draws from or sets the global generators of Python, numpy and torch.
+
+    A function that is passed on counts, too; one that is called with a generator does not.
+    """
     tree, names = ast.parse(source), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -323,25 +327,26 @@ def _global_draws(source):
             names |= dict(modules)
         elif isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    for call in ast.walk(tree):
-        if not isinstance(call, ast.Call) or {"generator", "random_state"} & {
-            each.arg for each in call.keywords
-        }:
+    given = {
+        id(call.func)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and {"generator", "random_state"} & {each.arg for each in call.keywords}
+    }
+    for used in ast.walk(tree):
+        if not isinstance(used, ast.Name | ast.Attribute) or id(used) in given:
             continue
-        name = ast.unparse(call.func)
+        name = ast.unparse(used)
         first, dot, rest = name.partition(".")
         whole = f"{names.get(first, '?')}{dot}{rest}"
         module, _, last = whole.rpartition(".")
         if (
             (module in ("random", "numpy.random") and last not in _OF_NO_GENERATOR)
-            or (
-                module in ("torch", "torch.cuda", "torch.random", "torch.nn.functional")
-                and last in _TORCH_DRAWS | _SEEDS
-            )
+            or (module in _TORCH and last in _TORCH_DRAWS | _SEEDS)
             or (module == "torch.nn.init" and last.endswith("_"))
             or last in _DRAWS_IN_PLACE
+            or last in ("default_generator", "default_generators")
         ):
-            yield f"{name}, line {call.lineno}"
+            yield f"{name}, line {used.lineno}"
 
 
 def test_only_what_is_of_the_program_uses_its_random_generators():
@@ -365,6 +370,11 @@ def test_only_what_is_of_the_program_uses_its_random_generators():
         "import torch; torch.empty(3).uniform_()",
         "from torch import nn; nn.init.zeros_(w)",
         "import torch; torch.cuda.manual_seed_all(1)",
+        "import random; sorted([], key=random.random)",
+        "from random import uniform as draw; delay = draw",
+        "import numpy; numpy.random.default_rng(0); numpy.random.shuffle([])",
+        "import torch.nn.functional as f; f.dropout(x)",
+        "import torch; torch.default_generator.seed()",
     ],
 )
 def test_a_draw_from_a_generator_of_the_program_is_seen(draws):

@@ -53,6 +53,13 @@ _log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
 JOBS = variable("jobs")
+# The fields of its files that others read, and their types.
+_JOB = {
+    **{"launched": str, "detached": bool, "spec": dict, "commands": dict},
+    **{"shared": str | None, "master": dict | None},
+}
+_MASTER = {"address": str, "pid": int}
+_OUTCOME = {"code": int, "failure": str | None, "ended": str}
 _REMAIN = ("job.json", OUTCOME, "logs", "lock", "processes")
 _RUN = "run-"
 _SOCKETS = "sockets"
@@ -145,7 +152,7 @@ class RunFolder:
 
     def job(self) -> dict[str, Any] | None:
         """What was launched; None if there is no such job."""
-        return _read(self.path / "job.json")
+        return _read(self.path / "job.json", _JOB)
 
     def write_job(self, job: Mapping[str, Any]) -> None:
         """Store what is launched."""
@@ -153,15 +160,22 @@ class RunFolder:
 
     def master(self) -> dict[str, Any] | None:
         """The master's address and process; None if none has started yet."""
-        return _read(self.shared / "master.json")
+        return _read(self.shared / "master.json", _MASTER)
 
     def write_master(self, address: str) -> None:
-        """Store the address of this process, the master."""
-        _write(self.shared / "master.json", {"address": address, "pid": os.getpid()})
+        """Store the address of this process, the master; a full disk may keep that of the last one, if it is
+        the same.
+        """
+        try:
+            _write(self.shared / "master.json", {"address": address, "pid": os.getpid()})
+        except OSError as error:
+            if (self.master() or {}).get("address") != address:
+                raise
+            _log.warning("The number of the master's process could not be stored: %s.", error.strerror)
 
     def outcome(self) -> dict[str, Any] | None:
         """How the job has ended; None if it has not, or was killed."""
-        return _read(self.outcome_file)
+        return _read(self.outcome_file, _OUTCOME)
 
     def write_outcome(self, code: int, failure: str | None, generation: int) -> None:
         """Store how the job has ended: its master is not restarted any more."""
@@ -348,9 +362,9 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        return read_object(path)
+        return read_object(path, fields)
     except DamagedFileError as error:
         raise DamagedRunFolderError(f"{error} `karvan launch` starts its job again.") from None
 

@@ -4,8 +4,8 @@ The token is 32 random bytes, in hex, in a file that only its owner may read (06
 which only its owner may enter (0700). Processes of the job get the path in KARVAN_TOKEN_FILE; the token
 itself is never an argument, an environment variable or a line of a log. The file is removed when the job
 ends, or cannot start. Processes that hold the token leave no core dumps. A job that is killed leaves the file
-behind, with a token that no later start accepts: its services died with it, and the next start makes another
-token.
+behind, with a token that no later start accepts: its services died with it. `karvan stop` removes it, and the
+next start makes another one.
 
 Services of a job that listen at ports have a certificate as well, also a new one for every start, unless the
 job sets `tls`. Its files lie beside the token, and live as long.

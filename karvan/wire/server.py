@@ -135,10 +135,12 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
             pass
         except (RefusedError, BusyError) as error:
             self._server.admission.refused(where, str(error))
-        except (pa.ArrowException, OSError) as error:  # the caller is gone, or sends no Arrow
-            _log.info("%s lost %s: %s", self._name, where, _first_line(error))
-        except Exception:
-            _log.exception("%s failed with %s", self._name, where)
+        except Exception as error:
+            self._server.service.note_failure(error)
+            if isinstance(error, pa.ArrowException | OSError):  # the caller is gone, or sends no Arrow
+                _log.info("%s lost %s: %s", self._name, where, _first_line(error))
+            else:
+                _log.exception("%s failed with %s", self._name, where)
 
     def _answers(self, context: Any, where: str, hello: dict[str, Any], writer: Any) -> None:
         server = self._server
@@ -166,6 +168,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
             raise
         except Exception as error:
             if not isinstance(error, RefusedError):
+                server.service.note_failure(error)
                 _log.exception("%s could not welcome %s", self._name, where)
             write(writer, pack(_refusal(error)))
             if isinstance(error, RefusedError):

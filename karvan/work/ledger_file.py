@@ -95,7 +95,7 @@ class LedgerFile:
                     self._database.execute(statement)
                 found = self._database.execute("SELECT version FROM ledger").fetchone()
         except sqlite3.OperationalError as error:
-            if (number := _OUTAGES.get(error.sqlite_errorcode & 0xFF)) is not None:
+            if (number := _outage(error)) is not None:
                 raise LedgerDiskError(number, f"{path} could not be opened: {error}") from None
             if "locked" not in str(error):
                 raise LedgerError(f"{path} could not be opened: {error}.") from None
@@ -103,10 +103,7 @@ class LedgerFile:
                 f"{path} is in use: another master runs this job. Stop it first, or wait until it has ended."
             ) from None
         except sqlite3.DatabaseError as error:
-            raise LedgerError(
-                f"{path} is not a ledger, or it is damaged ({error}). Remove it: the job then continues from "
-                "its newest checkpoint, which holds the position in the data."
-            ) from None
+            raise self._damage(error) from None
         if found is not None and found[0] != VERSION:
             self.close()
             raise LedgerError(
@@ -126,7 +123,7 @@ class LedgerFile:
             if self._database.in_transaction:  # SQLite itself undoes one that found the disk full
                 self._database.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):
-                number = _OUTAGES.get(error.sqlite_errorcode & 0xFF, errno.EIO)
+                number = _outage(error) or errno.EIO
                 text = f"{self.path} could not be written, nothing was changed: {error}"
                 raise LedgerDiskError(number, text) from None
             raise
@@ -147,13 +144,24 @@ class LedgerFile:
 
     def read(self) -> tuple[WorkSpec, LedgerPosition, list[OpenTask]] | None:
         """The spec, the position and the open tasks, the oldest first; None if the file is new."""
-        row = self._database.execute("SELECT * FROM ledger").fetchone()
-        if row is None:
-            return None
-        _, settings, *position = row
-        parts = tuple(self._database.execute("SELECT path, records FROM parts ORDER BY rowid"))
-        spec = WorkSpec.from_settings(json.loads(settings), parts)
-        return spec, LedgerPosition(*position), list(self._tasks())
+        try:
+            row = self._database.execute("SELECT * FROM ledger").fetchone()
+            if row is None:
+                return None
+            _, settings, *position = row
+            parts = tuple(self._database.execute("SELECT path, records FROM parts ORDER BY rowid"))
+            spec = WorkSpec.from_settings(json.loads(settings), parts)
+            return spec, LedgerPosition(*position), list(self._tasks())
+        except (sqlite3.DatabaseError, TypeError, ValueError, RecursionError) as error:
+            if (number := _outage(error)) is not None:
+                raise LedgerDiskError(number, f"{self.path} could not be read: {error}") from None
+            raise self._damage(error) from None
+
+    def _damage(self, error: Exception) -> LedgerError:
+        return LedgerError(
+            f"{self.path} is not a ledger, or it is damaged ({error}). Remove it: the job then continues "
+            "from its newest checkpoint, which holds the position in the data."
+        )
 
     def _tasks(self) -> Iterator[OpenTask]:
         for token, holder, *fields in self._database.execute("SELECT * FROM tasks ORDER BY token"):
@@ -171,6 +179,11 @@ class LedgerFile:
     def close(self) -> None:
         """Close the file; the next master can open it."""
         self._database.close()
+
+
+def _outage(error: Exception) -> int | None:
+    """The error number of an outage of the disk, if that is what SQLite reports."""
+    return _OUTAGES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
 
 
 def fields_of(task: Task) -> list[Any]:

@@ -10,7 +10,7 @@ from small_disk import small_disk
 
 
 def wait_for(job, condition, what):
-    until = time.monotonic() + 90
+    until = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < until, f"waited for {what}:\n{job.log.read_text()}"
         assert job.process.poll() is None, job.log.read_text()

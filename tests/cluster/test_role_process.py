@@ -11,6 +11,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from forked_programs import ForkedProgram
@@ -24,8 +25,8 @@ from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.exit_codes import FAILED, TEMPORARY
-from karvan.outages import is_temporary
-from karvan.wire import Client, RefusedError, Security, WireError
+from karvan.outages import is_out_of_memory, is_temporary
+from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 PROGRAM = support_path("cluster/echo_role.py")
 
@@ -85,6 +86,42 @@ def test_a_role_without_memory_or_disk_ends_and_its_caller_has_lost_it(kind, cod
             peer.call("raise", {"kind": kind})
         assert role.wait() == code
         assert role.err.splitlines()[-1] == text
+
+
+class Exhausted(Service):
+    """Has no memory for another caller."""
+
+    def __init__(self, error):
+        self.error, self.seen = error, []
+        self.on_exhaustion = self.seen.append
+
+    def welcome(self, caller):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        RuntimeError("can't start new thread"),
+        pa.ArrowMemoryError("malloc of size 64 failed"),
+    ],
+)
+def test_a_role_without_memory_for_a_caller_ends_too(error):
+    """The caller would connect again and again otherwise, to a server that lives."""
+    service = Exhausted(error)
+    with (
+        Server(service) as server,
+        Client("exhausted", server.address, deadline=1.0) as peer,
+        pytest.raises((WireError, RefusedError)),
+    ):
+        peer.call("ping")
+    assert service.seen[0] is error
+
+
+def test_an_array_that_no_machine_holds_is_the_fault_of_who_asks_for_it():
+    assert is_out_of_memory(MemoryError("malloc of size 1048576 failed"))
+    assert not is_out_of_memory(MemoryError(f"malloc of size {1 << 60} failed"))
 
 
 def test_a_parameter_server_that_gets_no_more_memory_ends_before_it_answers_for_a_record():

@@ -10,6 +10,7 @@ import sys
 import pytest
 from launch_helpers import Launched, keepers_in, wait_until
 from processes import is_alive, kill, parent_of
+from small_disk import small_disk
 from wire_helpers import wait_for
 
 from karvan.cli.main import main
@@ -95,13 +96,15 @@ def test_a_job_that_is_not_known_is_told_with_code_3(tmp_path, run):
     assert run("status", tmp_path / "none.yaml")[0] == 3
 
 
-@pytest.mark.parametrize("damage", ["", '{"spec": '])
+@pytest.mark.parametrize(
+    "damage", ["", '{"spec": ', "{}", '{"launched": 3, "code": "0"}', "\0" * 4096, "[" * 10**5]
+)
 @pytest.mark.parametrize("file", ["job.json", "outcome.json"])
 def test_damage_is_told_for_the_damaged_job_alone(run, tmp_path, file, damage):
     for name in ("good", "bad"):
         folder = RunFolder.of_job(name)
         make_private(folder.path)
-        folder.write_job({"launched": "today"})
+        folder.write_job({"launched": "today", "detached": False, "spec": {}, "commands": {}})
         folder.write_outcome(0, None, 0)
     (RunFolder.of_job("bad").path / file).write_text(damage)
     bad, good = json.loads(run("status", "--json", "-")[1])
@@ -116,6 +119,18 @@ def test_damage_is_told_for_the_damaged_job_alone(run, tmp_path, file, damage):
         assert "`karvan launch`" in err
 
 
+def test_a_job_whose_files_cannot_be_read_is_shown_as_damaged_among_others(run):
+    for name in ("bad", "good"):
+        folder = RunFolder.of_job(name)
+        make_private(folder.path)
+        folder.write_job({"launched": "today", "detached": False, "spec": {}, "commands": {}})
+        folder.write_outcome(0, None, 0)
+    RunFolder.of_job("bad").outcome_file.unlink()
+    RunFolder.of_job("bad").outcome_file.mkdir()
+    bad, good = json.loads(run("status", "--json", "-")[1])
+    assert (bad["state"], good["state"]) == ("damaged", "ended")
+
+
 def test_a_job_whose_description_is_damaged_can_be_launched_again_unless_it_runs(caplog):
     folder = RunFolder.of_job("bad")
     make_private(folder.path)
@@ -126,6 +141,18 @@ def test_a_job_whose_description_is_damaged_can_be_launched_again_unless_it_runs
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunFolderError, match=r"is damaged.*its processes still run"), folder.launching():
             pass
+
+
+def test_a_master_starts_again_at_its_address_while_the_disk_of_its_folder_is_full(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        folder = RunFolder(disk.folder / "test")
+        folder.path.mkdir()
+        folder.write_master("127.0.0.1:1")
+        disk.fill()
+        folder.write_master("127.0.0.1:1")
+        with pytest.raises(OSError, match="No space left"):
+            folder.write_master("127.0.0.1:2")
+        assert folder.master()["address"] == "127.0.0.1:1"
 
 
 def test_stop_lets_trainers_save_and_now_kills(tmp_path, run):
@@ -174,9 +201,15 @@ def test_a_job_all_of_which_was_killed_is_not_said_to_run(tmp_path, run):
         wait_until(lambda: not any(is_alive(each["pid"]) for each in started))
         wait_until(job.ended)
         assert status_of(run)["code"] is None
+        assert (job.run_folder / "token").exists()
+        with (job.run_folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert run("stop", "test")[0] == 0
+            assert (job.run_folder / "token").exists()  # may be that of a launcher that is starting the job
         code, out, _ = run("stop", "test")
         assert code == 0
         assert "it ended without saying how" in out
+        assert sorted(path.name for path in job.run_folder.iterdir()) == ["job.json", "lock", "logs"]
 
 
 def test_logs_show_all_lines_or_those_of_a_process(tmp_path, run):

@@ -194,6 +194,19 @@ def test_a_csv_gets_columns_when_they_come_and_json_has_null_for_nan(tmp_path):
     assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])["auc"] is None
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [",,\n", "\0" * 200_000 + "\n", "train,x,1\n", '"3,0,1\n', "3,0,0.34,0,0.2\n", "3,0\0,0.", "é\n"],
+)
+def test_a_run_resumes_with_a_csv_that_a_crash_or_a_full_disk_has_damaged(tmp_path, damage):
+    path = tmp_path / "a.csv"
+    path.write_text(f"kind,step,loss\ntrain,1,0.5\ntrain,2,0.4\n{damage.replace('3', 'train,3', 1)}")
+    log = CSVLogger(path)
+    log.open(step=2)
+    log.close()
+    assert path.read_text() == "kind,step,loss\ntrain,1,0.5\ntrain,2,0.4\n"
+
+
 def test_without_tensorboard_the_log_says_what_to_install():
     script = (
         "import sys; sys.modules['tensorboard'] = None\n"

@@ -378,3 +378,27 @@ def test_a_master_that_is_killed_at_any_moment_continues_where_it_was(tmp_path):
     assert all(lease.task.done <= 7 for lease in ledger.leases)
     assert len(ledger.leases) + len(ledger.waiting) <= 2
     ledger.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE ledger SET settings = '{'",
+        "UPDATE ledger SET settings = '[]'",
+        "UPDATE tasks SET kind = 'x'",
+        "",
+    ],
+)
+def test_a_damaged_ledger_is_named(tmp_path, damage):
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path, WorkSpec((("f", 100),), 7))
+    ledger.lease("a")
+    ledger.close()
+    if damage:
+        with closing(sqlite3.connect(path, isolation_level=None)) as database:
+            database.execute(damage)
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:8192] + bytes(len(content) - 8192))
+    with pytest.raises(LedgerError, match=f"{path} is not a ledger, or it is damaged"):
+        Ledger.existing(path)

@@ -147,7 +147,8 @@ def stop(
 ) -> int:
     """Stop a launched job, and wait for its end. Trainers save a checkpoint first.
 
-    `karvan launch` with the same job resumes it.
+    `karvan launch` with the same job resumes it. Of a job all of which was killed it removes the token and
+    other files that only matter while a job runs.
 
     \b
     Examples:
@@ -160,6 +161,7 @@ def stop(
     """
     with _known(job) as client:
         if not client.runs:
+            client.remove_leftovers()
             print(f"Job {client.name} does not run: {_end_text(client.outcome())}")
             return OK
         client.stop(now=now)
@@ -224,7 +226,7 @@ def _row(name: str) -> dict[str, Any]:
         client = JobClient(name)
         outcome = client.outcome()
         state = "running" if client.runs else "ended" if outcome is not None else "killed"
-    except DamagedRunFolderError:
+    except (DamagedRunFolderError, OSError):
         return {"job": name, "state": "damaged", "code": None, "launched": None}
     code = None if outcome is None else outcome["code"]
     return {"job": name, "state": state, "code": code, "launched": client.job["launched"]}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from karvan.launch.job_spec import JobSpec, read_spec
-from karvan.launch.run_folder import RunFolder, jobs_folder
+from karvan.launch.run_folder import RunFolder, RunFolderError, jobs_folder
 from karvan.wire.errors import RefusedError, WireError
 
 _DEADLINE = 10.0  # seconds for a call; a master that was killed is back sooner
@@ -53,6 +54,12 @@ class JobClient:
         """The job has ended: its token is of no use. A master on another machine cannot remove it here."""
         if self.outcome() is not None:
             self.folder.remove_files_of_the_run()
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes of the job have left, unless somebody launches it again."""
+        with suppress(RunFolderError), self.folder.launching():
+            self.folder.remove_files_of_the_run()
+            self.folder.remove_processes()
 
     def status(self) -> dict[str, Any]:
         """What its master says; a MasterAwayError if it does not answer."""

@@ -75,9 +75,11 @@ class LoggerGroup(Logger):
 
 
 def complete_lines(path: Path) -> list[str]:
-    """The lines of a file, without a last one that a crash cut off; none if there is no file."""
+    """The lines of a file, without a last one that a crash cut off, and without blocks of zeros, which a loss
+    of power leaves; none if there is no file.
+    """
     text = path.read_text(errors="replace") if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+    return text[: text.rfind("\n") + 1].replace("\0", "").splitlines()
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ class CSVLogger(Logger):
 
     def open(self, step: int) -> None:
         """See `Logger.open`."""
-        rows = list(csv.DictReader(complete_lines(self._path))) if step else []
+        rows = self._rows() if step else []
         self._columns = list(rows[0]) if rows else list(_FIRST)
         self._rewrite([row for row in rows if int(row["step"]) <= step])
 
@@ -32,14 +32,18 @@ class CSVLogger(Logger):
         """See `Logger.write`."""
         row = {**report.labels(), **report.values}
         if new := [name for name in row if name not in self._columns]:
-            rows = list(csv.DictReader(complete_lines(self._path)))
             self._columns += new
-            self._rewrite(rows)
+            self._rewrite(self._rows())
         with self._path.open("a") as file:
             file.writelines(f"{line}\n" for line in self._lines([row]))
 
     def close(self) -> None:
         """See `Logger.close`; every row is on disk already."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The rows of the file, without those that a crash or a full disk has damaged."""
+        rows = csv.DictReader(complete_lines(self._path))
+        return [row for row in rows if None not in row and (row.get("step") or "").isdecimal()]
 
     def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
         header = dict(zip(self._columns, self._columns, strict=True))
