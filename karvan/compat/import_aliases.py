@@ -7,9 +7,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Any
 
 
 @contextmanager
@@ -106,5 +107,6 @@ class _AliasLoader(Loader):
         """That of the module, for `python -m NAME`."""
         spec = importlib.util.find_spec(self._real)
         assert spec is not None
-        assert isinstance(spec.loader, InspectLoader)
-        return spec.loader.get_code(self._real)
+        loader: Any = spec.loader  # that of an editable install only behaves as an InspectLoader
+        code: CodeType | None = loader.get_code(self._real)
+        return code
