@@ -21,7 +21,7 @@ import typer
 from karvan.cli.main import main as run_command
 from karvan.compat.persia.bridge.connection import join_job, wait_for_roles
 from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
-from karvan.compat.persia.bridge.embedding_config import read_slots
+from karvan.compat.persia.bridge.embedding_config import publish_slots, read_slots
 from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
 from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE
@@ -94,6 +94,8 @@ def embedding_worker(
     _join(Role.EMBEDDING_WORKER, replica_index, replica_size, port)
     _configure(Role.EMBEDDING_WORKER, embedding_config, global_config)
     wait_for_roles(Role.PARAMETER_SERVER)
+    if embedding_config:
+        publish_slots(embedding_config)
     _continue_as(["role", Role.EMBEDDING_WORKER.value])
 
 
@@ -138,7 +140,7 @@ def _join(role: Role, index: int, count: int, port: int | None = None) -> None:
 
 
 def _configure(role: Role, embedding_config: str | None, global_config: str | None) -> None:
-    if embedding_config:  # trainers have it, and tell workers and servers what they need
+    if embedding_config:  # for its errors; trainers tell workers and servers what they need
         read_slots(embedding_config)
     os.environ.update(read_global_config(global_config).variables(role))
     logging.basicConfig(level=log_level(), format=_FORMAT)

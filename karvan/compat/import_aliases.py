@@ -7,10 +7,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import cast
+from typing import Any
 
 
 @contextmanager
@@ -106,5 +106,7 @@ class _AliasLoader(Loader):
     def get_code(self, fullname: str) -> CodeType | None:
         """That of the module, for `python -m NAME`."""
         spec = importlib.util.find_spec(self._real)
-        loader = cast(InspectLoader, spec and spec.loader)
-        return loader.get_code(self._real)
+        assert spec is not None
+        loader: Any = spec.loader  # that of an editable install only behaves as an InspectLoader
+        code: CodeType | None = loader.get_code(self._real)
+        return code

@@ -1,8 +1,9 @@
 """`ElasticLoop`: the steps of a loop written by hand, together with the trainers of an elastic job.
 
 Each trainer computes gradients of its own batch. Before `optimizer.step()` changes anything, a hook adds
-them up over the trainers of the round, and every trainer makes the step of their mean. So all of them have
-the same parameters after the same number of steps.
+them up over the trainers of the round, and every trainer makes the step of their mean, with the learning rate
+and other settings of the first trainer that has a batch in it. So all of them have the same parameters after
+the same number of steps, also if a program changes its learning rate while another one has no batch.
 
 - **A trainer is lost**: the sum is not complete. The others meet in the next round and add up again what they
   have computed. If one of them has got the sum before, the others get it from that one.
@@ -53,6 +54,7 @@ class _Counts(NamedTuple):
 
 
 _COUNTS = len(_Counts._fields)
+_Settings = list[dict[str, Any]]  # of an optimizer: learning rate and others of each group of parameters
 
 
 class ElasticLoop:
@@ -95,7 +97,10 @@ class ElasticLoop:
         self._begun = False  # whether this trainer has the state of the others
         self._regroup_due = True
         self._last: Tensor | None = None  # the sum of the last step
+        self._last_settings: _Settings = []
         self._summed: Tensor | None = None  # that of the step which is being made
+        self._settings: _Settings = []  # of the optimizer in the step which is being made
+        self._own_settings: _Settings = []  # those that are others in this trainer
         self._mine: Tensor | None = None  # of the batches of this trainer that are in no step yet
         self._samples = 0  # of the batch that is being computed
         self._global_batches = global_batches
@@ -192,6 +197,7 @@ class ElasticLoop:
             self._summed = self._sum(idle=False)
             assert self._summed is not None, "a step of one batch of each trainer has them all"
         self._set_gradients(self._summed)
+        self._own_settings = _change(optimizer, self._settings)
 
     def _check_call(self, args: Any, options: Any) -> None:
         if self._group is not None and not self._begun:
@@ -211,10 +217,11 @@ class ElasticLoop:
             self.samples += self._samples
             self.computed += 1
             return
+        _change(optimizer, self._own_settings)
         counts = _counts(self._summed)
         self.batches += counts.batches
         self.samples += counts.samples
-        self._last = self._summed
+        self._last, self._last_settings = self._summed, self._settings
         self._end_step(counts)
 
     def _end_step(self, counts: _Counts) -> None:
@@ -237,9 +244,12 @@ class ElasticLoop:
                 if self._regroup_due:
                     missed = self._meet(group)
                     if missed is not None:
+                        self._settings = self._last_settings
                         return missed
-                if self._global_batches is not None and not self._has_all(group, idle):
+                said = self._gathered(group, idle)
+                if said is None:
                     return None
+                self._settings = next((each["settings"] for each in said if each["batches"]), [])
                 self._mine[-2:] = torch.tensor([float(group.regroup_wanted), float(ended)])
                 return ordered_sum(group.channel, [self._mine], list(range(group.world_size)))
             except RankError as error:
@@ -253,24 +263,24 @@ class ElasticLoop:
         rank = 0 if self._group is None else self._group.rank
         return max(1, _part(self._global_batches, rank, self.world_size))
 
-    def _has_all(self, group: ElasticGroup, idle: bool) -> bool:
-        """Whether the trainers have all batches of the step, or no more of them.
+    def _gathered(self, group: ElasticGroup, idle: bool) -> list[dict[str, Any]] | None:
+        """What trainers have for the step; None if batches are missing.
 
-        If not, those that have records compute the missing ones, and the others come back meanwhile.
+        Then those that have records compute them, and the others come back meanwhile.
         """
-        assert self._global_batches is not None
         while True:
-            said = group.channel.gather_json({"batches": self.accumulated, "idle": idle})
-            missing = self._global_batches - sum(each["batches"] for each in said)
+            mine = {"batches": self.accumulated, "idle": idle, "settings": _settings_of(self._optimizer)}
+            said = [unpack(each) for each in group.channel.gather(pack(mine))]
+            missing = (self._global_batches or 0) - sum(each["batches"] for each in said)
             able = [rank for rank, each in enumerate(said) if not each["idle"]]
             if missing <= 0 or not able:
-                return True
+                return said
             if idle:
-                return False
+                return None
             part = _part(missing, able.index(group.rank), len(able))
             if part:
                 self._share = self.accumulated + part
-                return False
+                return None
 
     def _flat(self, batches: int) -> Tensor:
         """All gradients, whether each exists, and the counts."""
@@ -314,7 +324,7 @@ class ElasticLoop:
                 self._load(state)
             elif self.steps < state["steps"]:
                 assert self.steps == state["steps"] - 1, "a trainer missed more than one step"
-                missed = state["last"]
+                missed, self._last_settings = state["last"], state["settings"]
         self._begun = True
         if not self.accumulated:
             self._share = self._first_share()
@@ -334,17 +344,34 @@ class ElasticLoop:
             "batches": self.batches,
             "samples": self.samples,
             "last": self._last,
+            "settings": self._last_settings,
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps, self.batches, self.samples = state["steps"], state["batches"], state["samples"]
-        self._last = state["last"]
+        self._last, self._last_settings = state["last"], state["settings"]
 
 
 def _counts(total: Tensor) -> _Counts:
     return _Counts(*map(int, total[-_COUNTS:].tolist()))
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> _Settings:
+    return [
+        {name: value for name, value in each.items() if name != "params"} for each in optimizer.param_groups
+    ]
+
+
+def _change(optimizer: torch.optim.Optimizer, settings: _Settings) -> _Settings:
+    """Give an optimizer these settings; returns the former values of those that were others."""
+    former: _Settings = []
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
+        others = [name for name in values if name in group and group[name] != values[name]]
+        former.append({name: group[name] for name in others})
+        group.update({name: values[name] for name in others})
+    return former
 
 
 def _part(batches: int, place: int, places: int) -> int:

@@ -176,8 +176,9 @@ def test_the_client_of_addresses_takes_the_arguments_of_elasticdl(addresses):
 
 def test_wrong_calls_say_what_is_expected():
     model = linear(0.0)
-    with pytest.raises(ContractError, match="a list of addresses"):
-        PSClient("127.0.0.1:1")
+    for addresses in ("127.0.0.1:1", [object()]):  # as a channel of gRPC
+        with pytest.raises(ContractError, match=r"a list of addresses, or what build_channel\(address\)"):
+            PSClient(addresses)
     with pytest.raises(ContractError, match="worker_id from 0 to num_workers - 1, got 2 of 2"):
         PSClient(["127.0.0.1:1"], worker_id=2, num_workers=2)
     with serving(1) as addresses, PSClient(addresses) as client:

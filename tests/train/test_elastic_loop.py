@@ -106,6 +106,23 @@ def test_a_trainer_without_batches_takes_part_in_the_steps_of_others(tmp_path):
     assert [(each.loop.steps, each.loop.batches) for each in made] == [(4, 4)] * 2
 
 
+@pytest.mark.parametrize("global_batches", [None, 2])
+def test_a_step_has_the_learning_rate_of_the_first_trainer_with_a_batch(tmp_path, global_batches):
+    data = batches_of(10, 8)
+    with trainers(tmp_path, "one", "two", global_batches=global_batches) as made:
+
+        def schedule():  # which the other one, who waits for records, has not come to
+            made[0].train(data[:4])
+            made[0].optimizer.param_groups[0].update(lr=0.01, betas=(0.5, 0.9))
+            made[0].train(data[4:])
+            made[0].loop.finish()
+
+        run(schedule, made[1].loop.finish)
+        assert torch.equal(made[0].parameters(), made[1].parameters())
+        settings = [each.optimizer.param_groups[0] for each in made]
+        assert [(each["lr"], each["betas"]) for each in settings] == [(0.01, (0.5, 0.9)), (0.1, (0.9, 0.999))]
+
+
 def test_a_trainer_that_joins_has_the_state_of_the_others(tmp_path):
     data = [batches_of(10, 5), batches_of(11, 2)]
     with trainers(tmp_path, "one", "two", least=1) as made:

@@ -94,8 +94,11 @@ class PSClient:
         run: str = "elasticdl",
         timeout: float = 300.0,
     ) -> None:
-        if isinstance(addresses, str):
-            raise ContractError(f"PSClient expects a list of addresses, got the text '{addresses}'.")
+        if isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses):
+            raise ContractError(
+                "PSClient expects a list of addresses, or what build_channel(address) of "
+                f"elasticai_api.util.grpc_utils gives for each, got {addresses!r}."
+            )
         if not 0 <= worker_id < num_workers:
             raise ContractError(
                 f"PSClient expects worker_id from 0 to num_workers - 1, got {worker_id} of {num_workers}."

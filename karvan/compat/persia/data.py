@@ -105,11 +105,8 @@ class DataLoader:
                 "num_workers", num_workers, 10, "lookups run on the cores that there are (KARVAN_THREADS)."
             )
         )
-        if isinstance(dataset, StreamingDataset) and not is_training:
-            raise unsupported(
-                "DataLoader(StreamingDataset(…), is_training=False)",
-                "send batches with PersiaBatch(…, requires_grad=False).",
-            )
+        if isinstance(dataset, StreamingDataset):
+            _check_stream(dataset, is_training)
         self.dataset = dataset
         self._is_training = is_training
         self._ordered = reproducible
@@ -222,6 +219,21 @@ def _fetched(dataset: PersiaDataset) -> Iterator[PersiaBatch | PyPersiaBatchData
         sender.close()  # also if the DataLoader was left early
     if errors:
         raise errors[0]
+
+
+def _check_stream(dataset: StreamingDataset, is_training: bool) -> None:
+    """Raise for what would be ignored without a word."""
+    if not is_training:
+        raise unsupported(
+            "DataLoader(StreamingDataset(…), is_training=False)",
+            "send batches with PersiaBatch(…, requires_grad=False).",
+        )
+    for name in ("__iter__", "consume_dataset"):
+        if getattr(type(dataset), name) is not getattr(StreamingDataset, name):
+            raise unsupported(
+                f"{name} of {type(dataset).__name__}, a StreamingDataset",
+                "its batches come from data-loaders as they are; an IterableDataset makes its own.",
+            )
 
 
 def _embedding_context(context: BaseCtx | None) -> EmbeddingCtx:

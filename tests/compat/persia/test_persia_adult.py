@@ -102,7 +102,7 @@ def run_roles(folder, trainers=1, **variables):
         "embedding-parameter-server": [["--port", 0, *configs]],
     }
     job = PersiaJob(folder, {}, **VARIABLES, KARVAN_CHECKPOINTS=str(folder / "checkpoint"), **variables)
-    job.environment["PERSIA_EMBEDDING_CONFIG"] = str(folder / "config" / "embedding_config.yml")
+    job.environment["PERSIA_EMBEDDING_CONFIG"] = ""  # trainers have it from the embedding worker
     try:
         return job.run(roles, list(roles)), job.output(list(job.processes)[-1])
     finally:

@@ -134,5 +134,8 @@ def test_a_stream_without_a_job_says_what_it_needs_in_persias_words(configure, m
         DataLoader(StreamingDataset())._make_data(None)
     with pytest.raises(NotImplementedError, match="requires_grad=False"):
         DataLoader(StreamingDataset(), is_training=False)
+    overridden = type("Own", (StreamingDataset,), {"__iter__": lambda self: iter(())})
+    with pytest.raises(NotImplementedError, match="__iter__ of Own, a StreamingDataset of PERSIA"):
+        DataLoader(overridden())
     with pytest.raises(RuntimeError, match="inside of `with TrainCtx"):
         iter(DataLoader(make_fetching(1)))

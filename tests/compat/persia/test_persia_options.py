@@ -192,6 +192,7 @@ def test_plain_python_finds_the_adapter(tmp_path):
 
 
 def test_a_configuration_of_rows_can_be_changed_until_they_are_made(configure):
+    from persia.ctx import eval_ctx
     from persia.embedding import EmbeddingConfig
 
     config = EmbeddingConfig()
@@ -204,6 +205,10 @@ def test_a_configuration_of_rows_can_be_changed_until_they_are_made(configure):
         ctx.backward(user.sum())
         ctx.wait_servers_ready()  # in no job, for nothing
         assert (ctx.rank_id, ctx.world_size) == (0, 1)
+    with eval_ctx(model=net) as ctx:  # a context without a configuration takes that of the rows
+        _, (trained,), _ = ctx.prepare_features(ctx.get_embedding_from_data(batch))
+        assert not torch.equal(trained, user)
+        assert ctx.embedding_config.weight_bound == 5
     config.weight_bound = 6
     with (
         make_context(model=net, embedding_config=config) as ctx,

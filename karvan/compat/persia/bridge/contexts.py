@@ -32,7 +32,7 @@ from karvan.compat.persia.bridge.batch_layout import (
 )
 from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
 from karvan.compat.persia.bridge.dumps import Dumps, content_of, write_file
-from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
+from karvan.compat.persia.bridge.embedded_model import EmbeddedModel, config_of_rows
 from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
 from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
 from karvan.compat.persia.bridge.global_config import read_global_config
@@ -181,11 +181,16 @@ class EmbeddingCtx(BaseCtx):
 
     @property
     def embedding_config(self) -> EmbeddingConfig:
-        """How rows start, and their limits: as given, or as of the enclosing context, or the defaults."""
+        """How rows start, and their limits.
+
+        As given, or as of the enclosing context, or as the rows of the model were made, or the defaults.
+        """
         if self._given_config is not None:
             return self._given_config
         outer = self._outer()
-        return EmbeddingConfig() if outer is None else outer.embedding_config
+        if outer is not None:
+            return outer.embedding_config
+        return config_of_rows(self.model) or EmbeddingConfig()
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:
         """The output of the model for a batch, and the labels."""

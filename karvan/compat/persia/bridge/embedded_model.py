@@ -89,6 +89,11 @@ def _shown(vectors: Tensor | Padded) -> Tensor:
     return vectors
 
 
+def config_of_rows(net: nn.Module | None) -> EmbeddingConfig | None:
+    """How the rows of a net were made by an earlier context; None if it has none."""
+    return None if net is None or net not in _engines else replace(_engines[net][0])
+
+
 def _engine_of(net: nn.Module, slots: Slots, config: EmbeddingConfig) -> EmbeddingEngine:
     if net in _engines:
         known, engine = _engines[net]

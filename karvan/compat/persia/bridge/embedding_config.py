@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from karvan.compat.persia.bridge.foreign_settings import Foreign, chosen_file, read_once
+from karvan.compat.persia.bridge.foreign_settings import Foreign, chosen_file, read_once, settings_of
 from karvan.compat.persia.embedding import EmbeddingConfig
+from karvan.distributed.wire_store import WireStore
 from karvan.embedding import Table
 from karvan.embedding.init import Uniform
 from karvan.embedding.table import HashStack
+from karvan.job.environment import JobEnvironment
 from karvan.presets import persia
 from karvan.settings.schema import Count, CountOrZero, SettingsError
+from karvan.settings.yaml_text import parse
+from karvan.wire import Security
 
 VARIABLE = "PERSIA_EMBEDDING_CONFIG"
+_PUBLISHED = "persia/embedding_config.yml"  # a key at the registry
+_ANSWER_WITHIN = 60.0  # seconds
 
 
 class HashStackConfig(Foreign):
@@ -106,10 +116,38 @@ class Slots(Foreign):
 
 
 def read_slots(path: str | os.PathLike[str] | None = None) -> Slots:
-    """The slots of a file; without one, of that which PERSIA_EMBEDDING_CONFIG names."""
+    """The slots of a file; without one, of that of PERSIA_EMBEDDING_CONFIG, or of what is published."""
     chosen = path or os.environ.get(VARIABLE)
-    if not chosen:
-        raise SettingsError(
-            f"Expected the path of embedding_config.yml in the environment variable {VARIABLE}, got none."
-        )
-    return read_once(Slots, chosen_file(chosen, "embedding_config.yml"))
+    if chosen:
+        return read_once(Slots, chosen_file(chosen, "embedding_config.yml"))
+    with _job_store() as store:
+        if store is not None and store.check([_PUBLISHED]):
+            return _parsed(store.get(_PUBLISHED))
+    raise SettingsError(
+        f"Expected the path of embedding_config.yml in the environment variable {VARIABLE}, or a job whose "
+        "embedding worker has it: persia-launcher embedding-worker --embedding-config PATH, got none."
+    )
+
+
+def publish_slots(path: str | os.PathLike[str]) -> None:
+    """Give the content of a file to the trainers of the job, by its registry: they need not have the file."""
+    with _job_store() as store:
+        if store is not None:
+            store.set(_PUBLISHED, Path(path).read_bytes())
+
+
+@contextmanager
+def _job_store() -> Iterator[WireStore | None]:
+    """The keys at the registry of the job; None without one."""
+    job = JobEnvironment.read()
+    if not job.registry:
+        yield None
+        return
+    with closing(WireStore(job.master, job.generation, Security.from_environment(), _ANSWER_WITHIN)) as store:
+        yield store
+
+
+@cache
+def _parsed(content: bytes) -> Slots:
+    made: Slots = settings_of(Slots, parse(content.decode()), "embedding_config.yml of the embedding worker")
+    return made
