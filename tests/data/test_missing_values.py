@@ -392,7 +392,17 @@ def test_ids_of_narrow_types_are_those_of_int64(dtype):
 
 
 @pytest.mark.parametrize(
-    "use", [lambda x: x.float(), lambda x: x.dtype, torch.log1p, lambda x: torch.cat([torch.ones(1), x])]
+    "use",
+    [
+        lambda x: x.float(),
+        lambda x: x.dtype,
+        lambda x: x == 1,
+        lambda x: 2 * (x > 1),
+        lambda x: torch.ones(2) * x,
+        lambda x: x[0],
+        torch.log1p,
+        lambda x: torch.cat([torch.ones(1), x]),
+    ],
 )
 def test_code_for_tensors_is_told_of_the_first_missing_value_how_to_read_the_column(use):
     table = pa.table({"x": pa.array([1, 2, 3, None])})
