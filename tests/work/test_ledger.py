@@ -14,7 +14,7 @@ import pytest
 from ledger_helpers import PARTS, every_record, finish, lease_of
 
 from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
-from karvan.work.ledger_file import LedgerError
+from karvan.work.ledger_file import LedgerDiskError, LedgerError
 from karvan.work.spec import WorkSpec
 from karvan.work.task import TaskKind
 
@@ -172,6 +172,26 @@ def test_a_job_that_is_started_again_may_have_more_tries_but_no_other_data(tmp_p
     again = Ledger.existing(tmp_path / "ledger.db")
     assert (again.spec.most_tries, again.spec.skip_bad_records) == (2, 1)
     again.close()
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_a_job_that_is_started_again_has_other_data_when_the_earlier_data_is_trained(open_ledger, epochs):
+    ledger = open_ledger(epochs=epochs)
+    tomorrow = replace(ledger.spec, parts=(("f9", 4),), records_per_task=2)
+    lease_of(ledger, "a")
+    with pytest.raises(ValueError, match=r"numbers of records of the files was.*to its end first"):
+        ledger.change_settings(tomorrow)
+    ledger.release("a")
+    while ledger.position.records < 20:
+        finish(ledger, lease_of(ledger))
+    with pytest.raises(ValueError, match="records_per_task was 3, and is now 2"):
+        ledger.change_settings(replace(ledger.spec, records_per_task=2))
+    ledger.change_settings(tomorrow)
+    tasks = [lease_of(ledger).task for _ in range(2)]
+    assert [(task.epoch, task.path, task.first, task.records) for task in tasks] == [
+        (0, "f9", 0, 2),
+        (0, "f9", 2, 2),
+    ]
 
 
 def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
@@ -336,7 +356,7 @@ def test_a_full_disk_changes_nothing(open_ledger):
     before = ledger.state_dict()
     pages = ledger._file._database.execute("PRAGMA page_count").fetchone()[0]
     ledger._file._database.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(LedgerError, match=r"could not be written, nothing was changed: .*full"):
+    with pytest.raises(LedgerDiskError, match=r"could not be written, nothing was changed: .*full"):
         ledger.begin_evaluation(1, [("x" * 3000, 10)], 1)
     assert ledger.state_dict() == before
     finish(ledger, lease)
