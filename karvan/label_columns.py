@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.ragged import OptionalRagged, Ragged
+from karvan.ragged import OptionalRagged, OptionalText, Ragged
 
 _KINDS = ("label", "weight")
 
@@ -76,7 +76,16 @@ def one_each(name: str, entry: Any) -> Tensor:
     if isinstance(entry, Ragged) and entry.offsets is None:
         return entry.values
     if not isinstance(entry, Tensor):
+        is_text = isinstance(entry, OptionalText) or (
+            isinstance(entry, Ragged) and entry.values.dtype == torch.uint8
+        )
         raise TypeError(
-            f"Column '{name}' must be a tensor with one value per sample, but is {type(entry).__name__}."
+            f"Column '{name}' must be a tensor with one value per sample, but is "
+            + (
+                f"text. A feature in read(…, transform=) makes numbers of words, such as 0 and 1 by "
+                f"kv.Feature('{name}').vocabulary(['no', 'yes'])."
+                if is_text
+                else f"{type(entry).__name__}."
+            )
         )
     return entry

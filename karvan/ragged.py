@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -69,7 +69,30 @@ class IndexedRows:
         return f"IndexedRows(vectors={list(self.vectors.shape)}, index={list(self.index.shape)}{weighted})"
 
 
-class Ragged:
+class _NotComparable:
+    """Rows that are no tensor: comparing and computing with them are errors.
+
+    Python's own `==` would be False for every text and every number, and `tensor * False` are zeros.
+    """
+
+    __slots__ = ()
+
+    def _problem(self) -> str:
+        return (
+            f"A {type(self).__name__} is no tensor. Compute with its values, or compare rows with equal(). "
+            "Text becomes numbers by kv.Feature(…).vocabulary([…])."
+        )
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(self._problem())
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __invert__ = __getitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __hash__ = object.__hash__
+
+
+class Ragged(_NotComparable):
     """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`, with weights if given.
 
     `values` is (n,) or (n, d); `offsets` is int64 of rows + 1 entries, or None for exactly one value per row.
@@ -236,7 +259,7 @@ class OptionalRagged(Ragged):
         )
 
 
-class NestedRagged:
+class NestedRagged(_NotComparable):
     """Rows of different numbers of lists of different lengths.
 
     Row i is lists `outer[i]` to `outer[i + 1]`; list j is `values[inner[j]:inner[j + 1]]`. Strings are lists

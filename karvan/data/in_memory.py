@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from torch import Tensor
 
 from karvan.batch_slicing import as_offsets
@@ -69,10 +70,10 @@ def _table(data: Any) -> pa.Table:
         return pa.Table.from_batches([data])
     if isinstance(data, Mapping):
         return _from_mapping(data)
-    if type(data).__module__.partition(".")[0] == "pandas":
+    if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
         with located("pandas frame"):
             return _from_pandas(data)
-    if hasattr(data, "__arrow_c_stream__"):
+    if hasattr(data, "__arrow_c_stream__") and type(data).__name__ != "Series":
         with located(type(data).__name__):
             return pa.table(data)
     raise TypeError(
@@ -117,7 +118,10 @@ def _array(values: Any) -> pa.Array:
     if isinstance(values, Ragged):
         return _ragged(values)
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        raise DataError(f"Expected an array, a tensor or a list with a value of each sample, got {values!r}.")
     if isinstance(values, np.ndarray) and values.ndim > 1:
         if values.ndim > 2:
             raise ValueError(f"Arrays may have one or two dimensions, but this has shape {values.shape}.")

@@ -77,7 +77,7 @@ class Ledger:
     """The ledger of a job. It is not thread-safe: the master calls it under one lock.
 
     A new file needs a `spec`. A file that exists has one; a job that is started again may change how often
-    and how its data is trained, but not the data.
+    and how its data is trained, and the data when all of it is trained.
     """
 
     def __init__(self, path: Path, spec: WorkSpec | None = None) -> None:
@@ -376,12 +376,23 @@ class Ledger:
     # The file
 
     def change_settings(self, spec: WorkSpec) -> None:
-        """Train the same data in another way from now on, such as with more tries."""
-        if self.spec != NO_WORK:
+        """Train the same data in another way from now on, such as with more tries.
+
+        Or other data, such as the next day's, from its start, if the earlier data is trained to its end.
+        """
+        is_next = self.spec not in (NO_WORK, spec) and self._is_trained() and spec.parts != self.spec.parts
+        if self.spec != NO_WORK and not is_next:
             spec.check(self.spec.settings(), data_only=True)
         if spec != self.spec:
             self._file.set_spec(spec)
             self.spec, self._plan = spec, spec.plan()
+        if is_next:
+            self.reset()
+
+    def _is_trained(self) -> bool:
+        """Whether all of the data is trained as often as was said, or whole epochs if nothing was."""
+        whole = self.spec.epochs is None and self._position.issued in (0, len(self._plan))
+        return self.complete or (whole and not self._open())
 
     def close(self) -> None:
         """Close the file; the next master continues from it."""

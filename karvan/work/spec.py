@@ -54,7 +54,8 @@ class WorkSpec:
                 what = "the names or the numbers of records of the files" if name == "parts" else name
                 raise ValueError(
                     f"The job has begun with other work: {what} was {stored.get(name)}, and is now {value}. "
-                    "Use the same, or remove the ledger to start the data from its beginning."
+                    "Train that data to its end first, or remove the ledger (master/work.db in the folder of "
+                    "checkpoints) to drop the rest of it."
                 )
 
 

@@ -420,10 +420,52 @@ def test_a_column_that_the_first_file_lacks_is_reported(tmp_path, caplog):
 
 def test_a_header_of_numbers_is_a_warning_that_says_how_to_read_a_file_without_one(tmp_path, caplog):
     assert read_all(open_files(put(tmp_path, "1,2.5,-3\n2,3,4\n"))).num_rows == 1
-    assert "x.csv has only numbers (1, 2.5, -3)" in caplog.text
+    assert "x.csv has numbers (1, 2.5, -3)" in caplog.text
     caplog.clear()
-    read_all(open_files(put(tmp_path, "1,b\n2,3\n")))
+    read_all(open_files(put(tmp_path, "39, State-gov, 77516\n50, Private, 83311\n")))
+    assert "has numbers (39, 77516)" in caplog.text
+    caplog.clear()
+    read_all(open_files(put(tmp_path, "a,b2\n2,3\n")))
     assert not caplog.text
+
+
+def test_a_file_without_a_header_needs_only_the_names_of_its_columns(tmp_path):
+    path = put(tmp_path, "39, Private,0.5\n50, State-gov,\n")
+    source = open_files(path, header=False, schema=["age", "work", "share"])
+    assert source.schema.types == [pa.int64(), pa.string(), pa.float64()]
+    assert read_all(source)["age"].to_pylist() == [39, 50]
+    with pytest.raises(ValueError, match="header=False"):
+        open_files(path, schema=["age", "work", "share"])
+    with pytest.raises(TypeError, match="types by name, or names, got str"):
+        open_files(path, header=False, schema="age")
+
+
+@pytest.mark.parametrize(
+    ("cells", "warns"),
+    [
+        (["007", "7", "08"], True),
+        (["00501", "10115", "00501"], False),
+        (["01", "02", "12"], False),
+        (["0", "10", ""], False),
+        (["0.07", "0.7", "1"], False),
+        (["007", "7", "x"], False),
+    ],
+)
+def test_cells_that_differ_in_leading_zeros_only_are_a_warning(tmp_path, caplog, cells, warns):
+    path = put(tmp_path, "n,zip\n" + "".join(f"1,{cell}\n" for cell in cells))
+    read_all(open_files(path))
+    assert ("Column 'zip'" in caplog.text and '"zip": "string"' in caplog.text) == warns
+    caplog.clear()
+    read_all(open_files(path, schema={"zip": "string"}))
+    assert not caplog.text
+
+
+def test_text_of_another_encoding_is_a_warning(tmp_path, caplog):
+    path = tmp_path / "x.csv"
+    path.write_bytes("n,city\n1,Köln\n".encode("latin-1"))
+    assert read_all(open_files(path))["city"].to_pylist() == ["Köln".encode("latin-1")]
+    assert "Column 'city' of" in caplog.text
+    assert "UTF-8" in caplog.text
 
 
 def test_ids_in_base_16_may_begin_with_0x(tmp_path):

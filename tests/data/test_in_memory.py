@@ -80,6 +80,23 @@ def test_what_is_no_data_is_an_error():
         list(open_frame({"a": [1]}).read(Split("x", 0, 1)))
 
 
+@pytest.mark.parametrize("value", [3, "abc", b"abc", iter([1, 2])])
+def test_a_column_that_is_one_value_is_an_error_that_names_it(value):
+    with pytest.raises(DataError, match=r"column 'a': Expected an array"):
+        open_frame({"a": value})
+
+
+@pytest.mark.parametrize("library", [pd.Series, pl.Series])
+def test_a_series_is_no_frame(library):
+    with pytest.raises(TypeError, match="Expected a table, a frame of pandas or polars"):
+        open_frame(library([1, 2]))
+
+
+def test_tensors_of_bfloat16_are_numbers():
+    batch = whole(open_frame({"a": torch.tensor([1.5, 2], dtype=torch.bfloat16)}))
+    assert batch["a"].tolist() == [1.5, 2]
+
+
 def test_any_iterable_of_dicts_becomes_record_batches_as_it_is_consumed():
     taken = []
 

@@ -392,7 +392,17 @@ def test_ids_of_narrow_types_are_those_of_int64(dtype):
 
 
 @pytest.mark.parametrize(
-    "use", [lambda x: x.float(), lambda x: x.dtype, torch.log1p, lambda x: torch.cat([torch.ones(1), x])]
+    "use",
+    [
+        lambda x: x.float(),
+        lambda x: x.dtype,
+        lambda x: x == 1,
+        lambda x: 2 * (x > 1),
+        lambda x: torch.ones(2) * x,
+        lambda x: x[0],
+        torch.log1p,
+        lambda x: torch.cat([torch.ones(1), x]),
+    ],
 )
 def test_code_for_tensors_is_told_of_the_first_missing_value_how_to_read_the_column(use):
     table = pa.table({"x": pa.array([1, 2, 3, None])})
@@ -402,3 +412,16 @@ def test_code_for_tensors_is_told_of_the_first_missing_value_how_to_read_the_col
         use(missing["x"])
     for column in (kv.data.Fixed("x", default=0), kv.data.Varlen("x")):
         assert len({type(batch["x"]) for batch in kv.data.read(table, 2, columns=[column])}) == 1
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [kv.Feature("x").hash("farm"), kv.Feature("x").to_text(), kv.Feature("x").to_ids()],
+)
+def test_features_of_ids_that_became_floats_say_how_to_read_them(feature):
+    engine = kv.FeatureEngine([feature])
+    for table in ({"x": [1.0, None]}, {"x": [None, None]}):  # as pandas writes them; a day without a value
+        with pytest.raises(TypeError, match=r"Feature 'x'.*Fixed\(…, dtype=torch.int64\)"):
+            list(kv.data.read(table, 2, transform=engine))
+        declared = [kv.data.Fixed("x", dtype=torch.int64)]
+        assert len(list(kv.data.read(table, 2, columns=declared, transform=engine))) == 1

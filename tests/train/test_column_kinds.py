@@ -63,6 +63,7 @@ def test_a_column_that_becomes_text_on_another_day_is_an_error_that_names_both_k
     assert "day=2/part-0.csv" in text
     assert "numbers" in text
     assert "text" in text
+    assert 'options={"nulls": ["", "n/a"]}' in text
     assert sorted((tmp_path / "run").glob("step-*")) == before
 
 

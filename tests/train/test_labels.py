@@ -238,3 +238,13 @@ def test_probabilities_under_a_loss_of_logits_are_a_warning(end, warns, caplog):
     options = {"dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "progress": "none"}
     kv.Trainer(model, kv.losses.BinaryCrossEntropy(), **options).fit([batch] * 120)
     assert caplog.text.count("BinaryCrossEntropy expects logits") == warns
+
+
+@pytest.mark.parametrize("income", [["<=50K", ">50K"], ["<=50K", None]])
+def test_labels_that_are_text_say_how_they_become_numbers(income):
+    table = {"income": income, "user": [1, 2]}
+    one = trainer(kv.losses.MeanSquaredError(label="income"))
+    with pytest.raises((TypeError, DataError), match=r"income'.*vocabulary|record 1, column 'income'"):
+        one.fit(kv.data.read(table, 2))
+    words = kv.FeatureEngine([kv.Feature("income").vocabulary(["<=50K", ">50K"])])
+    assert one.fit(kv.data.read({**table, "income": ["<=50K", ">50K"]}, 2, transform=words)).step == 1

@@ -174,6 +174,26 @@ def test_a_job_that_is_started_again_may_have_more_tries_but_no_other_data(tmp_p
     again.close()
 
 
+@pytest.mark.parametrize("epochs", [1, None])
+def test_a_job_that_is_started_again_has_other_data_when_the_earlier_data_is_trained(open_ledger, epochs):
+    ledger = open_ledger(epochs=epochs)
+    tomorrow = replace(ledger.spec, parts=(("f9", 4),), records_per_task=2)
+    lease_of(ledger, "a")
+    with pytest.raises(ValueError, match=r"numbers of records of the files was.*to its end first"):
+        ledger.change_settings(tomorrow)
+    ledger.release("a")
+    while ledger.position.records < 20:
+        finish(ledger, lease_of(ledger))
+    with pytest.raises(ValueError, match="records_per_task was 3, and is now 2"):
+        ledger.change_settings(replace(ledger.spec, records_per_task=2))
+    ledger.change_settings(tomorrow)
+    tasks = [lease_of(ledger).task for _ in range(2)]
+    assert [(task.epoch, task.path, task.first, task.records) for task in tasks] == [
+        (0, "f9", 0, 2),
+        (0, "f9", 2, 2),
+    ]
+
+
 def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
     ledger = open_ledger(size=10, epochs=2)
     held = lease_of(ledger, "slow")

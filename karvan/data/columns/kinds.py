@@ -70,6 +70,11 @@ def require_equal(before: Mapping[str, ColumnKind], now: Mapping[str, ColumnKind
             if trained.kind == "text"
             else f"Write it as before, or train a new model with one kind for all days: {as_text}."
         )
+        if (trained.kind, kind) == ("numbers", "text"):
+            advice += (
+                f' For a quantity, {{"schema": {{"{name}": "float64"}}}} shows the cell that is no number, '
+                'and options={"nulls": ["", "n/a"]} names cells without a value.'
+            )
         raise DataError(
             f"Expected {trained.kind}, as in {trained.where}, with which the model is trained, got {kind}: "
             f"the same values would have other ids. {advice} Omit the column from columns=[…] if no feature "

@@ -22,6 +22,7 @@ from karvan.features.ops.layout import (
     as_text,
     check_rows,
     describe,
+    describe_for_ids,
     flat_values,
     is_text,
     kind_of,
@@ -296,7 +297,7 @@ def expect_numbers(entry: Entry) -> None:
 def expect_ids(entry: Entry) -> None:
     """Ids of int64."""
     if values_of(entry).dtype != torch.int64:
-        raise TypeError(f"expected ids of torch.int64, but received {describe(entry)}.")
+        raise TypeError(f"expected ids of torch.int64, but received {describe_for_ids(entry)}.")
 
 
 def expect_text(entry: Entry) -> None:

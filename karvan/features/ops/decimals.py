@@ -11,7 +11,7 @@ from torch import Tensor
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import RowOp, expect_text
-from karvan.features.ops.layout import describe, is_text, keep, row_numbers
+from karvan.features.ops.layout import describe, describe_for_ids, is_text, keep, row_numbers
 from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ParseIds(RowOp):
             expect_text(entries[0])
         elif values_of(entries[0]).dtype != torch.int64:
             raise TypeError(
-                f"expected strings, or ids of torch.int64, but received {describe(entries[0])}; "
+                f"expected strings, or ids of torch.int64, but received {describe_for_ids(entries[0])}; "
                 "to_ids(buckets=…) turns other numbers into ids."
             )
 
@@ -212,7 +212,7 @@ class ToText(RowOp):
             return
         values = values_of(entry)
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"expected integers, but received {describe(entry)}.")
+            raise TypeError(f"expected integers, but received {describe_for_ids(entry)}.")
         if isinstance(entry, NestedRagged) or values.dim() > (2 if isinstance(entry, Tensor) else 1):
             raise TypeError(f"expected integers in plain rows, but received {describe(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:

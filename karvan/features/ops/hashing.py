@@ -13,7 +13,7 @@ from torch import Tensor
 from karvan import ids
 from karvan.batch_slicing import as_offsets, join_rows, values_of
 from karvan.features.ops.base import Op, expect_text
-from karvan.features.ops.layout import describe, is_text, with_values
+from karvan.features.ops.layout import describe_for_ids, is_text, with_values
 from karvan.ragged import Entry, NestedRagged, Ragged
 
 
@@ -27,7 +27,9 @@ class StringOp(Op):
         if is_text(entries[0]):
             expect_text(entries[0])
         elif values_of(entries[0]).dtype != torch.int64:
-            raise TypeError(f"expected strings or ids of torch.int64, but received {describe(entries[0])}.")
+            raise TypeError(
+                f"expected strings or ids of torch.int64, but received {describe_for_ids(entries[0])}."
+            )
 
     def fuse_key(self, *entries: Entry) -> Hashable:
         """Equal settings on one device, strings with strings."""

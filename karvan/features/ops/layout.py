@@ -69,6 +69,16 @@ def describe_for_lists(entry: Entry) -> str:
     return describe(entry)
 
 
+def describe_for_ids(entry: Entry) -> str:
+    """The entry as errors of steps that need ids describe it, with how floats become ids."""
+    if not values_of(entry).is_floating_point():
+        return describe(entry)
+    return (
+        f"{describe(entry)}; ids are floats where some are missing, as pandas writes them, or all are: read "
+        "them with columns=[kv.data.Fixed(…, dtype=torch.int64), …]"
+    )
+
+
 def kind_of(entry: Entry) -> Hashable:
     """What two entries must have in common to be joined."""
     values = values_of(entry)

@@ -78,6 +78,12 @@ def digits_only(array: pa.Array) -> pa.Array:
     return pc.match_substring_regex(pc.utf8_trim_whitespace(array), r"^[+-]?([0-9]+|0[xX][0-9a-fA-F]+)$")
 
 
+def differ_only_in_zeros(array: pa.Array, column: str) -> bool:
+    """Whether several cells of integers, such as `007` and `7`, are one number."""
+    cells = pc.utf8_trim_whitespace(array)
+    return bool(pc.count_distinct(cells).as_py() > pc.count_distinct(from_digits(cells, column)).as_py())
+
+
 def ambiguous_cell(array: pa.Array) -> str | None:
     """A cell such as `12e7` in a column whose other cells are digits, as programs write ids in base 16.
 

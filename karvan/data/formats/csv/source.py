@@ -35,6 +35,7 @@ from karvan.data.formats.csv.integer_tables import IntegerTable
 from karvan.data.formats.csv.list_cells import (
     ambiguous_cell,
     are_digits,
+    differ_only_in_zeros,
     digits_only,
     from_digits,
     from_hex,
@@ -48,6 +49,7 @@ _BLOCK = 1 << 20
 _LONGEST_LINE = 256 << 20
 
 _NUMBER = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*")
+_LEADING_ZERO = re.compile(rb"(?<![0-9.])0[0-9]")
 _log = logging.getLogger("karvan.data")
 
 _Texts = Callable[[Sequence[str], Sequence[str]], Iterable[pa.RecordBatch]]
@@ -57,9 +59,9 @@ class CsvSource(FileSource):
     """CSV files with a header line, or without one if a schema names the columns.
 
     `schema` gives types, by name (see `karvan/data/columns/type_names.py`) or as pyarrow types: of all
-    columns without a header; with one, of those that should not be inferred from the first lines of all files
-    (the first megabyte of each). A column with text in one file is text in all of them. A cell behind these
-    lines that does not fit is an error.
+    columns without a header, or a list of their names; with a header, of those that should not be inferred
+    from the first lines of all files (the first megabyte of each). A column with text in one file is text in
+    all of them. A cell behind these lines that does not fit is an error.
     `hexadecimal` columns are ids written in base 16. `nulls` are the cells that mean a missing value.
     `quote` is None where quotes have no meaning.
     """
@@ -71,7 +73,7 @@ class CsvSource(FileSource):
         files: Files,
         columns: Sequence[str] | None = None,
         *,
-        schema: pa.Schema | Mapping[str, pa.DataType | str] | None = None,
+        schema: pa.Schema | Mapping[str, pa.DataType | str] | Sequence[str] | None = None,
         delimiter: str = ",",
         header: bool = True,
         nulls: Sequence[str] = ("",),
@@ -83,15 +85,22 @@ class CsvSource(FileSource):
         super().__init__(files, columns)
         if isinstance(schema, pa.Schema):
             schema = {field.name: field.type for field in schema}
-        declared = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
-        if not header and not declared:
-            raise ValueError("A CSV file without a header needs a schema that names its columns.")
+        if schema is not None and not isinstance(schema, list | tuple | Mapping):
+            raise TypeError(f"Expected a schema of types by name, or names, got {type(schema).__name__}.")
+        if header and isinstance(schema, list | tuple):
+            raise ValueError("A schema without types is for files without a header: header=False.")
+        types_ = schema if isinstance(schema, Mapping) else {}
+        declared = {name: type_of(type_, name) for name, type_ in types_.items()}
+        if not header and not schema:
+            raise ValueError(
+                "A CSV file without a header needs a schema that names its columns: types by name, or names."
+            )
         if isinstance(nulls, str) or isinstance(hexadecimal, str):
             raise TypeError("nulls and hexadecimal must be lists of strings, but one is a single string.")
         if len(set(separators)) != 3 or len(separators) != 3:
             raise ValueError(f"The three separators must differ, but are {tuple(separators)}.")
         self._types: dict[str, pa.DataType] = declared | dict.fromkeys(hexadecimal, pa.int64())
-        self._names = None if header else list(declared)
+        self._names = None if header else list(schema or ())
         self._header = header
         self._hexadecimal = frozenset(hexadecimal)
         self._separators = (separators[0], separators[1], separators[2])
@@ -118,12 +127,13 @@ class CsvSource(FileSource):
             self._with_carriage_returns.add(path)
             head = head.replace(b"\r", b"\n")
         names, begin = self._head(path, head)
-        if self._header and len(names) > 1 and all(map(_NUMBER.fullmatch, names)):
+        numbers = [name.strip() for name in names if _NUMBER.fullmatch(name)]
+        if self._header and len(names) > 1 and numbers:
             _log.warning(
-                "The header of %s has only numbers (%s): if this is a record, the file has no header; give "
-                'options={"header": False, "schema": {…}}, which names all columns.',
+                "The header of %s has numbers (%s): if this is a record, the file has no header; give "
+                'options={"header": False, "schema": ["…", …]} with the names of all columns.',
                 path,
-                ", ".join(names[:8]),
+                ", ".join(numbers[:8]),
             )
         if twice := [name for name in names if names.count(name) > 1]:
             raise DataError("The header names the column twice.", path=path, column=twice[0])
@@ -243,6 +253,24 @@ class CsvSource(FileSource):
             return self._first_lines(path, names, head, is_all, self._converting(names, columns, as_text))
 
         found = {f.name: f.type for f in cells_of(unknown).schema}
+        if bytes_ := [name for name, type_ in found.items() if type_ == pa.binary()]:
+            _log.warning(
+                "Column '%s' of %s is no text in UTF-8, so its bytes are read as they are: the same text in "
+                "another encoding would have other ids.",
+                bytes_[0],
+                path,
+            )
+        integers = [name for name, type_ in found.items() if type_ == pa.int64()]
+        if integers and _LEADING_ZERO.search(head):
+            for name, column in zip(integers, cells_of(integers, integers), strict=True):
+                if differ_only_in_zeros(column.combine_chunks(), name):
+                    _log.warning(
+                        "Column '%s' of %s has cells that differ in leading zeros only, and are one number. "
+                        "If they are different ids: %s",
+                        name,
+                        path,
+                        _declare(name),
+                    )
         # Arrow reads integers that are too large for int64 as floats, which would round them.
         floats = [name for name, type_ in found.items() if type_ == pa.float64()]
         texts = cells_of(floats, floats) if floats else {}
