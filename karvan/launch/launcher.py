@@ -105,7 +105,7 @@ class Launcher:
                     self._prepare()
                     self._start(engine)
                 except BaseException:
-                    self._folder.token.unlink(missing_ok=True)
+                    self._folder.remove_files_of_the_run()
                     raise
             for _ in range(_MOST_STARTS):
                 if self._follow():
@@ -118,8 +118,8 @@ class Launcher:
         if self._on_cluster and outcome is not None:  # the master has no access to the run folder
             self._folder.remove_files_of_the_run()
         self._folder.remove_processes()
-        if outcome is None and not self._folder.runs:
-            self._folder.token.unlink(missing_ok=True)
+        if outcome is None and not self._folder.runs:  # the master could not remove the token and the key
+            self._folder.remove_files_of_the_run()
         return outcome or JobOutcome(FAILED, self._lost())
 
     # Starting

@@ -43,21 +43,23 @@ SEED = Nullable(Integer(-(2**53)))
 _STATE = Text(1 << 24)  # JSON of `Ledger.state_dict`
 _LEASE = Fields({"token": _TOKEN, "task": TASK})
 
+_COUNT = Integer(0, 2**52)  # the work that follows is counted on from there, up to 2**53
+
 # As `Ledger.state_dict`.
 POSITION = Fields(
     {
         "spec": MapOf(Plain()),
         "position": Fields(
             {
-                "epoch": NUMBER,
-                "issued": NUMBER,
-                "token": NUMBER,
-                "records": NUMBER,
-                "bad_records": NUMBER,
+                "epoch": _COUNT,
+                "issued": _COUNT,
+                "token": _COUNT,
+                "records": _COUNT,
+                "bad_records": _COUNT,
                 "exported": Integer(0, 1),
                 "failure": Nullable(_FAILURE),
-                "evaluation": NUMBER,
-                "prediction": NUMBER,
+                "evaluation": _COUNT,
+                "prediction": _COUNT,
             }
         ),
         "tasks": ListOf(

@@ -1,5 +1,6 @@
 """CSV and TSV: types, cells with lists, line ends of all kinds, and Criteo's logs."""
 
+import bz2
 import gzip
 import random
 
@@ -88,6 +89,13 @@ def test_compressed_files_are_read_in_splits_too(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"x\.csv\.gz"):
         read_all(open_files(path))
+
+
+def test_a_few_bytes_that_decompress_to_one_long_line_are_refused(tmp_path):
+    path = tmp_path / "x.csv.bz2"
+    path.write_bytes(bz2.compress(b"a,b\n" + b"1" * (80 << 20)))
+    with pytest.raises(DataError, match=r"x\.csv\.bz2.* A line is longer than 64 MiB"):
+        open_files(path).parts()
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,8 @@ def test_work_that_no_memory_holds_and_positions_of_other_data_are_refused(tmp_p
         told = client.call("take_position", {"holder": "h"}).head["state"]
         state = json.loads(told)
         task = ["train", 0, 0, "f", 9, 3, 0, 0, ""]
-        for change in ({"position": {**state["position"], "epoch": "0"}}, {"tasks": [task]}, {"tasks": [[]]}):
+        changes = [{"position": {**state["position"], **each}} for each in ({"epoch": "0"}, {"token": 2**53})]
+        for change in (*changes, {"tasks": [task]}, {"tasks": [[]]}):
             wrong = json.dumps({**state, **change})
             with pytest.raises(RefusedError, match="position"):
                 client.call("restore_position", {"holder": "h", "state": wrong})

@@ -15,6 +15,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
@@ -33,25 +34,18 @@ from karvan.settings import SettingsError
 KNOWN = (CheckpointError, CommandError, SettingsError)
 SLOW = 10.0  # seconds; the machine may be busy
 MEMORY = 4 << 30  # bytes
-JOB = """
+JOB = yaml.safe_load("""
 name: j
 entry: train.py
 mode: sync
 sharding: dynamic
 roles:
-  trainers: {min: 1, max: 4, replicas: 2, args: [--lr, 0.1], env: {A: b}, cpus: 1}
+  trainers: {min: 1, max: 4, replicas: 2, args: [--lr, 0.1], env: {A: b}, cpus: 0.1}
   parameter_servers: {replicas: 2}
 checkpoints: out
 max_restarts: 3
-"""
-TRAIN = """
-data: {train: clicks.parquet, batch_size: 32, label: click, columns: {user: varlen, price: dense}}
-features: [{name: user, dim: 8}, {name: price}]
-model: {name: DLRM, dim: 8}
-optimizers: {sparse: {name: Adagrad, lr: 0.1}, dense: Adam}
-loss: BinaryCrossEntropy
-train: {epochs: 2}
-"""
+""")
+TRAIN = yaml.safe_load((files("karvan.cli") / "example.yaml").read_text())
 LAUGHS = (f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 TEXTS = [
     *(
@@ -110,6 +104,9 @@ class Fuzz:
                 self._find(name, what, traceback.format_exc(limit=-6))
             if time.monotonic() - begun > SLOW:
                 self._find(name, what, f"it took {time.monotonic() - begun:.0f} s")
+        for name in kinds:
+            if not self.outcomes[f"{name} read"]:
+                self._find(name, "", "none was read: the example itself has a mistake")
         if self._files() != before:
             self._find("files", str(self._files() ^ before), "not the same files")
         if (used := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) > MEMORY:
@@ -124,7 +121,7 @@ class Fuzz:
 
     def _settings(self, example, read):
         pick = self._random
-        tree = yaml.safe_load(example)
+        tree = copied(example)
         for _ in range(pick.choice((0, 1, 1, 2, 3))):
             tree = mutated(pick, tree)
         text = yaml.safe_dump(tree)

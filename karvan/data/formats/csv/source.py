@@ -46,7 +46,7 @@ from karvan.native import _native
 
 _SPAN = 8 << 20
 _BLOCK = 1 << 20
-_LONGEST_LINE = 256 << 20
+_LONGEST_LINE = 64 << 20  # a few compressed bytes can be a line of any length
 
 _NUMBER = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*")
 _LEADING_ZERO = re.compile(rb"(?<![0-9.])0[0-9]")
@@ -461,7 +461,7 @@ def _scan(
             open_line.append(chunk)
             waiting += len(chunk)
             if waiting > _LONGEST_LINE:
-                raise ValueError(f"A line is longer than {_LONGEST_LINE >> 20} MB.")
+                raise ValueError(f"A line is longer than {_LONGEST_LINE >> 20} MiB.")
             continue
         # Only the line that the last chunk left open is copied.
         head = chunk.find(b"\n") + 1
