@@ -69,6 +69,8 @@ def _table(data: Any) -> pa.Table:
         return pa.Table.from_batches([data])
     if isinstance(data, Mapping):
         return _from_mapping(data)
+    if type(data).__name__ == "Series":
+        raise TypeError("Expected columns with names, but received a Series: give it {'name': series}.")
     if type(data).__module__.partition(".")[0] == "pandas":
         with located("pandas frame"):
             return _from_pandas(data)

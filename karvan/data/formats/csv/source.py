@@ -83,6 +83,8 @@ class CsvSource(FileSource):
         super().__init__(files, columns)
         if isinstance(schema, pa.Schema):
             schema = {field.name: field.type for field in schema}
+        if not isinstance(schema, Mapping | None):
+            raise TypeError(f'schema expects types by column, such as {{"id": "int64"}}, got {schema!r}.')
         declared = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
         if not header and not declared:
             raise ValueError("A CSV file without a header needs a schema that names its columns.")
