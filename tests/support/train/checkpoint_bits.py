@@ -27,7 +27,7 @@ def state_of(path):
 
 
 def assert_same(one, two):
-    assert one.keys() == two.keys()
+    assert one.keys() == two.keys(), one.keys() ^ two.keys()
     for name, value in one.items():
         same = torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name]
         assert same, name
