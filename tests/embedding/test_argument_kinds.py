@@ -163,4 +163,7 @@ def test_numbers_of_numpy_and_torch_are_numbers():
     assert optimizer.defaults["lr"] == 0.5
     assert kv.Table(8, length=np.int64(3), combiner="tile").length == 3
     assert kv.eviction.LRU(capacity=np.int32(5)).capacity == 5
+    assert kv.eviction.LRU(capacity=1e9).capacity == 10**9
+    with pytest.raises(TypeError, match=r"LRU expects an integer as capacity, got 1\.5"):
+        kv.eviction.LRU(capacity=1.5)
     assert kv.optim.Adagrad(lr=0.1, row_wise=np.bool_(True)).defaults["row_wise"]
