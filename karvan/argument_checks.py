@@ -1,9 +1,10 @@
-"""Checks of arguments that are numbers, and the text of errors about unknown names."""
+"""Checks of arguments that are numbers or text, and the text of errors about unknown names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import takewhile
 from numbers import Integral
 from typing import Any
 
@@ -29,11 +30,11 @@ def check_counts(least: int, **values: Any) -> None:
 
 
 _OPTIONAL = " | None"
-_NUMBERS = ("int", "float", "tuple[int, int]", "tuple[float, float]")
+_NUMBERS = ("int", "float", "Number", "tuple[int, int]", "tuple[float, float]")
 
 
 def check_kinds(title: str, call: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Raise a TypeError unless arguments of a call are numbers, or True or False, where it declares them so.
+    """Raise a TypeError unless arguments of a call are numbers, text, or True or False, as it declares them.
 
     Text such as '0.1' and booleans are no numbers. Other declarations are not checked.
     """
@@ -43,27 +44,41 @@ def check_kinds(title: str, call: Callable[..., Any], values: Mapping[str, Any])
         value, kind = values[name], declared.removesuffix(_OPTIONAL)
         if value is None and kind != declared:
             continue
-        if kind == "bool":
+        if kind == "str":
+            wrong, expected = [] if isinstance(value, str) else [value], "text"
+        elif kind == "bool":
             wrong = [] if isinstance(value, int) or type(value).__name__ == "bool" else [value]  # or numpy's
             expected = "True or False"
         else:
             parts = value if kind.startswith("tuple") and isinstance(value, list | tuple) else [value]
-            wrong = [part for part in parts if isinstance(part, bool) or not hasattr(part, "__float__")]
-            expected = "an integer" if kind == "int" else "a number"
+            whole = "int" in kind
+            expected = "an integer" if whole else "a number"
+            wrong = [part for part in parts if not (_is_whole(part) if whole else _is_number(part))]
+            if kind.startswith("tuple") and len(parts) != 2:
+                wrong, expected = [value], f"two {expected.split()[-1]}s"
         if wrong:
             raise TypeError(f"{title} expects {expected} as {name}, got {wrong[0]!r}.")
 
 
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is an integer, or a float without a fraction: `LRU(capacity=1e9)`."""
+    return _is_number(value) and (hasattr(value, "__index__") or float(value).is_integer())
+
+
 @cache
 def _declared_kinds(call: Callable[..., Any]) -> dict[str, str]:
-    """The arguments of a call that are declared as numbers or booleans."""
+    """The arguments of a call that are declared as numbers, text or booleans."""
     import inspect
 
     declared = {}
     for name, parameter in inspect.signature(call).parameters.items():
         kind = parameter.annotation
         text = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-        if text.removesuffix(_OPTIONAL) in (*_NUMBERS, "bool"):
+        if text.removesuffix(_OPTIONAL) in (*_NUMBERS, "bool", "str"):
             declared[name] = text
     return declared
 
@@ -78,6 +93,14 @@ def meant(name: object, names: Iterable[str]) -> str:
     """A question for the name that may be meant, " Did you mean 'item'?"; nothing if none is close."""
     import difflib  # only errors need it
 
+    wrong = str(name).casefold()
     folded = {each.casefold(): each for each in names}  # 'Auc' is as close to 'AUC' as can be
-    nearest = difflib.get_close_matches(str(name).casefold(), folded, n=1)
-    return f" Did you mean '{folded[nearest[0]]}'?" if nearest else ""
+
+    def likeness(other: str) -> float:
+        # 'admission' means 'admit', not 'missing'
+        same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(wrong, other, strict=False))])
+        begins_alike = same >= 3 and same / min(len(wrong), len(other)) >= 0.75
+        return difflib.SequenceMatcher(None, other, wrong).ratio() + 0.5 * begins_alike
+
+    nearest = max(folded, key=likeness, default="")
+    return f" Did you mean '{folded[nearest]}'?" if nearest and likeness(nearest) >= 0.6 else ""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
+from karvan.argument_checks import check_integers, is_integer
 from karvan.native import _native
 from karvan.public_names import publish
 
@@ -113,7 +114,7 @@ def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
 
     A tensor has a modulus for each id; its values are not checked.
     """
-    if isinstance(modulus, int):
+    if not isinstance(modulus, Tensor):
         _check_modulus(modulus)
     if kernels.on_gpu(_ids(ids)):
         from karvan.kernels.id_arithmetic import remainders
@@ -177,6 +178,7 @@ def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
 
 
 def _check_modulus(modulus: int) -> None:
+    check_integers(modulus=modulus)
     if not 1 <= modulus < 1 << 63:
         raise ValueError(f"A modulus must be from 1 to 2**63 - 1, but is {modulus}.")
 
@@ -202,9 +204,11 @@ def _strings(data: Any) -> Strings | ByteRagged:
     if isinstance(data, list | tuple):
         wrong = next((at for at, row in enumerate(data) if not isinstance(row, str | bytes)), None)
         if wrong is not None:
+            advice = "kv.ids.mod, prefix and hash_stack take ids that are numbers"
+            if not is_integer(data[wrong]):
+                advice = "drop such values, or give them a text of their own"
             raise TypeError(
-                f"A hash expects text or bytes, got {data[wrong]!r} at position {wrong}: drop such values, "
-                "or give them a text of their own."
+                f"A hash expects text or bytes, got {data[wrong]!r} at position {wrong}: {advice}."
             )
     elif not hasattr(data, "offsets") or not hasattr(data, "values"):
         raise TypeError(f"A hash expects text, bytes or a list of them, got {type(data).__name__}.")
@@ -213,9 +217,12 @@ def _strings(data: Any) -> Strings | ByteRagged:
 
 def _ids(ids: Tensor) -> Tensor:
     if not isinstance(ids, Tensor):
-        raise TypeError(f"Ids must be an int64 tensor, but are {type(ids).__name__}.")
+        raise TypeError(
+            f"Ids must be an int64 tensor, but are {type(ids).__name__}: give it torch.tensor(ids), or "
+            "kv.ids.farm(ids) of text."
+        )
     if ids.dtype != torch.int64:
-        raise TypeError(f"Ids must be an int64 tensor, but are {ids.dtype}.")
+        raise TypeError(f"Ids must be an int64 tensor, but are {ids.dtype}: give it ids.long().")
     return ids
 
 

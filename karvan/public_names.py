@@ -2,7 +2,7 @@
 
 A public module calls it behind its `__all__`. From then on `dir()` of the module lists these names alone. A
 name that it does not have is an error that says which one may be meant, and so is an argument that one of its
-functions or classes does not have. Classes also check arguments that they declare as numbers.
+functions or classes does not have, or one of another kind than the number or text that they declare.
 """
 
 from __future__ import annotations
@@ -63,30 +63,37 @@ def explained(value: Any) -> Any:
 
 
 def _explain_methods(kind: type) -> None:
-    """The same for how a class is made, and for its public methods that have arguments by name alone."""
+    """The same for how a class is made, and for public methods that take numbers or have defaults.
+
+    Not for `forward`, which others look into, such as TorchScript.
+    """
     for name, member in list(vars(kind).items()):
         bound = type(member) if isinstance(member, classmethod | staticmethod) else None
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if not isinstance(function, FunctionType) or hasattr(function, _MARK):
             continue
         if name == "__init__":
-            made: Any = _explained(function, kind.__name__, makes=True)
-        elif name[0] != "_" and function.__kwdefaults__:
+            made: Any = _explained(function)
+        elif name[0] != "_" and name != "forward" and _has_options(function):
             made = _explained(function, f"{kind.__name__}.{name}")
         else:
             continue
         setattr(kind, name, made if bound is None else bound(made))
 
 
-def _explained(call: FunctionType, title: str, *, makes: bool = False) -> Callable[..., Any]:
-    """The call with better errors; makes: it is the `__init__` of a class, whose arguments are checked."""
+def _has_options(method: FunctionType) -> bool:
+    declared = {kind for name, kind in method.__annotations__.items() if name != "return"}
+    return bool(method.__defaults__ or method.__kwdefaults__ or declared & {"int", "float"})
+
+
+def _explained(call: FunctionType, title: str | None = None) -> Callable[..., Any]:
+    """The call with better errors; without a title it is the `__init__` of the object that comes first."""
     positions = call.__code__.co_varnames[: call.__code__.co_argcount]
 
     @wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if makes:
-            given = {**dict(zip(positions, args, strict=False)), **kwargs}
-            check_kinds(type(args[0]).__name__, call, given)
+        named = title or type(args[0]).__name__
+        check_kinds(named, call, {**dict(zip(positions, args, strict=False)), **kwargs})
         try:
             return call(*args, **kwargs)
         except TypeError as error:
@@ -99,7 +106,7 @@ def _explained(call: FunctionType, title: str, *, makes: bool = False) -> Callab
                 raise
             names = [name for name in taken if name != "self"]
             text = meant(unknown[0], names) or f" It has: {', '.join(names) or 'none'}."
-            raise TypeError(f"{title}() has no argument '{unknown[0]}'.{text}") from None
+            raise TypeError(f"{named}() has no argument '{unknown[0]}'.{text}") from None
 
     setattr(checked, _MARK, True)
     return checked

@@ -145,6 +145,12 @@ def open_data(
     retry_seconds: float,
 ) -> tuple[Source, Decoder]:
     """The source of some data and the decoder of its columns; the arguments are those of `read`."""
+    if isinstance(columns, str | Column):
+        raise TypeError(f"columns expects a list, got a single {columns!r}: give it [{columns!r}].")
+    if wrong := [each for each in columns or () if not isinstance(each, str | Column)]:
+        raise TypeError(f"columns expects names, Fixed, Varlen or Raw, got {wrong[0]!r}.")
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f'options expects a mapping such as {{"delimiter": ";"}}, got {options!r}.')
     names = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
     if names is not None and any("." in name for name in names) and _is_path(data):  # fields of structs
         whole = retrying(

@@ -13,7 +13,7 @@ def check_device(device: torch.device | str) -> torch.device:
     """The device; raises if this machine does not have it."""
     try:
         made = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f'device expects "cpu", "cuda" or "cuda:1", got {device!r}.') from error
     if made.type != "cuda":
         return made

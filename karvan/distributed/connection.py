@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from karvan.argument_checks import meant
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
@@ -355,7 +356,7 @@ def connect(
     """
     global _current
     if kind not in KINDS:
-        raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.")
+        raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.{meant(kind, KINDS)}")
     if wire is None:
         wire = (JobEnvironment.read().wire or "float32") if kind == "remote" else "float32"
     if wire not in WIRES:

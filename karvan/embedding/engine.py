@@ -215,6 +215,10 @@ class EmbeddingEngine(nn.Module):
             entry = batch.get(feature)
             if entry is None and table.missing == "empty":
                 entry = absent_ids(batch)
+            if entry is None and feature in batch:
+                raise TypeError(
+                    f"Feature '{feature}' of table '{self._names[feature]}' is None in the batch."
+                )
             if entry is None:
                 raise KeyError(
                     f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "

@@ -73,9 +73,11 @@ class Table:
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
             raise ValueError(f"Table expects dim from 1 to 65536, got {self.dim!r}.")
+        if self.name == "":
+            raise ValueError("Table expects a name that is not empty, or none.")
         if self.combiner not in COMBINERS:
             known = ", ".join(COMBINERS)
-            raise ValueError(f"Table expects a combiner out of {known}, got '{self.combiner}'.")
+            raise ValueError(f"Table expects a combiner out of {known}, got {self.combiner!r}.")
         if self.combiner == "tile" and self.length is None:
             raise ValueError("Table with combiner 'tile' needs length, the number of vectors side by side.")
         if self.length is not None:
@@ -132,6 +134,8 @@ def check_features(features: Any) -> None:
             f"got {type(features).__name__}."
         )
     for feature, table in features.items():
+        if not isinstance(feature, str) or not feature:
+            raise TypeError(f"EmbeddingEngine expects names of features, as in {example}, got {feature!r}.")
         if not isinstance(table, Table):
             raise TypeError(
                 f"Feature '{feature}' expects a kv.Table, as in {example}, got {type(table).__name__}."

@@ -88,7 +88,7 @@ class TableHandle:
         vectors = np.ascontiguousarray(rows.vectors, np.float32).reshape(-1)
         columns: dict[str, Any] = {"key": rows.keys}
         if strings is not None:
-            texts = {key: text for text, key in strings.items()}
+            texts = _texts_of_keys(strings)
             columns["string"] = pa.array([texts.get(key) for key in rows.keys.tolist()], pa.string())
         columns["vector"] = pa.FixedSizeListArray.from_arrays(vectors, self.dim)
         return pa.table({**columns, "count": rows.counts, "last_step": rows.last_steps})
@@ -141,6 +141,17 @@ class TableHandle:
 
     def __repr__(self) -> str:
         return f"TableHandle('{self.name}', dim={self.dim}, rows={self.rows})"
+
+
+def _texts_of_keys(strings: Mapping[str, int]) -> dict[int, str]:
+    """The texts by their keys, which as signed or unsigned integers are the same."""
+    example = "dict(zip(words, kv.ids.farm(words).tolist()))"
+    if not isinstance(strings, Mapping):
+        raise TypeError(f"strings expects ids by text, {example}, got {type(strings).__name__}.")
+    for text, key in strings.items():
+        if not isinstance(text, str | bytes) or not hasattr(key, "__index__"):
+            raise TypeError(f"strings expects ids by text, {example}, got {key!r} for {text!r}.")
+    return {(int(key) + 2**63) % 2**64 - 2**63: text for text, key in strings.items()}
 
 
 def find_table(handles: Mapping[str, TableHandle], name: str) -> TableHandle:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from karvan.argument_checks import listed
 from karvan.features.absent_columns import LISTS, Kind, find_kind, rows_like
 from karvan.features.describe import describe_chain
 from karvan.features.feature import Feature
@@ -36,6 +37,10 @@ class FeatureEngine(nn.Module):
         if not isinstance(name, str) or not name:
             raise ValueError(f"FeatureEngine expects a name, but received {name!r}.")
         self.name = name
+        if isinstance(features, Feature):
+            raise TypeError(
+                f"FeatureEngine expects a list of Features: give it [kv.Feature('{features.name}')]."
+            )
         for feature in features:
             if not isinstance(feature, Feature):
                 raise TypeError(f"FeatureEngine expects Features, but received {type(feature).__name__}.")
@@ -63,6 +68,10 @@ class FeatureEngine(nn.Module):
 
     def forward(self, batch: Mapping[str, Entry]) -> dict[str, Entry]:
         """The features of a batch."""
+        if not hasattr(batch, "items"):
+            raise TypeError(
+                f"FeatureEngine expects a batch, a mapping of columns to tensors, got {type(batch).__name__}."
+            )
         values: dict[str, tuple[Entry, ...]] = {}
         for stage in self._stages:
             jobs: list[OpCall] = []
@@ -102,8 +111,7 @@ class FeatureEngine(nn.Module):
             else:
                 raise KeyError(
                     f"Feature '{name}' needs column '{column}', which is not in the batch; "
-                    f"it has: {', '.join(map(str, batch)) or 'nothing'}. With missing 'empty' a feature is "
-                    "empty in such batches."
+                    f"it has: {listed(column, batch)} With missing 'empty' a feature is empty then."
                 )
             _check_kind(name, column, found[-1])
         return tuple(found)

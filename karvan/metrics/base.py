@@ -81,9 +81,10 @@ class Metric(ABC):
         self, scores: Tensor, labels: Tensor, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
         """Add samples: scores as the metric needs them, labels, weights, and groups."""
-        scores = scores.detach().reshape(-1).double()
+        scores = torch.as_tensor(scores).detach().reshape(-1).double()
         labels = self._beside("labels", labels, scores).double()
         if weights is not None:
+            weights = torch.as_tensor(weights)
             if weights.is_cpu:  # on a GPU a check would wait for it; a Trainer checks batches before
                 check_weights(weights, self.weight)
             weights = self._beside("weights", weights, scores).double()
@@ -147,10 +148,16 @@ class Metric(ABC):
             raise TypeError(f"{type(self).__name__} expects groups of integers, got {tensor.dtype}.")
 
     def _beside(self, role: str, tensor: Tensor, scores: Tensor) -> Tensor:
+        tensor = torch.as_tensor(tensor)
         self._check_beside(role, tensor, scores)
         return tensor.detach().reshape(-1).to(scores.device)
 
     def _column(self, batch: Mapping[str, Any], name: str, role: str) -> Tensor:
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"{type(self).__name__}.update expects the model's output and its batch, got "
+                f"{type(batch).__name__}: add(scores, labels) takes tensors."
+            )
         if name not in batch:
             raise KeyError(
                 f"{type(self).__name__} expects the {role} '{name}' in the batch, which has: "

@@ -159,4 +159,5 @@ def _problem(path: Sequence[int | str], text: str, kind: str, value: Any) -> str
     if kind == "missing":
         return f"'{where}' is missing."
     got = "" if kind == "value_error" else f", got {_shown(value)}"
-    return f"{f'{where}: ' if where else ''}{problem_text(text)}{got}."
+    problem = f"{f'{where}: ' if where else ''}{problem_text(text)}{got}"
+    return problem if problem.endswith("?") else f"{problem}."

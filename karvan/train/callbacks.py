@@ -135,7 +135,7 @@ class EMA(Callback):
     """Evaluates and predicts with exponential moving averages of the dense parameters.
 
     After each step that was taken, average = decay * average + (1 - decay) * parameter, as of
-    `torch.optim.swa_utils.AveragedModel`; the first step sets it to the parameter. Rows and buffers are used
+    `torch.optim.swa_utils.AveragedModel`; the first one sets it to the parameter. Rows and buffers are used
     as they are. The averages are in every checkpoint; evaluations of a fit, `Trainer.evaluate` and
     `Trainer.predict` use them, also after `Trainer.load`. The model itself has its own parameters, until
     `copy_to` replaces them by the averages, for a program that uses the model without the Trainer.
@@ -146,6 +146,7 @@ class EMA(Callback):
             raise ValueError(f"decay must be at least 0 and below 1, got {decay}.")
         self.decay = decay
         self._averages: dict[str, Tensor] = {}
+        self._begun: bool | Tensor = False  # whether a step was taken; a GPU knows it, and nobody waits
 
     def on_fit_begin(self, trainer: TrainerView) -> None:
         """Averages need the parameters of every step, which servers have in mode async."""
@@ -157,6 +158,8 @@ class EMA(Callback):
 
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
         """Follow the parameters, unless the step was skipped. Nothing waits for a GPU."""
+        share = logs.taken * (1 - self._begun * self.decay)  # of the parameter
+        self._begun = self._begun | logs.taken
         for name, parameter in _trained(trainer.model):
             average, value = self._averages.get(name), parameter.detach()
             if average is None:
@@ -164,7 +167,7 @@ class EMA(Callback):
                 continue
             if average.device != value.device:
                 self._averages[name] = average = average.to(value.device)
-            average.lerp_(value, logs.taken * (1 - self.decay))
+            average.lerp_(value, share)
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[None]:
@@ -188,11 +191,12 @@ class EMA(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return dict(self._averages)
+        return dict(self._averages) if self._begun else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
         self._averages = {name: average.clone() for name, average in state.items()}
+        self._begun = bool(state)
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -114,7 +114,9 @@ class Trainer:
     ) -> None:
         check_integers(log_every=log_every, prefetch=prefetch)
         check_counts(1, eval_every=eval_every)
-        check_trainer(model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, checkpoints)
+        check_trainer(
+            model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, loggers, prepare, checkpoints
+        )
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)

@@ -99,6 +99,7 @@ def test_a_wrong_config_is_told_by_key_and_exits_with_2(run, place, case):
     ran = run("train", place / "config.yaml")
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err
+    assert "?." not in ran.err
     assert not (place / "run").exists()
 
 

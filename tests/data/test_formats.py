@@ -207,7 +207,7 @@ def test_the_format_is_found_by_the_first_bytes_where_the_name_is_silent(tmp_pat
     unknown.write_text("hello")
     with pytest.raises(DataError, match="pass format="):
         open_files(unknown)
-    with pytest.raises(ValueError, match="must be one of parquet, orc"):
+    with pytest.raises(ValueError, match="there are: parquet, orc"):
         open_files(unknown, format="docx")
 
 

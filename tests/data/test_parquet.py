@@ -194,6 +194,14 @@ def test_fields_of_a_struct_are_columns(tmp_path, kind):
     assert batch["place.lat"].isnan().tolist() == [False, False, True, True]
 
 
+def test_structs_in_lists_are_to_be_written_as_lists_of_their_fields(tmp_path):
+    visits = [[{"page": 1, "seconds": 2.5, "clicked": True}], None]
+    pq.write_table(pa.table({"user": [1, 2], "visits": visits}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="Write its fields as columns of their own, or read only the other"):
+        kv.data.read(tmp_path / "a.parquet", 2)
+    assert next(iter(kv.data.read(tmp_path / "a.parquet", 2, columns=["user"])))["user"].tolist() == [1, 2]
+
+
 def test_a_row_group_of_few_bytes_and_many_records_is_not_decoded_at_once(tmp_path):
     zeros = pa.table({"a": np.zeros(1 << 26, np.int8)})
     pq.write_table(zeros, tmp_path / "x.parquet", row_group_size=1 << 26)

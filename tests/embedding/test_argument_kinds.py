@@ -1,10 +1,16 @@
-"""Arguments of the wrong kind are errors that name the argument, wherever a number is expected."""
+"""Arguments of the wrong kind are errors that name the argument, what is expected and what was received."""
+
+import copy
+import pickle
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pytest
 import torch
 
 import karvan as kv
+from karvan.argument_checks import meant
 
 
 def _engine():
@@ -52,9 +58,109 @@ def test_an_argument_of_the_wrong_kind_is_an_error_that_names_it(case):
         call()
 
 
+_IDS = torch.tensor([1, 2, 3])
+_FRAME = pd.DataFrame({"user": [1, 2]})
+
+
+def _trainer(**options):
+    options = {"dense_optimizer": torch.optim.SGD} | options
+    return kv.Trainer(torch.nn.Linear(1, 1), lambda output, batch: output.mean(), **options)
+
+
+def _scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+# What ended in an error of our internals, or in none.
+UNCLEAR = {
+    "a modulus": (lambda: kv.ids.mod(_IDS, 1.5), "modulus must be an integer, but is 1.5"),
+    "buckets": (lambda: kv.ids.bucket(_IDS, 1.5), "bucket expects an integer as size, got 1.5"),
+    "a group": (lambda: kv.ids.prefix(_IDS, "a", 8), "prefix expects an integer as group, got 'a'"),
+    "ids of numpy": (lambda: kv.ids.mod(_IDS.numpy(), 8), r"ndarray: give it torch.tensor\(ids\)"),
+    "hashed numbers": (lambda: kv.ids.farm([1, 2]), "kv.ids.mod, prefix and hash_stack take ids"),
+    "torch's order of sizes": (lambda: kv.Table(100, 16), "Table expects text as name, got 16"),
+    "a number as a feature": (lambda: kv.EmbeddingEngine({5: kv.Table(4)}), "names of features.*got 5"),
+    "no ids": (lambda: _engine()({"user": None}), "is None in the batch"),
+    "three betas": (lambda: kv.optim.Adam(lr=0.1, betas=(0.9, 0.9, 0.9)), "two numbers as betas"),
+    "one beta": (lambda: kv.optim.Adam(lr=0.1, betas=0.9), "expects two numbers as betas, got 0.9"),
+    "an infinite rate": (lambda: kv.optim.SGD(lr=float("inf")), "must be finite and not negative, got inf"),
+    "a label": (lambda: kv.metrics.AUC(label=5), "AUC expects text as label, got 5"),
+    "tensors": (lambda: kv.metrics.AUC().update(_IDS, _IDS), r"add\(scores, labels\) takes tensors"),
+    "a length": (lambda: kv.Feature("h").truncate("50"), "Feature.truncate expects an integer as length"),
+    "a remainder": (lambda: kv.Feature("h").mod("3"), "Feature.mod expects an integer as modulus, got '3'"),
+    "a limit": (lambda: kv.Feature("x").clip(low="a"), "Feature.clip expects a number as low, got 'a'"),
+    "a misspelled bucket": (lambda: kv.Feature("q").hash("farm", bukcet=3), "Did you mean 'bucket'"),
+    "one feature": (lambda: kv.FeatureEngine(kv.Feature("a")), r"give it \[kv.Feature\('a'\)\]"),
+    "a batch": (lambda: kv.FeatureEngine([kv.Feature("a")])(5), "expects a batch, .* got int"),
+    "one column": (lambda: kv.data.read(_FRAME, 2, columns="user"), r"give it \['user'\]"),
+    "a number as a column": (lambda: kv.data.read(_FRAME, 2, columns=[5]), "expects names, .* got 5"),
+    "options": (lambda: kv.data.read("x.csv", 2, options=["a"]), r"options expects a mapping .* got \['a'\]"),
+    "a Series": (lambda: kv.data.read(pd.Series([1]), 2), "received a Series: give it {'name': series}"),
+    "a Series of polars": (lambda: kv.data.read(pl.Series([1]), 2), "received a Series"),
+    "a transform": (lambda: kv.data.read(_FRAME, 2, transform="x"), "transform expects a function"),
+    "a transform without a result": (
+        lambda: next(iter(kv.data.read(_FRAME, 2, transform=lambda batch: None))),
+        "transform must give a batch, .* but gave None",
+    ),
+    "a capacity": (lambda: kv.connect("memory", capacity="3"), "connect expects an integer as capacity"),
+    "loggers": (lambda: _trainer(loggers="jsonl"), r"loggers expects a list such as .* got 'jsonl'"),
+    "one logger": (lambda: _trainer(loggers=kv.loggers.CSVLogger("x")), r"give it \[CSVLogger\(…\)\]"),
+    "no logger": (lambda: _trainer(loggers=[object()]), "loggers must be Loggers, .* got object"),
+    "callbacks": (lambda: _trainer(callbacks="ema"), "callbacks expects a list .* got 'ema'"),
+    "a prepare": (lambda: _trainer(prepare="x"), "prepare expects a function of a batch, got 'x'"),
+    "frozen": (lambda: _trainer(frozen=5), "frozen expects names of tables and parameters, got int"),
+    "a scheduler": (lambda: _trainer(scheduler={"dense": "cosine"}), "scheduler expects .* got 'cosine'"),
+    "a scheduler of another optimizer": (
+        lambda: _trainer(scheduler=_scheduler(torch.optim.SGD([torch.zeros(1)], 0.1))),
+        "moves another one's learning rates",
+    ),
+    "a scheduler too early": (lambda: _scheduler(kv.optim.SGD(lr=0.1)), r"call attach\(engine\)"),
+    "a copy": (lambda: copy.copy(kv.optim.SGD(_engine(), lr=0.1)), "neither copied nor pickled"),
+    "a device": (lambda: _trainer(device=0.5), "device expects .* got 0.5"),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_a_mistake_is_an_error_of_the_call_and_not_of_what_is_inside(case):
+    call, text = UNCLEAR[case]
+    with pytest.raises((TypeError, ValueError, AttributeError), match=text):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names", "right"),
+    [
+        ("admission", ["missing", "admit", "evict"], "admit"),
+        ("initializer", ["init", "dim"], "init"),
+        ("dimension", ["missing", "dim"], "dim"),
+        ("Auc", ["GAUC", "AUC"], "AUC"),
+    ],
+)
+def test_the_name_that_is_meant_begins_alike_or_is_the_most_alike(wrong, names, right):
+    assert meant(wrong, names) == f" Did you mean '{right}'?"
+    assert meant("weight", ["label", "group"]) == ""
+
+
+def test_an_optimizer_without_tables_can_be_shown_copied_and_pickled():
+    optimizer = kv.optim.Adagrad(lr=0.5)
+    assert "Adagrad(lr=0.5, " in repr(optimizer)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        other.attach(_engine())
+        assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_metrics_take_arrays_and_lists():
+    auc = kv.metrics.AUC()
+    auc.add([0.1, 0.9], np.array([0, 1]), weights=[1.0, 2.0])
+    assert auc.compute() == 1.0
+
+
 def test_numbers_of_numpy_and_torch_are_numbers():
     optimizer = kv.optim.Adam(lr=np.float32(0.5), betas=[np.float64(0.5), torch.tensor(0.5)], eps=1)
     assert optimizer.defaults["lr"] == 0.5
     assert kv.Table(8, length=np.int64(3), combiner="tile").length == 3
     assert kv.eviction.LRU(capacity=np.int32(5)).capacity == 5
+    assert kv.eviction.LRU(capacity=1e9).capacity == 10**9
+    with pytest.raises(TypeError, match=r"LRU expects an integer as capacity, got 1\.5"):
+        kv.eviction.LRU(capacity=1.5)
     assert kv.optim.Adagrad(lr=0.1, row_wise=np.bool_(True)).defaults["row_wise"]

@@ -274,3 +274,8 @@ def test_rows_are_a_table_with_the_strings_their_keys_came_from():
     assert rows.vector[5].tolist() == users.vectors([5])[0].tolist()
     assert rows["count"][5] == 1
     assert users.to_arrow().column_names == ["key", "vector", "count", "last_step"]
+    unsigned = {word: key % 2**64 for word, key in zip(words, keys.tolist(), strict=True)}
+    assert users.to_arrow(unsigned) == users.to_arrow(dict(zip(words, keys, strict=True)))
+    for wrong in (words, dict(zip(keys.tolist(), words, strict=True)), {"ann": "5"}):
+        with pytest.raises(TypeError, match=r"strings expects ids by text, dict\(zip\("):
+            users.to_arrow(wrong)

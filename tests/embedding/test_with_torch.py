@@ -118,7 +118,7 @@ def test_adagrad_with_lr_decay_is_that_of_torch():
             each.step()
             each.zero_grad()
         torch.testing.assert_close(handle.vectors(ids(1)), same.detach())
-    with pytest.raises(ValueError, match="lr_decay must not be negative"):
+    with pytest.raises(ValueError, match="lr_decay must be finite and not negative"):
         kv.optim.Adagrad(engine, lr_decay=-1.0)
 
 

@@ -144,9 +144,9 @@ def test_a_class_is_no_model():
     ("options", "error", "message"),
     [
         ({"epochs": 0}, ValueError, "epochs must be at least 1 or None, got 0"),
-        ({"epochs": "3"}, TypeError, "epochs must be an integer, but is '3'"),
-        ({"epochs": 1.5}, TypeError, "epochs must be an integer, but is 1.5"),
-        ({"max_steps": True}, TypeError, "max_steps must be an integer, but is True"),
+        ({"epochs": "3"}, TypeError, "expects an integer as epochs, got '3'"),
+        ({"epochs": 1.5}, TypeError, "expects an integer as epochs, got 1.5"),
+        ({"max_steps": True}, TypeError, "expects an integer as max_steps, got True"),
     ],
 )
 def test_a_wrong_length_of_training_is_refused(options, error, message):
@@ -189,6 +189,7 @@ def test_text_as_ids_says_how_to_hash_it():
     ("ids", "message"),
     [
         (np.arange(3), "kv.data.read makes batches of tensors"),
+        (torch.arange(3).to(torch.complex64), r"Convert them: batch\['user'\].long\(\)"),
         (
             torch.rand(3),
             r"Numbers become ids by kv.Feature\('user'\).bucketize.*Int64.*Fixed\('user', dtype=",

@@ -200,6 +200,17 @@ def test_averages_are_those_of_torch_and_are_what_is_evaluated_and_predicted(tmp
     assert trainer(net).evaluate(batches(2, seed=5)) == result.evaluation
 
 
+def test_steps_that_were_skipped_are_in_no_average():
+    ema, data = kv.train.EMA(0.5), batches(3)
+    data[0] = kv.Batch({**data[0], "price": torch.full((16,), torch.inf)})
+    fit = trainer(model(), callbacks=[ema])
+    fit.fit(data[:2])
+    first = fit.model.last.bias.detach().clone()
+    assert torch.equal(ema.state_dict()["last.bias"], first)
+    fit.fit(data[2:], data_name="more")
+    torch.testing.assert_close(ema.state_dict()["last.bias"], (first + fit.model.last.bias.detach()) / 2)
+
+
 def test_averages_resume_with_the_same_bits(tmp_path):
     def run(folder, steps):
         fit = trainer(model(), callbacks=[kv.train.EMA(0.9)], checkpoints=tmp_path / folder)

@@ -134,9 +134,9 @@ def infer_field(field: pa.Field) -> Column:
         return Varlen(field.name)
     if levels <= 1 and is_weighted(leaf) and is_number(leaf.field(0).type):
         return Varlen(field.name)
+    advice = "Write its fields as columns of their own" if types.is_nested(leaf) else "Declare how to read it"
     raise DataError(
-        f"Nothing can be inferred for the type {field.type}. Declare how to read it, "
-        "or read only the other columns.",
+        f"Nothing can be inferred for the type {field.type}. {advice}, or read only the other columns.",
         column=field.name,
     )
 

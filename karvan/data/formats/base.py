@@ -25,6 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import fs, types
 
+from karvan.argument_checks import listed
 from karvan.data.columns.kinds import kind_of
 from karvan.data.columns.type_widening import common_type
 from karvan.data.columns.whole_floats import whole_numbers
@@ -315,7 +316,7 @@ def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
     if len(indices) != 1:
         what = "missing" if not indices else f"present {len(indices)} times"
         raise DataError(
-            f"The column is {what}. The file's columns are: {', '.join(schema.names)}.",
+            f"The column is {what}. The file's columns are: {listed(name, schema.names)}",
             path=path,
             column=name,
         )

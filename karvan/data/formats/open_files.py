@@ -9,6 +9,7 @@ from typing import Any
 
 from pyarrow import fs
 
+from karvan.argument_checks import listed
 from karvan.data.errors import DataError, located
 from karvan.data.formats.arrow_ipc import IpcSource
 from karvan.data.formats.base import FileSource
@@ -69,7 +70,7 @@ def open_files(
     if format is None:
         format = _common_format(files)
     if format not in _SOURCES:
-        raise ValueError(f"A format must be one of {', '.join(_SOURCES)}, but is {format!r}.")
+        raise ValueError(f"There is no format {format!r}; there are: {listed(format, _SOURCES)}")
     if format == "tsv":
         options.setdefault("delimiter", "\t")
     make = _SOURCES[format]
@@ -107,8 +108,8 @@ def _check_options(format: str, make: type[FileSource], options: Mapping[str, An
     parameters = inspect.signature(make).parameters.values()
     allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in allowed]:
-        known = ", ".join([*allowed, "partitions"])
-        raise ValueError(f"There is no option '{unknown[0]}' for {format}; there are: {known}.")
+        known = listed(unknown[0], [*allowed, "partitions"])
+        raise ValueError(f"There is no option '{unknown[0]}' for {format}; there are: {known}")
 
 
 def _common_format(files: Files) -> str:

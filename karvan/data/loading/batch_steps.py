@@ -27,6 +27,8 @@ class BatchSteps:
     """`decode` and then `transform`: row-wise steps run on pieces, the rest on batches."""
 
     def __init__(self, decode: Decode, transform: Transform | None = None) -> None:
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform expects a function of a batch, but received {transform!r}.")
         self.decode = decode
         self.transform = transform
         steps: list[Callable[[Any], Any]] = [decode] if transform is None else [decode, transform]
@@ -69,6 +71,8 @@ def _run(steps: Iterable[Callable[[Any], Any]], rows: Rows) -> Any:
         made = step(made)
         if isinstance(made, dict):
             made = Batch(made)
+        if made is None:
+            raise TypeError("transform must give a batch, or a pair of features and labels, but gave None.")
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -68,10 +69,33 @@ class SparseOptimizer(torch.optim.Optimizer):
         for handle in handles.values():
             self._tables.setdefault(handle.engine_state, []).append(handle)
 
+    def __repr__(self) -> str:
+        if self.attached:
+            return super().__repr__()
+        settings = ", ".join(
+            f"{name}={value!r}" for name, value in self.defaults.items() if value is not None
+        )
+        return f"{type(self).__name__}({settings})"
+
+    def __getattr__(self, name: str) -> Any:
+        text = f"'{type(self).__name__}' object has no attribute '{name}'"
+        if name in ("param_groups", "state"):
+            text += ", because it is attached to no tables yet: call attach(engine)"
+        raise AttributeError(f"{text}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings; a copy is to be attached to other tables."""
+        if self.attached:
+            raise TypeError(
+                f"A {type(self).__name__} that is attached to tables can be neither copied nor pickled: "
+                "copy it before, or load its state_dict() into another one."
+            )
+        return dict(vars(self))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state; groups of earlier versions lack the settings that have come since."""
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group in self.param_groups if "param_groups" in vars(self) else ():
             for name, value in self.defaults.items():
                 if name != "differentiable":  # torch's own, which it adds to the defaults alone
                     group.setdefault(name, value)
@@ -243,8 +267,8 @@ def _check(settings: Mapping[str, Any]) -> None:
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0 or None, got {value}.")
     for name in _NOT_NEGATIVE:
-        if name in settings and not settings[name] >= 0:
-            raise ValueError(f"{name} must not be negative, got {settings[name]}.")
+        if name in settings and not 0 <= settings[name] < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {settings[name]}.")
     for name in _SHARES:
         if name in settings and not 0 <= settings[name] <= 1:
             raise ValueError(f"{name} must lie between 0 and 1, got {settings[name]}.")

@@ -14,6 +14,7 @@ from karvan.data.leasing.dataset import ElasticDataset
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
+from karvan.train.reporting.loggers import Logger
 
 _FRAMES = ("pandas", "polars", "pyarrow")
 _SPARSE = "kv.optim.Adagrad(lr=0.05)"
@@ -56,7 +57,15 @@ def check_data(call: str, data: Any) -> None:
 
 
 def check_trainer(
-    model: Any, loss: Any, dense: Any, sparse: Any, metrics: Any, callbacks: Any, checkpoints: Any
+    model: Any,
+    loss: Any,
+    dense: Any,
+    sparse: Any,
+    metrics: Any,
+    callbacks: Any,
+    loggers: Any,
+    prepare: Any,
+    checkpoints: Any,
 ) -> None:
     """Raise for arguments of a Trainer that are of the wrong kind."""
     if not isinstance(model, nn.Module):
@@ -64,13 +73,22 @@ def check_trainer(
     _check_loss(loss)
     _check_optimizers(dense, sparse)
     _check_metrics(metrics)
-    if isinstance(callbacks, Callback):
-        name = type(callbacks).__name__
-        raise TypeError(f"callbacks expects a list, got a single {name}: give it [{name}(…)].")
+    _check_list("callbacks", callbacks, Callback, 'kv.callbacks.EarlyStopping("auc")')
+    _check_list("loggers", loggers, Logger, 'kv.loggers.CSVLogger("log.csv")')
+    if not callable(prepare):
+        raise TypeError(f"prepare expects a function of a batch, got {_text_of(prepare)}.")
     if not isinstance(checkpoints, str | os.PathLike | Checkpoints | None):
         raise TypeError(
             f"checkpoints expects a folder or kv.Checkpoints(folder), got {_text_of(checkpoints)}."
         )
+
+
+def _check_list(what: str, given: Any, kind: type, example: str) -> None:
+    if isinstance(given, kind):
+        name = type(given).__name__
+        raise TypeError(f"{what} expects a list, got a single {name}: give it [{name}(…)].")
+    if isinstance(given, str | type) or not isinstance(given, Iterable):
+        raise TypeError(f"{what} expects a list such as [{example}], got {_text_of(given)}.")
 
 
 def _check_loss(loss: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -22,9 +23,8 @@ class Frozen:
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns = ()) -> None:
-        if isinstance(patterns, str):
-            patterns = [patterns]
-        listed = list(patterns)
+        single = isinstance(patterns, str) or not isinstance(patterns, Iterable)
+        listed: list[Any] = [patterns] if single else list(patterns)
         if wrong := [each for each in listed if not isinstance(each, str)]:
             raise TypeError(
                 f"frozen expects names of tables and parameters, got {type(wrong[0]).__name__}: "

@@ -35,6 +35,11 @@ class Schedule:
         for scheduler in self._schedulers:
             if not isinstance(scheduler, LRScheduler):
                 raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
+            if not any(scheduler.optimizer is each for each in optimizers.values()):
+                raise ValueError(
+                    f"scheduler expects schedulers of this Trainer's optimizers, but the "
+                    f"{type(scheduler).__name__} moves another one's learning rates: give it a function."
+                )
 
     @property
     def metric(self) -> str | None:
@@ -106,6 +111,8 @@ def _make(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[An
 def _one(given: Given, optimizer: Optimizer) -> Any:
     if isinstance(given, LRScheduler):
         return given
+    if not callable(given):
+        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(given)}.")
     try:
         return given(optimizer)
     except TypeError as error:

@@ -38,7 +38,7 @@ class Precision:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of the forward and the loss, inside of `context`."""
-        return _explained_dtypes()
+        return _explained_dtypes(nullcontext())
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to compute gradients from."""
@@ -64,10 +64,11 @@ class Precision:
 
 
 @contextmanager
-def _explained_dtypes() -> Iterator[None]:
-    """Torch's error about a model of another precision than float32 says what to do."""
+def _explained_dtypes(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """A context in which torch's error about a model of another precision than float32 says what to do."""
     try:
-        yield
+        with inner:
+            yield
     except RuntimeError as error:
         if "same dtype" not in str(error):
             raise
@@ -97,7 +98,7 @@ class Autocast(Precision):
 
     def forward(self) -> AbstractContextManager[Any]:
         """See `Precision.forward`."""
-        return torch.autocast(self._device.type, self._dtype)
+        return _explained_dtypes(torch.autocast(self._device.type, self._dtype))
 
 
 class ScaledLoss(Precision):

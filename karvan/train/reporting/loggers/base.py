@@ -42,7 +42,7 @@ class LoggerGroup(Logger):
         for log in self._logs:
             if not isinstance(log, Logger):
                 raise TypeError(
-                    f"logs must be LoggerGroup such as CSVLogger(path), got {type(log).__name__}."
+                    f"loggers must be Loggers, such as CSVLogger(path), got {type(log).__name__}."
                 )
 
     def open(self, step: int) -> None:
