@@ -70,10 +70,12 @@ def _table(data: Any) -> pa.Table:
         return pa.Table.from_batches([data])
     if isinstance(data, Mapping):
         return _from_mapping(data)
+    if type(data).__name__ == "Series":
+        raise TypeError("Expected columns with names, but received a Series: give it {'name': series}.")
     if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
         with located("pandas frame"):
             return _from_pandas(data)
-    if hasattr(data, "__arrow_c_stream__") and type(data).__name__ != "Series":
+    if hasattr(data, "__arrow_c_stream__"):
         with located(type(data).__name__):
             return pa.table(data)
     raise TypeError(

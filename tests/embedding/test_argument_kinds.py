@@ -95,8 +95,6 @@ UNCLEAR = {
     "one column": (lambda: kv.data.read(_FRAME, 2, columns="user"), r"give it \['user'\]"),
     "a number as a column": (lambda: kv.data.read(_FRAME, 2, columns=[5]), "expects names, .* got 5"),
     "options": (lambda: kv.data.read("x.csv", 2, options=["a"]), r"options expects a mapping .* got \['a'\]"),
-    "a Series": (lambda: kv.data.read(pd.Series([1]), 2), "received a Series: give it {'name': series}"),
-    "a Series of polars": (lambda: kv.data.read(pl.Series([1]), 2), "received a Series"),
     "a transform": (lambda: kv.data.read(_FRAME, 2, transform="x"), "transform expects a function"),
     "a transform without a result": (
         lambda: next(iter(kv.data.read(_FRAME, 2, transform=lambda batch: None))),
