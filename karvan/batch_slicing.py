@@ -147,6 +147,15 @@ def complete(entry: Entry) -> Entry:
     return entry
 
 
+def with_optional_values(entry: Entry) -> Entry:
+    """The inverse of `complete`: the kind that can hold missing values, whether or not some are missing."""
+    if isinstance(entry, Tensor) and entry.dim() == 1 and not entry.is_floating_point():
+        return _ragged_of(OptionalRagged, entry)
+    if type(entry) is Ragged and entry.values.dtype is torch.uint8:
+        return OptionalText(entry.values, as_offsets(entry), torch.arange(entry.rows + 1))
+    return entry
+
+
 def _cut(offsets: Tensor, rows: list[int]) -> tuple[list[int], Sequence[Tensor]]:
     """The bounds of the values of each run of rows, and the offsets within each run."""
     bounds = offsets[torch.tensor(rows, device=offsets.device)].tolist()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from karvan.batch_slicing import complete
 from karvan.ragged import OptionalRagged, OptionalText, Ragged
 
 _KINDS = ("label", "weight")
@@ -45,14 +46,16 @@ def required_values(
         yield
 
 
-def refuse_missing(name: str, entry: Any) -> None:
-    """Raise if a column lacks the values of some samples."""
+def refuse_missing(name: str, entry: Any) -> Any:
+    """A column without missing values; a ValueError if it lacks those of some samples."""
+    entry = complete(entry)
     if isinstance(entry, OptionalRagged):
         missing = entry.rows - entry.values.shape[0]
         raise ValueError(
             f"Column '{name}' has no value for {missing} of {entry.rows} samples. Remove such records from "
             "the data, or declare a value for null: kv.data.Fixed(…, default=0)."
         )
+    return entry
 
 
 def check_weights(weights: Tensor, column: str | None) -> None:
@@ -72,7 +75,7 @@ def check_weights(weights: Tensor, column: str | None) -> None:
 
 def one_each(name: str, entry: Any) -> Tensor:
     """The values of a column with one value per sample; a ValueError or TypeError for any other column."""
-    refuse_missing(name, entry)
+    entry = refuse_missing(name, entry)
     if isinstance(entry, Ragged) and entry.offsets is None:
         return entry.values
     if not isinstance(entry, Tensor):

@@ -230,9 +230,9 @@ class Ragged(_NotComparable):
 class OptionalRagged(Ragged):
     """One number per sample, or none where it is missing: what a column of integers with nulls becomes.
 
-    A batch in which no number is missing has a plain tensor instead; `karvan.batch_slicing` ensures that
-    where samples are split and joined. So code for tensors works until the first missing number; what it
-    raises then says how to read the column.
+    All batches of a column that is known to lack numbers have this kind, from the first one on; see
+    `kv.data.read`. Where nothing was known of missing numbers, a batch without one has a plain tensor. What
+    code for tensors raises says how to read the column.
     """
 
     __slots__ = ()
@@ -252,10 +252,9 @@ class OptionalRagged(Ragged):
 
     def _problem(self) -> str:
         return (
-            f"{self.rows - self.values.shape[0]} of {self.rows} samples have no value in this column, and "
-            "batches without a missing one have a tensor. For a tensor in all batches, declare a value for "
-            "null, kv.data.Fixed(…, default=0), or kv.Feature(…).fill_missing(0); for lists in all batches, "
-            "kv.data.Varlen(…)."
+            f"Samples may have no value in this column, as {self.rows - self.values.shape[0]} of {self.rows} "
+            "here. For a tensor in all batches, declare a value for null, kv.data.Fixed(…, default=0), or "
+            "kv.Feature(…).fill_missing(0); for lists in all batches, kv.data.Varlen(…)."
         )
 
 
@@ -318,7 +317,7 @@ class NestedRagged(_NotComparable):
 class OptionalText(NestedRagged):
     """One string per sample, or none where it is missing: what a column of strings with nulls becomes.
 
-    A batch in which no string is missing has a `Ragged` of bytes instead, as for `OptionalRagged`.
+    As for `OptionalRagged`, a batch without a missing one has a `Ragged` of bytes if none was expected.
     """
 
     __slots__ = ()

@@ -29,6 +29,11 @@ class TableSource:
         """The table's columns."""
         return self._table.schema
 
+    def columns_with_nulls(self) -> frozenset[str]:
+        """The columns that lack values."""
+        table = self._table
+        return frozenset(name for name in table.column_names if table[name].null_count)
+
     def parts(self) -> list[Part]:
         """One part with the source's name."""
         return [Part(self._name, self._table.num_rows)]

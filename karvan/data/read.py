@@ -184,7 +184,8 @@ def open_data(
     requested: Sequence[Column | str] = fields.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
-    decode = Decoder([_inferred(fields, c) if isinstance(c, str) else c for c in requested], labels)
+    nullable = retrying(getattr(source, "columns_with_nulls", frozenset), Patience(retry_seconds))
+    decode = Decoder([_inferred(fields, c) if isinstance(c, str) else c for c in requested], labels, nullable)
     decode.check(schema)
     return source, decode
 

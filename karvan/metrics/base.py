@@ -166,7 +166,7 @@ class Metric(ABC):
         entry = batch[name]
         if isinstance(entry, Ragged) and entry.offsets is None:
             entry = entry.values
-        refuse_missing(name, entry)
+        entry = refuse_missing(name, entry)
         if not isinstance(entry, Tensor):
             kind = "lists or strings" if isinstance(entry, Ragged) else type(entry).__name__
             raise TypeError(

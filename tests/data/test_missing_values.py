@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -404,14 +406,62 @@ def test_ids_of_narrow_types_are_those_of_int64(dtype):
         lambda x: torch.cat([torch.ones(1), x]),
     ],
 )
-def test_code_for_tensors_is_told_of_the_first_missing_value_how_to_read_the_column(use):
+def test_code_for_tensors_is_told_of_missing_values_how_to_read_the_column(use, tmp_path):
     table = pa.table({"x": pa.array([1, 2, 3, None])})
-    complete, missing = kv.data.read(table, 2)
-    use(complete["x"])
-    with pytest.raises((AttributeError, TypeError), match=r"1 of 2 samples have no value.*default=0"):
-        use(missing["x"])
+    for number in range(2):
+        pyarrow.parquet.write_table(table.slice(2 * number, 2), tmp_path / f"{number}.parquet")
+    complete, missing = kv.data.read(str(tmp_path), 2)
+    use(complete["x"])  # nothing is known of the second file
+    first, _ = kv.data.read(table, 2)
+    for batch, lacking in ((missing, 1), (first, 0)):
+        with pytest.raises((AttributeError, TypeError), match=rf"as {lacking} of 2 here.*default=0"):
+            use(batch["x"])
     for column in (kv.data.Fixed("x", default=0), kv.data.Varlen("x")):
         assert len({type(batch["x"]) for batch in kv.data.read(table, 2, columns=[column])}) == 1
+
+
+@pytest.mark.parametrize("form", ["frame", "parquet", "partitions", "csv", "csv with a schema"])
+@pytest.mark.parametrize("kind", ["numbers", "text"])
+def test_a_column_that_lacks_a_value_somewhere_in_the_first_file_has_one_kind_in_all_batches(
+    form, kind, tmp_path
+):
+    values = [1, 2, 3, None, 5, 6] if kind == "numbers" else ["a", "b", "c", None, "e", "f"]
+    table = pa.table({"x": values, "y": range(6)})
+    data, options = table, None
+    if form in ("parquet", "partitions"):
+        folder = tmp_path / ("day=1" if form == "partitions" else "")
+        folder.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(table, folder / "part.parquet", row_group_size=2)
+        data = str(tmp_path)
+    elif form != "frame":
+        data = str(tmp_path / "part.csv")
+        pyarrow.csv.write_csv(table, data)
+        options = {"schema": {"x": "int64" if kind == "numbers" else "string"}} if "schema" in form else None
+    expected = OptionalRagged if kind == "numbers" else OptionalText
+    seen = []
+
+    def transform(batch):
+        seen.append(type(batch["x"]))
+        return batch
+
+    for options_ in ({}, {"transform": transform}):
+        batches = list(kv.data.read(data, 2, options=options, **options_))
+        assert [type(batch["x"]) for batch in batches] == [expected] * 3
+        assert [batch["x"].values.shape[0] for batch in batches] == [2, 1, 2]
+        assert all(isinstance(batch["y"], torch.Tensor) for batch in batches)
+    assert seen == [expected] * 3
+    default = kv.data.Fixed("x", default=0) if kind == "numbers" else kv.data.Raw("x", default="")
+    kinds = {type(batch["x"]) for batch in kv.data.read(data, 2, columns=[default], options=options)}
+    assert kinds == {torch.Tensor if kind == "numbers" else Ragged}
+
+
+def test_labels_and_metrics_take_columns_that_lack_values_elsewhere():
+    whole, lacking = kv.data.read(pa.table({"label": [0, 1, None, 1]}), 2)
+    auc = kv.metrics.AUC()
+    auc.update(torch.tensor([0.1, 0.9]), whole)
+    assert auc.compute() == 1.0
+    with pytest.raises(ValueError, match="'label' has no value for 1 of 2 samples"):
+        auc.update(torch.tensor([0.1, 0.9]), lacking)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_missing_id_counts_as_no_id(tmp_path):
     model = kv.models.DeepFM([], ["user", "item"], dim=4, hidden=[4])
     (whole,) = kv.data.read(path, 3)
     single = list(kv.data.read(path, 1))
-    assert [type(batch["item"]) for batch in single] == [torch.Tensor, OptionalRagged, torch.Tensor]
+    assert [type(batch["item"]) for batch in single] == [OptionalRagged] * 3
     with torch.no_grad():
         assert torch.allclose(model(whole), torch.cat([model(batch) for batch in single]))
 

@@ -23,8 +23,9 @@ A missing value (null) stays visible unless a `default` replaces it:
 | null inside a list of ids or strings | removed from the list; a `Fixed` of integers is a `DataError` |
 | a null weight | a `DataError` |
 
-A batch in which such a column has no null gets the plain tensor. In a label null is a `DataError`; see
-`Decoder.labels`.
+A column in which the first file is known to have nulls (by the footer of Parquet, the first lines of CSV, or
+all rows of a frame) has these kinds in every batch. If there is none, batches get the plain tensor up to the
+first null. In a label null is a `DataError`; see `Decoder.labels`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ tensors themselves. `declarations.py` describes what each column may hold and be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import pyarrow as pa
@@ -39,15 +39,20 @@ _Read = Callable[[pa.Array], Entry]
 class Decoder:
     """Call it with a record batch to get a `Batch` of the declared columns, in their order.
 
-    `labels` are columns in which a missing value, or NaN, is a `DataError`.
+    `labels` are columns in which a missing value, or NaN, is a `DataError`. `nullable` are columns that are
+    known to lack values: they have one kind in all batches, see `BatchSteps`.
     """
 
     row_wise: ClassVar[bool] = True
     """What becomes of a record does not depend on those next to it."""
 
-    def __init__(self, columns: Sequence[Column], labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self, columns: Sequence[Column], labels: Sequence[str] = (), nullable: Collection[str] = ()
+    ) -> None:
         self.columns = tuple(columns)
         self.labels = tuple(labels)
+        without_default = [each for each in columns if not isinstance(each, Varlen) and each.default is None]
+        self.nullable = tuple(each.name for each in without_default if each.name in nullable)
         names = [column.name for column in self.columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -42,11 +42,15 @@ _STORED_READERS = 4  # each may hold a decoded stripe
 
 @dataclass(frozen=True)
 class Layout:
-    """A file's columns and where its groups start: `starts` has one entry more than there are groups."""
+    """A file's columns and where its groups start: `starts` has one entry more than there are groups.
+
+    `nulls` are columns that are known to lack values; only those of the first file are asked for.
+    """
 
     schema: pa.Schema
     starts: NDArray[np.int64]
     detail: Any = None
+    nulls: frozenset[str] = frozenset()
 
     @property
     def records(self) -> int:
@@ -122,6 +126,11 @@ class FileSource(ABC):
         elif unknown:
             with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
                 list(pool.map(inspect, unknown))
+
+    def columns_with_nulls(self) -> frozenset[str]:
+        """The columns that are known to lack values in the first file."""
+        assert self.schema is not None  # all files are inspected
+        return self._layouts[self._files.paths[0]].nulls
 
     def first_of_kind(self, name: str) -> str | None:
         """The first file whose column has the kind that it has in the schema."""

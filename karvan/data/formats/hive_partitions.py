@@ -56,6 +56,10 @@ class PartitionedSource:
         """See `FileSource.first_of_kind`."""
         return None if name in self._columns else self._source.first_of_kind(name)
 
+    def columns_with_nulls(self) -> frozenset[str]:
+        """See `FileSource.columns_with_nulls`."""
+        return self._source.columns_with_nulls()
+
     def parts(self) -> list[Part]:
         """The files."""
         return self._source.parts()

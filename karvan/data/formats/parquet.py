@@ -33,7 +33,8 @@ class ParquetSource(FileSource):
             raise ValueError(
                 f"The footer counts {metadata.num_rows} records, but its row groups have {sum(counts)}."
             )
-        return Layout(parquet.schema_arrow, np.cumsum([0, *counts], dtype=np.int64), metadata)
+        nulls = _nulls_of(metadata) if path == self._files.paths[0] else frozenset()
+        return Layout(parquet.schema_arrow, np.cumsum([0, *counts], dtype=np.int64), metadata, nulls)
 
     def _groups(
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
@@ -50,6 +51,17 @@ class ParquetSource(FileSource):
                     pieces = parquet.read_row_group(number, columns).to_batches()
                 for batch in pieces:
                     yield number, batch
+
+
+def _nulls_of(metadata: pq.FileMetaData) -> frozenset[str]:
+    """The columns that lack values, by the statistics in the footer, if it has any."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+    return frozenset(
+        chunk.path_in_schema
+        for chunk in chunks
+        if (found := chunk.statistics) is not None and found.has_null_count and found.null_count
+    )
 
 
 def _reader(file: pa.NativeFile, layout: Layout, pre_buffer: bool) -> pq.ParquetFile:

@@ -4,6 +4,9 @@ A function is *row-wise* if every row of its result depends only on the same row
 has an attribute `row_wise` that is true. It is then called with large pieces, from which batches are cut
 afterwards: a call for a hundred thousand rows costs little more than one for a thousand. Functions without
 the attribute are called once for each batch, with exactly its rows.
+
+A column that is known to lack values has the kind for missing values in every batch (`OptionalRagged` or
+`OptionalText`), so that code that expects tensors fails at the first batch, and not hours later.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from karvan.batch_slicing import join_batches, split_batch
+from karvan.batch_slicing import join_batches, split_batch, with_optional_values
 from karvan.ragged import Batch, Entry
 
 Rows: TypeAlias = "pa.RecordBatch | Batch"
@@ -34,6 +37,8 @@ class BatchSteps:
         steps: list[Callable[[Any], Any]] = [decode] if transform is None else [decode, transform]
         self._on_pieces = list(takewhile(lambda step: getattr(step, "row_wise", False), steps))
         self._on_batches = steps[len(self._on_pieces) :]
+        row_wise = len(self._on_pieces) == 2  # such a transform has outputs in place of the columns
+        self._nullable: Sequence[str] = () if row_wise else getattr(decode, "nullable", ())
 
     def require_fitted(self) -> None:
         """Raise if the transform has not been fitted yet; threads would fail one after the other."""
@@ -61,6 +66,9 @@ class BatchSteps:
     def finish(self, parts: Sequence[Rows]) -> Batch:
         """The batch of these rows; those that have not been prepared are prepared now."""
         rows = join([self.prepare(part) if isinstance(part, pa.RecordBatch) else part for part in parts])
+        if self._nullable and isinstance(rows, Batch):
+            optional = {name: with_optional_values(rows[name]) for name in self._nullable}
+            rows = rows.with_entries({**rows, **optional})
         made: Batch = _run(self._on_batches, rows)
         return made
 

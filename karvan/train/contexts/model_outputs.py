@@ -44,5 +44,4 @@ def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
             f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch.keys()))}. "
             "Name others with label=, or set it to None for none."
         )
-    refuse_missing(name, batch[name])
-    return batch[name].to(device)
+    return refuse_missing(name, batch[name]).to(device)

@@ -151,8 +151,10 @@ class CsvSource(FileSource):
             with self._text(path) as text:
                 counts, bounds = _scan(text, begin, _all_lines if len(names) == 1 else _lines)
         types_ = self._types | self._infer_types(path, names, head[begin:], is_all)
+        is_first = path == self._files.paths[0]
+        nulls = self._find_nulls(path, names, head[begin:], is_all) if is_first else frozenset()
         schema = pa.schema([(name, types_.get(name, pa.null())) for name in names])
-        return Layout(schema, np.cumsum([0, *counts], dtype=np.int64), bounds)
+        return Layout(schema, np.cumsum([0, *counts], dtype=np.int64), bounds, nulls)
 
     def _schema_of(self, names: Sequence[str]) -> pa.Schema:
         return pa.schema([(name, self._types.get(name, pa.null())) for name in names])
@@ -281,6 +283,16 @@ class CsvSource(FileSource):
             elif (cell := ambiguous_cell(cells)) is not None:
                 self._ambiguous[path, name] = cell
         return {name: type_ for name, type_ in found.items() if type_ != pa.null()}
+
+    def _find_nulls(self, path: str, names: Sequence[str], head: bytes, is_all: bool) -> frozenset[str]:
+        """The columns with an empty cell, or another that means null, in the first lines of a file."""
+        columns = [name for name in names if self._columns is None or name in self._columns]
+        if not columns or not head.strip():
+            return frozenset()
+        converting = self._converting(names, columns)
+        converting.column_types = dict.fromkeys(columns, pa.binary())
+        cells = self._first_lines(path, names, head, is_all, converting)
+        return frozenset(name for name in columns if cells[name].null_count)
 
     def _first_lines(
         self, path: str, names: Sequence[str], head: bytes, is_all: bool, converting: csv.ConvertOptions
