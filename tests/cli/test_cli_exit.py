@@ -1,6 +1,7 @@
 """A command that has printed its result ends, whatever threads of libraries are doing."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -106,3 +107,38 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word():
     ran = subprocess.run([sys.executable, "-m", "karvan", "version"], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+INSPECTING = """
+import karvan as kv
+from store import Store
+
+class Second(Store):
+    def _open(self, path, mode="rb", **options):
+        Store.stuck = path.endswith("2.csv")
+        return super()._open(path, mode, **options)
+
+def tell():
+    Store.blocked.wait()
+    print("blocked", flush=True)
+
+def job():
+    import threading
+    threading.Thread(target=tell, daemon=True).start()
+    kv.data.read(["1.csv", "2.csv"], 64, filesystem=Second())
+"""
+
+
+def test_one_interrupt_ends_a_command_although_files_are_being_inspected(tmp_path):
+    for name in ("1.csv", "2.csv"):
+        (tmp_path / name).write_text("user,label\n1,1\n")
+    (tmp_path / "store.py").write_text(STORE)
+    (tmp_path / "job.py").write_text(INSPECTING)
+    command = [sys.executable, "-m", "karvan", "evaluate", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as started:
+        try:
+            assert started.stdout.readline() == b"blocked\n"
+            started.send_signal(signal.SIGINT)
+            assert started.wait(60) == 130
+        finally:
+            started.kill()
