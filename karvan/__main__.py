@@ -1,6 +1,6 @@
 """`python -m karvan` is `karvan`."""
 
-from karvan.cli.main import main
+from karvan.cli.main import program
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program()

@@ -1,9 +1,47 @@
 """The number of cores and threads, and which threads the native core uses."""
 
 import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any, TypeVar
 
 from karvan.native import _native, is_built
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_on_threads(work: Callable[[Item], Result], items: Iterable[Item], most: int) -> list[Result]:
+    """The results of `work` for all items, in their order, by up to so many threads; or the first's error.
+
+    Ctrl-C ends the wait, and neither it nor the process's end waits for a thread that is stuck in a read, as
+    those of `concurrent.futures` would.
+    """
+    waiting = deque(enumerate(items))
+    results: list[Any] = [None] * len(waiting)
+    errors: dict[int, BaseException] = {}
+
+    def run() -> None:
+        while waiting and not errors:
+            try:
+                number, item = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = work(item)
+            except BaseException as error:
+                errors[number] = error
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(most, len(results)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return results
 
 
 def set_num_threads(count: int) -> None:

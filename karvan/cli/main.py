@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
 
@@ -24,6 +25,7 @@ from karvan.cli.commands import (
     version,
 )
 from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, print_error, show
+from karvan.process_end import run_to_end
 
 app = typer.Typer(
     name="karvan",
@@ -77,6 +79,11 @@ for command in (
     command.add_to(app)
 
 
+def program() -> NoReturn:
+    """Run the command of this process, and end it."""
+    run_to_end(main)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; see `errors.py`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -85,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words[:own] if word != "--debug"] + words[own:]
     try:
         code = app(words or ["--help"], standalone_mode=False, prog_name="karvan")
+        sys.stdout.flush()  # a full disk or a closed pipe is an error of the command
         return code if isinstance(code, int) else OK
     except typer.Exit as end:
         return end.exit_code

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ import pyarrow.compute as pc
 from pyarrow import fs
 
 from karvan.data.errors import located
+from karvan.threads import map_on_threads
 
 _TABLE_BUDGET = 1 << 26
 _TABLE_BLOCKS = 256
@@ -69,8 +69,8 @@ def fingerprint_files(filesystem: fs.FileSystem, paths: Sequence[str], budget: B
         with located(path), filesystem.open_input_file(path) as file:
             return b"".join(_digest(file.read_at(length, first)) for first, length in ranges)
 
-    with ThreadPoolExecutor(max(1, min(len(tasks), _THREADS))) as pool:
-        return text_hash(f"{sizes} {[digest.hex() for digest in pool.map(read, tasks)]}")
+    digests = map_on_threads(read, tasks, _THREADS)
+    return text_hash(f"{sizes} {[digest.hex() for digest in digests]}")
 
 
 def ranges_of(sizes: Sequence[int], budget: Budget) -> list[list[Range]]:

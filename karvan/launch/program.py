@@ -22,6 +22,7 @@ import types
 
 from karvan import exit_codes
 from karvan.job.environment import variable
+from karvan.process_end import run_to_end
 
 _DEBUG = variable("debug")  # read separately: an error may be about another variable
 
@@ -90,4 +91,4 @@ def show_traceback(error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_to_end(main)

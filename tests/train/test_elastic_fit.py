@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 
 import pytest
+import torch
 from elastic_jobs import elastic_job
 
 
@@ -54,6 +55,37 @@ def _kill_one(job):
     assert [two.wait(60), three.wait(60)] == [0, 0]
     assert max(result["trained"] for result in results) == results[0]["step"]  # nobody went back
     return results
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_averages_have_the_same_bits_whoever_comes_and_goes(tmp_path, servers):
+    with elastic_job(tmp_path, servers=servers, PAUSE=0.1, epochs=1, AVERAGED=1) as job:
+        one = job.start()
+        job.wait(lambda: job.step(one)[0] > 6)
+        two = job.start()
+        job.wait(lambda: job.step(two)[1] == 2)
+        one.kill()
+        job.wait(lambda: job.step(two)[1] == 1)
+        two.kill()  # and the next one begins with a checkpoint
+        three, four = job.start(), job.start()
+        job.wait(lambda: job.step(three)[1] == job.step(four)[1] == 2)
+        job.hurry()
+        results = job.results(2)
+        check(job, results)
+        average = torch.load(job.notes / "parameters-1.pt")
+        for step in range(2, results[0]["step"] + 1):
+            average.lerp_(torch.load(job.notes / f"parameters-{step}.pt"), 1 - 0.75)
+        assert not torch.equal(average, torch.ones(job.records))
+        for result in results:
+            assert torch.equal(torch.tensor(result["averages"]), average)
+
+
+def test_averages_in_mode_async_are_an_error_before_training(tmp_path):
+    with elastic_job(tmp_path, servers=1, KARVAN_MODE="async", AVERAGED=1) as job:
+        trainer = job.start()
+        assert trainer.wait(60) != 0
+        assert "expected mode sync or hybrid, or no EMA" in trainer.log.read_text()
+        assert not list(job.notes.glob("parameters-*"))
 
 
 def test_a_trainer_that_is_terminated_finishes_its_batch_and_leaves(job):

@@ -16,6 +16,13 @@ def test_a_scheduler_that_is_no_function_is_an_error_that_shows_one(scheduler):
         trainer(model(), scheduler=scheduler)
 
 
+def test_a_list_of_schedulers_that_contains_itself_is_an_error():
+    listed = []
+    listed.append(listed)
+    with pytest.raises(TypeError, match="got a list within a list"):
+        trainer(model(), scheduler=listed)
+
+
 WRONG = {
     "no label": lambda batch: {name: value for name, value in batch.items() if name != "label"},
     "other features": lambda batch: {"label": batch["label"]},

@@ -11,12 +11,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from karvan.clock import clock
 from karvan.protocol.task_reading import TASK_READING_CALLS
+from karvan.threads import map_on_threads
 from karvan.wire import Client, Message, RefusedError, Security, WireError
 
 _log = logging.getLogger("karvan.cluster")
@@ -124,8 +124,7 @@ def ask_all(access: LoaderAccess, method: str) -> dict[int, Message]:
             answered.append(clock.now())
         return answer
 
-    with ThreadPoolExecutor(access.count, thread_name_prefix="karvan-ask") as threads:
-        found = dict(enumerate(threads.map(ask, range(access.count))))
+    found = dict(enumerate(map_on_threads(ask, range(access.count), access.count)))
     for loader, answer in found.items():
         if answer is None:
             _log.warning("loader %d cannot be reached; the others read its part.", loader)

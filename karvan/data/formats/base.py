@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, ClassVar
@@ -34,6 +33,7 @@ from karvan.data.fingerprint import fingerprint_files
 from karvan.data.formats.paths import Files
 from karvan.data.retry.file_outages import FileOutages
 from karvan.data.source import Part, Split
+from karvan.threads import map_on_threads
 
 _log = logging.getLogger("karvan.data")
 
@@ -123,9 +123,8 @@ class FileSource(ABC):
         if self.quick_inspection and isinstance(self._files.filesystem, fs.LocalFileSystem):
             for path in unknown:
                 inspect(path)
-        elif unknown:
-            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
-                list(pool.map(inspect, unknown))
+        else:
+            map_on_threads(inspect, unknown, 8)
 
     def columns_with_nulls(self) -> frozenset[str]:
         """The columns that are known to lack values in the first file."""

@@ -105,7 +105,10 @@ def _make(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[An
         return [_one(given, optimizer) for optimizer in optimizers.values()]
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(given)}.")
-    return [each for one in given for each in _make(one, optimizers)]
+    listed = list(given)
+    if any(isinstance(each, list | tuple) for each in listed):  # which may contain itself
+        raise TypeError(f"scheduler expects {_EXAMPLE}, or a list of them, got a list within a list.")
+    return [each for one in listed for each in _make(one, optimizers)]
 
 
 def _one(given: Given, optimizer: Optimizer) -> Any:

@@ -5,7 +5,8 @@ a note that says hurry; ROWS=1 for records that are counted in rows as well; SAV
 POISON, records that raise an error, in POISONED=model, loss or transform, or with POISON=all every one;
 KARVAN_EMBEDDING_WORKER_COUNT above 0 for rows that embedding workers look up, by the feature `id`;
 HOLD=1 for a disk that hangs in the final save until there is a note that says save; HANG=1 to hang after the
-first batch of an evaluation; COUNTED=1 for a metric that counts samples; TRANSPORT of collectives. Every
+first batch of an evaluation; COUNTED=1 for a metric that counts samples; TRANSPORT of collectives; AVERAGED=1
+for averages of the parameters, and a note of the parameters of every step. Every
 record that is evaluated is noted.
 
 In mode async there are also PULL_EVERY; DIE_AT=BATCH,SERVER, which kills the process in the commit of one of
@@ -95,6 +96,16 @@ class Note(kv.callbacks.Callback):
             noted.write(f"{trainer.step}\n")
         if not (notes / "hurry").exists():
             time.sleep(pause)
+
+
+class NoteParameters(kv.callbacks.Callback):
+    def on_step_end(self, trainer, logs):
+        written = notes / f"parameters-{os.getpid()}.new"
+        torch.save(trainer.model.times.detach(), written)
+        written.rename(notes / f"parameters-{trainer.step}.pt")  # all trainers have the same
+
+
+averages = [kv.train.EMA(0.75), NoteParameters()] if os.environ.get("AVERAGED") == "1" else []
 
 
 class SlowDisk(kv.Checkpoints):
@@ -188,7 +199,7 @@ trainer = kv.Trainer(
     checkpoint_every=int(os.environ.get("SAVE_EVERY", "5")),
     checkpoint_seconds=float(os.environ.get("SAVE_SECONDS", "600")),
     metrics={"samples": Samples()} if os.environ.get("COUNTED") == "1" else None,
-    callbacks=[Note()],
+    callbacks=[*averages, Note()],
     progress="plain",
     log_every=10,
 )
@@ -213,6 +224,8 @@ if result.stopped is None:
         "trained": result.trained,
         "bad_records": result.bad_records,
     }
+    if averages:
+        counted["averages"] = averages[0].state_dict()["times"].tolist()
     if rows:
         table = trainer.model.embeddings.table("record")
         counted["rows"] = table.vectors(torch.arange(records)).squeeze(1).tolist()
