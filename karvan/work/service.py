@@ -130,7 +130,7 @@ class WorkService(Service):
                 if self._opened is None:
                     self._opened = Ledger(self._path, spec)
                 elif not self._described:
-                    self._opened.change_settings(spec)
+                    self._opened.change_settings(spec, request.head.get("drops_rest", False))
                 else:
                     spec.check(self._opened.spec.settings(), data_only=False)
                 self._described = True

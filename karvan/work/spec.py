@@ -54,8 +54,9 @@ class WorkSpec:
                 what = "the names or the numbers of records of the files" if name == "parts" else name
                 raise ValueError(
                     f"The job has begun with other work: {what} was {stored.get(name)}, and is now {value}. "
-                    "Train that data to its end first, or remove the ledger (master/work.db in the folder of "
-                    "checkpoints) to drop the rest of it."
+                    "Train that data to its end first, or drop the rest of it by drop_unfinished=True of fit "
+                    "(for a program of torch's DataLoader: remove the ledger, master/work.db in the folder of "
+                    "checkpoints)."
                 )
 
 
