@@ -55,8 +55,7 @@ class WorkSpec:
                 raise ValueError(
                     f"The job has begun with other work: {what} was {stored.get(name)}, and is now {value}. "
                     "Train that data to its end first, or drop the rest of it by drop_unfinished=True of fit "
-                    "(for a program of torch's DataLoader: remove the ledger, master/work.db in the folder of "
-                    "checkpoints)."
+                    "(without a Trainer: remove the ledger, master/work.db in the folder of checkpoints)."
                 )
 
 
