@@ -474,3 +474,8 @@ def test_records_of_changing_schema_are_decoded_by_their_own():
     decoder = Decoder([Fixed("x")])
     assert decoder(pa.record_batch({"x": [1]}))["x"].dtype == torch.int64
     assert decoder(pa.record_batch({"y": [1], "x": [1.5]}))["x"].tolist() == [1.5]
+
+
+def test_a_decoder_of_names_is_an_error_that_says_how_to_infer_columns():
+    with pytest.raises(TypeError, match=r"Varlen or Raw, got 'user'.*kv\.data\.infer"):
+        Decoder(["user"])

@@ -48,6 +48,11 @@ class Decoder:
     def __init__(self, columns: Sequence[Column], labels: Sequence[str] = ()) -> None:
         self.columns = tuple(columns)
         self.labels = tuple(labels)
+        if wrong := [column for column in self.columns if not isinstance(column, Fixed | Varlen | Raw)]:
+            raise TypeError(
+                f"Decoder expects columns, kv.data.Fixed, Varlen or Raw, got {wrong[0]!r}. By their types: "
+                "kv.data.infer(schema)."
+            )
         names = [column.name for column in self.columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
