@@ -53,7 +53,8 @@ def refuse_missing(name: str, entry: Any) -> Any:
         missing = entry.rows - entry.values.shape[0]
         raise ValueError(
             f"Column '{name}' has no value for {missing} of {entry.rows} samples. Remove such records from "
-            "the data, or declare a value for null: kv.data.Fixed(…, default=0)."
+            "the data, or declare a value for null: kv.data.Fixed(…, default=0) as it is read, or "
+            "Feature(…).fill_missing(0) behind the step that makes it a number, such as a hash."
         )
     return entry
 

@@ -280,9 +280,13 @@ class Feature:
         separator = separator.encode() if isinstance(separator, str) else separator
         return self.then(Split(separator, skip_empty))
 
-    def to_text(self) -> Feature:
-        """Integers as strings of their decimal digits: a hash of them is that of TensorFlow's columns."""
-        return self.then(ToText())
+    def to_text(self, *, unsigned: bool = False) -> Feature:
+        """Integers as strings of their decimal digits: a hash of them is that of TensorFlow's columns.
+
+        A batch has unsigned 64-bit ids as int64, from 2**63 on as negative numbers; `unsigned` gives their
+        own text.
+        """
+        return self.then(ToText(unsigned))
 
     def to_numbers(self, default: float = math.nan) -> Feature:
         """Strings such as "2.5" as the float32 that they spell; empty and missing ones as the default."""

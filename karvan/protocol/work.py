@@ -82,7 +82,7 @@ _SPEC = Fields(
 )
 
 WORK_CALLS = table_of(
-    Call("open_work", Fields({"spec": _SPEC})),
+    Call("open_work", Fields({"spec": _SPEC}, {"drops_rest": Boolean()})),
     Call(
         "lease_tasks",
         Fields(

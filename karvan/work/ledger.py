@@ -375,12 +375,14 @@ class Ledger:
 
     # The file
 
-    def change_settings(self, spec: WorkSpec) -> None:
+    def change_settings(self, spec: WorkSpec, drops_rest: bool = False) -> None:
         """Train the same data in another way from now on, such as with more tries.
 
-        Or other data, such as the next day's, from its start, if the earlier data is trained to its end.
+        Or other data, such as the next day's, from its start, if the earlier data is trained to its end or
+        the rest of it is dropped.
         """
-        is_next = self.spec not in (NO_WORK, spec) and self._is_trained() and spec.parts != self.spec.parts
+        is_other = self.spec != NO_WORK and spec.parts != self.spec.parts
+        is_next = is_other and (drops_rest or self._is_trained())
         if self.spec != NO_WORK and not is_next:
             spec.check(self.spec.settings(), data_only=True)
         if spec != self.spec:

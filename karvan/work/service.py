@@ -5,7 +5,8 @@ A holder is a process, under a name of its own. It calls
     open_work            with the `WorkSpec` of the data, before anything else. The first call of a job begins
                          its ledger; later ones, of the same or other holders, must describe the same work.
                          Only the first one of a master may change settings of a ledger that exists: a job
-                         that is started again may have more tries, but no other data.
+                         that is started again may have more tries. It may have other data if the
+                         ledger's is trained to its end, or if `drops_rest` says so.
     lease_tasks          for tasks of some kinds. It says the token of the last lease it knows: later ones of
                          its name were answered by a master that died before the answer arrived, and are
                          answered again.
@@ -130,7 +131,7 @@ class WorkService(Service):
                 if self._opened is None:
                     self._opened = Ledger(self._path, spec)
                 elif not self._described:
-                    self._opened.change_settings(spec)
+                    self._opened.change_settings(spec, request.head.get("drops_rest", False))
                 else:
                     spec.check(self._opened.spec.settings(), data_only=False)
                 self._described = True

@@ -51,11 +51,17 @@ class WorkSpec:
         """Raise a ValueError if other settings are stored; with `data_only`, if they are of other data."""
         for name, value in self.settings().items():
             if stored.get(name) != value and (name in _OF_THE_DATA or not data_only):
-                what = "the names or the numbers of records of the files" if name == "parts" else name
+                advice = f"Continue with the {name} that it has begun with."
+                what = name
+                if name == "parts":
+                    what = "the names or the numbers of records of the files"
+                    advice = (
+                        "Train that data to its end first, or drop the rest of it by drop_unfinished=True of fit "
+                        "(without a Trainer: remove the ledger, master/work.db in the folder of checkpoints)."
+                    )
                 raise ValueError(
                     f"The job has begun with other work: {what} was {stored.get(name)}, and is now {value}. "
-                    "Train that data to its end first, or remove the ledger (master/work.db in the folder of "
-                    "checkpoints) to drop the rest of it."
+                    f"{advice}"
                 )
 
 

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import random
+import re
 
 import pyarrow as pa
 import pytest
@@ -482,3 +483,37 @@ def test_ids_in_base_16_may_begin_with_0x(tmp_path):
         tmp_path / "a.csv", 5, options={"hexadecimal": ["user"]}, columns=[kv.data.Varlen("user")]
     )
     assert next(iter(data))["user"].values.tolist() == [0x1F, 0xFF, 0xFF, 0x123456]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("header", [True, False])
+def test_a_file_in_utf_16_is_an_error_that_says_how_to_convert_it(tmp_path, encoding, header):
+    path = tmp_path / "x.csv"
+    path.write_bytes("user,city\n1,Zürich\n".encode(encoding))
+    with pytest.raises(DataError, match=r"x\.csv.*UTF-16.*iconv"):
+        read_all(open_files(path, header=header, schema=None if header else ["user", "city"]))
+
+
+def test_a_header_in_another_encoding_is_an_error_that_says_how_to_convert_it(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes("größe,b\n1,2\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"x\.csv.*header.*iconv"):
+        read_all(open_files(path))
+
+
+@pytest.mark.parametrize("option", ["delimiter", "quote"])
+@pytest.mark.parametrize("mark", [", ", "tab", "é", 5, "\n"])
+def test_a_delimiter_and_a_quote_are_one_character(tmp_path, option, mark):
+    with pytest.raises(ValueError, match=re.escape(f"one ASCII character as {option}, got {mark!r}")):
+        open_files(put(tmp_path, "a,b\n1,2\n"), **{option: mark})
+
+
+def test_cells_that_are_null_but_for_spaces_are_a_warning(tmp_path, caplog):
+    path = put(tmp_path, "a,b,c\n1, ?,3\n2, x, ?\n")
+    read_all(open_files(path))
+    read_all(open_files(path, nulls=["?", " ?"]))
+    read_all(open_files(put(tmp_path, "a,b\n1,what ?\n", "y.csv"), nulls=["?"]))
+    assert not caplog.text
+    read_all(open_files(path, nulls=["", "?"]))
+    assert "x.csv has cells ' ?'" in caplog.text
+    assert "nulls=[' ?']" in caplog.text

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from karvan import ids
 from karvan.data.columns.declarations import Fixed, Raw, Varlen, infer
 from karvan.data.columns.decoder import Decoder
+from karvan.data.columns.kinds import kind_of
 from karvan.data.errors import DataError
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 
@@ -330,6 +331,29 @@ def test_dates_times_and_decimals_become_numbers():
     }
 
 
+def test_times_of_day_and_durations_become_microseconds():
+    schema = pa.schema(
+        [
+            (str(type_), type_)
+            for type_ in (pa.time32("s"), pa.time64("ns"), pa.duration("s"), pa.duration("ns"))
+        ]
+    )
+    columns = [pa.array([2, None], pa.int32()), *(pa.array([5000, None], pa.int64()) for _ in range(3))]
+    arrays = [column.cast(field.type) for column, field in zip(columns, schema, strict=True)]
+    got = Decoder(infer(schema))(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    assert [entry.to_lists() for entry in got.values()] == [
+        [[2_000_000], []],
+        [[5], []],
+        [[5_000_000_000], []],
+        [[5], []],
+    ]
+    assert [kind_of(field.type) for field in schema] == ["times of day"] * 2 + ["durations"] * 2
+    (lists,) = Decoder([Varlen("x")])(
+        pa.RecordBatch.from_pydict({"x": pa.array([[1, 2], []], pa.list_(pa.duration("ms")))})
+    ).values()
+    assert lists.to_lists() == [[1000, 2000], []]
+
+
 def test_no_copy_is_made_where_layouts_agree():
     array = pa.array(range(100), pa.int64())
     got = decode(array, Fixed("x"), slice(10, 20))
@@ -404,7 +428,7 @@ def test_dtype_can_be_asked_for():
         (Raw("x"), pa.int64(), "Raw expects strings or lists of strings, but .* int64"),
         (Varlen("x"), pa.string(), 'expects numbers, but .* string.*hash="farm"'),
         (Varlen("x", "farm"), pa.int64(), "expects strings to hash, but .* int64"),
-        (Varlen("x"), pa.duration("s"), "but the column's type is duration"),
+        (Varlen("x"), pa.month_day_nano_interval(), "but the column's type is month_day_nano_interval"),
         (Fixed("y"), pa.int64(), "column 'y': The column is missing. The records' columns are: x"),
     ],
 )
@@ -425,7 +449,7 @@ def test_a_list_of_another_length_is_an_error_that_names_column_and_row():
 
 def test_what_cannot_be_inferred_is_an_error_that_names_the_column():
     for type_ in (
-        pa.duration("s"),
+        pa.month_day_nano_interval(),
         pa.list_(pa.list_(pa.string())),
         pa.struct([("a", pa.string())]),
     ):
@@ -450,3 +474,8 @@ def test_records_of_changing_schema_are_decoded_by_their_own():
     decoder = Decoder([Fixed("x")])
     assert decoder(pa.record_batch({"x": [1]}))["x"].dtype == torch.int64
     assert decoder(pa.record_batch({"y": [1], "x": [1.5]}))["x"].tolist() == [1.5]
+
+
+def test_a_decoder_of_names_is_an_error_that_says_how_to_infer_columns():
+    with pytest.raises(TypeError, match=r"Varlen or Raw, got 'user'.*kv\.data\.infer"):
+        Decoder(["user"])

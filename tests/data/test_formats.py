@@ -223,3 +223,11 @@ def test_several_threads_read_one_source_at_once(files, kind):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(check, [*range(0, 500, 20), *range(0, 500, 7)]))
+
+
+@pytest.mark.parametrize("text", ['{"user": 1}\n{"user": 2}\n', ' [{"user": 1}]'])
+def test_lines_of_json_are_an_error_that_says_how_to_read_them(tmp_path, text):
+    path = tmp_path / "clicks.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"clicks\.jsonl.*JSON.*pyarrow\.json\.read_json"):
+        open_files(path)

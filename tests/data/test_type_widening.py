@@ -55,6 +55,8 @@ TEXT = [[97], [98]]
         ),
         (pa.array([1], pa.timestamp("s")), pa.array([2000], pa.timestamp("ns")), [1_000_000, 2]),
         (pa.array([1], pa.date32()), pa.array([86_400_000], pa.date64()), [1, 1]),
+        (pa.array([1], pa.time32("s")), pa.array([2000], pa.time64("ns")), [1_000_000, 2]),
+        (pa.array([1], pa.duration("s")), pa.array([2000], pa.duration("ns")), [1_000_000, 2]),
     ],
     ids=str,
 )

@@ -29,6 +29,16 @@ def test_integers_become_their_decimal_text(numbers):
     assert strings_of(Ragged(text, offsets)) == strings_of(made)
 
 
+@given(st.lists(st.integers(0, 2**64 - 1) | st.sampled_from([0, 9, 10, 2**63 - 1, 2**63, 2**64 - 1])))
+def test_unsigned_ids_become_their_own_decimal_text(numbers):
+    unsigned = torch.tensor(numbers, dtype=torch.uint64)
+    expected = [str(number).encode() for number in numbers]
+    assert strings_of(run(chain().to_text(unsigned=True), unsigned.view(torch.int64))) == expected
+    assert strings_of(run(chain().to_text(), unsigned)) == expected
+    text, offsets = write_anywhere(unsigned.view(torch.int64), unsigned=True)
+    assert strings_of(Ragged(text, offsets)) == expected
+
+
 @given(rows(INT64, max_length=4))
 def test_lists_of_integers_become_lists_of_text_and_back(lists):
     made = run(chain().to_text(), Ragged.from_lists(lists))

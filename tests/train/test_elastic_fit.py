@@ -111,6 +111,39 @@ def test_all_trainers_die_and_the_next_ones_continue_from_the_checkpoint(job):
     assert three.wait(60) == 0
 
 
+def _other_data(job):
+    """Tomorrow the job has other data, and another master."""
+    (job.data / "2.parquet").unlink()
+    job.restart_master()
+    job.hurry()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_other_data_follows_a_fit_that_ended_by_max_steps_within_an_epoch(tmp_path, mode):
+    servers = 1 if mode == "async" else 0
+    with elastic_job(tmp_path, epochs=1, servers=servers, KARVAN_MODE=mode, MAX_STEPS=5) as job:
+        job.start().wait(60)
+        _other_data(job)
+        job.start(MAX_STEPS=1000)
+        assert sorted(each["trained"] for each in job.results(2)) == [5, 50], job.logs()
+
+
+def test_data_whose_predecessor_was_not_trained_to_its_end_is_an_error_until_that_is_dropped(tmp_path):
+    with elastic_job(tmp_path, epochs=1, PAUSE=0.2) as job:
+        stopped = job.start()
+        job.wait(lambda: job.step(stopped)[0] > 3)
+        stopped.send_signal(signal.SIGTERM)
+        assert stopped.wait(60) == 0
+        _other_data(job)
+        refused = job.start()
+        assert refused.wait(60) == 1
+        assert "not trained to its end" in refused.log.read_text()
+        assert "drop_unfinished=True" in refused.log.read_text()
+        job.start(DROP=1)
+        (result,) = job.results(1)
+        assert result["trained"] == 50, job.logs()
+
+
 def test_all_trainers_are_terminated_and_save(job):
     one, two = job.start(), job.start()
     job.wait(lambda: min(job.step(one)[0], job.step(two)[0]) > 3)

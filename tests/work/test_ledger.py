@@ -194,6 +194,16 @@ def test_a_job_that_is_started_again_has_other_data_when_the_earlier_data_is_tra
     ]
 
 
+def test_the_rest_of_other_data_can_be_dropped(open_ledger):
+    ledger = open_ledger()
+    lease = lease_of(ledger, "a")
+    ledger.change_settings(ledger.spec, drops_rest=True)  # the same data continues
+    assert [each.token for each in ledger.leases] == [lease.token]
+    ledger.change_settings(replace(ledger.spec, parts=(("f9", 4),)), drops_rest=True)
+    assert not ledger.leases
+    assert lease_of(ledger).task.path == "f9"
+
+
 def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
     ledger = open_ledger(size=10, epochs=2)
     held = lease_of(ledger, "slow")

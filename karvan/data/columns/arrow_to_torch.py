@@ -105,6 +105,10 @@ def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Ar
     """The plain type that represents a type, and the conversion to it."""
     if types.is_timestamp(type_):
         return pa.int64(), lambda array: array.cast(pa.timestamp("us"), safe=False).view(pa.int64())
+    if types.is_time(type_):
+        return pa.int64(), lambda array: array.cast(pa.time64("us"), safe=False).view(pa.int64())
+    if types.is_duration(type_):
+        return pa.int64(), lambda array: array.cast(pa.duration("us"), safe=False).view(pa.int64())
     if types.is_date(type_):
         return pa.int32(), lambda array: array.cast(pa.date32()).view(pa.int32())
     if types.is_decimal(type_):

@@ -135,7 +135,9 @@ def infer_field(field: pa.Field) -> Column:
         return Varlen(field.name)
     if levels <= 1 and is_weighted(leaf) and is_number(leaf.field(0).type):
         return Varlen(field.name)
-    advice = "Write its fields as columns of their own" if types.is_nested(leaf) else "Declare how to read it"
+    advice = (
+        "Write its fields as columns of their own" if types.is_nested(leaf) else "Write it as numbers or text"
+    )
     raise DataError(
         f"Nothing can be inferred for the type {field.type}. {advice}, or read only the other columns.",
         column=field.name,
@@ -169,6 +171,8 @@ def is_number(type_: pa.DataType) -> bool:
         or types.is_decimal(type_)
         or types.is_timestamp(type_)
         or types.is_date(type_)
+        or types.is_time(type_)
+        or types.is_duration(type_)
     )
 
 

@@ -51,6 +51,11 @@ class Decoder:
     ) -> None:
         self.columns = tuple(columns)
         self.labels = tuple(labels)
+        if wrong := [column for column in self.columns if not isinstance(column, Fixed | Varlen | Raw)]:
+            raise TypeError(
+                f"Decoder expects columns, kv.data.Fixed, Varlen or Raw, got {wrong[0]!r}. By their types: "
+                "kv.data.infer(schema)."
+            )
         without_default = [each for each in columns if not isinstance(each, Varlen) and each.default is None]
         self.nullable = tuple(each.name for each in without_default if each.name in nullable)
         names = [column.name for column in self.columns]

@@ -17,6 +17,13 @@ from karvan.data.columns.declarations import is_number, is_text, unnest
 from karvan.data.errors import DataError
 from karvan.data.source import Source
 
+_TEMPORAL = (
+    ("dates", types.is_date),
+    ("times", types.is_timestamp),
+    ("times of day", types.is_time),
+    ("durations", types.is_duration),
+)
+
 
 class ColumnKind(NamedTuple):
     """The kind of a column, and which file shows it: its name and folder, wherever the data lies."""
@@ -32,8 +39,9 @@ def kind_of(type_: pa.DataType) -> str | None:
         leaf = leaf.field(0).type
     if types.is_dictionary(leaf):
         leaf = leaf.value_type
-    if types.is_date(leaf) or types.is_timestamp(leaf):
-        return "dates" if types.is_date(leaf) else "times"
+    for kind, is_kind in _TEMPORAL:
+        if is_kind(leaf):
+            return kind
     if is_number(leaf):
         return "numbers"
     return "text" if is_text(leaf) else None

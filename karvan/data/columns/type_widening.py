@@ -95,7 +95,9 @@ def _times(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return pa.date32()
     if types.is_timestamp(a) and types.is_timestamp(b) and (a.tz is None) == (b.tz is None):
         return pa.timestamp("us", None if a.tz is None else "UTC")  # as they are decoded
-    return None
+    if types.is_time(a) and types.is_time(b):
+        return pa.time64("us")
+    return pa.duration("us") if types.is_duration(a) and types.is_duration(b) else None
 
 
 def _lists(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:

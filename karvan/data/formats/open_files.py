@@ -140,6 +140,12 @@ def _format(filesystem: fs.FileSystem, path: str) -> str:
             return found
     if is_tfrecord(start):
         return "tfrecord"
+    if start.lstrip()[:1] in (b"{", b"["):
+        raise DataError(
+            "There is no format for JSON. Lines of JSON are a table by pyarrow.json.read_json(FILE), which "
+            "kv.data.read takes in place of a path; to read many files again and again, write it as Parquet.",
+            path=path,
+        )
     raise DataError(
         "Neither its name nor its first bytes show the format of the file: pass format=, which may be "
         f"{', '.join(sorted(set(_FORMATS.values())))}.",

@@ -48,9 +48,12 @@ class WorkClient:
         self._disconnected = threading.Event()
         self._client = Client("master", find, security, calls=WORK_CALLS, deadline=deadline, forgetful=True)
 
-    def open(self, spec: WorkSpec) -> None:
-        """Describe the work; the first holder of a job begins its ledger, others must say the same."""
-        self._call("open_work", {"spec": asdict(spec)})
+    def open(self, spec: WorkSpec, drops_rest: bool = False) -> None:
+        """Describe the work; the first holder of a job begins its ledger, others must say the same.
+
+        drops_rest: if the ledger is of other data, begin this data, whatever is left of that.
+        """
+        self._call("open_work", {"spec": asdict(spec), "drops_rest": drops_rest})
 
     def lease(
         self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1, epoch: int | None = None

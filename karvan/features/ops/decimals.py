@@ -199,8 +199,11 @@ def _parse_floats(text: Tensor, starts: Tensor) -> Tensor:
 class ToText(RowOp):
     """Integers as their decimal text, with a minus sign where they are negative: -12 becomes "-12".
 
+    With `unsigned`, and for torch.uint64, they are from 0 to 2**64 - 1, as unsigned ids that int64 holds.
     One integer in a row becomes a string, lists become lists of strings. Strings are returned unchanged.
     """
+
+    unsigned: bool = False
 
     name: ClassVar[str] = "to_text"
     takes_text: ClassVar[bool] = True
@@ -226,8 +229,11 @@ class ToText(RowOp):
         if is_text(entry):
             return entry
         assert not isinstance(entry, NestedRagged)
-        numbers = values_of(entry).reshape(-1).to(torch.int64)
-        text, inner = _write_by_arrow(numbers) if numbers.is_cpu else write_anywhere(numbers)
+        values = values_of(entry).reshape(-1)
+        unsigned = self.unsigned or values.dtype is torch.uint64
+        numbers = values.to(torch.int64)
+        write = _write_by_arrow if numbers.is_cpu else write_anywhere
+        text, inner = write(numbers, unsigned)
         if isinstance(entry, Ragged) and entry.offsets is not None:
             return NestedRagged(text, inner, entry.offsets)
         if isinstance(entry, Tensor) and entry.dim() == 2:
@@ -236,27 +242,32 @@ class ToText(RowOp):
         return Ragged(text, inner)
 
 
-def _write_by_arrow(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _write_by_arrow(numbers: Tensor, unsigned: bool) -> tuple[Tensor, Tensor]:
     """The same as `write_anywhere`, much faster."""
     import numpy as np
     import pyarrow as pa
 
-    words = pa.array(numbers.numpy()).cast(pa.large_string())
+    words = pa.array(numbers.numpy().view("uint64" if unsigned else "int64")).cast(pa.large_string())
     _, bounds, data = words.buffers()
     offsets = torch.from_numpy(np.frombuffer(bounds, np.int64, len(numbers) + 1).copy())
     text = torch.from_numpy(np.frombuffer(data, np.uint8, int(offsets[-1])).copy())
     return text, offsets
 
 
-def write_anywhere(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def write_anywhere(numbers: Tensor, unsigned: bool = False) -> tuple[Tensor, Tensor]:
     """The decimal text of integers, one after the other, and its offsets, in torch's arithmetic."""
+    large = (numbers < 0) & unsigned  # from 2**63 on: their last digit is written for itself
+    tens = ((numbers >> 1) & _INT64.max) // 5
     below = torch.where(numbers > 0, -numbers, numbers)  # the smallest number has no opposite
+    below = torch.where(large, -tens, below)
     powers = torch.tensor([10**n for n in range(_DIGITS)], device=numbers.device)
-    digits = 1 + (below.unsqueeze(1) <= -powers[1:]).sum(1)
-    offsets = offsets_from(digits + (numbers < 0))
+    digits = 1 + (below.unsqueeze(1) <= -powers[1:]).sum(1) + large
+    offsets = offsets_from(digits + ((numbers < 0) & ~large))
     total = int(offsets[-1])
     word = row_numbers(offsets.diff(), total)
     place = offsets[1:][word] - 1 - torch.arange(total, device=word.device)  # 0 is the last digit
-    shifted = torch.div(below[word], powers[place.clamp(max=_DIGITS - 1)], rounding_mode="trunc")
+    power = (place - large[word].to(torch.int64)).clamp(0, _DIGITS - 1)
+    shifted = torch.div(below[word], powers[power], rounding_mode="trunc")
     text = ord("0") - torch.fmod(shifted, 10)
+    text = torch.where(large[word] & (place == 0), ord("0") + (numbers - 10 * tens)[word], text)
     return torch.where(place < digits[word], text, ord("-")).to(torch.uint8), offsets

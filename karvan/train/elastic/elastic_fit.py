@@ -87,6 +87,8 @@ class ElasticFit(Fit):
         self._group: ElasticGroup = group
         self._evaluations = LeasedEvaluations(parts, client, group, trainer.evaluate)
         self._make_group_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
+        self._client = client
+        self._spec = partial(data.spec, work.most_tries, work.skip_bad_records)
         self._stack = ExitStack()
         self.begun = False  # whether this trainer has the state of training
         self._first = False  # whether it has reported, saved and acknowledged for all
@@ -112,6 +114,9 @@ class ElasticFit(Fit):
             check_fit(self._trainer, parts, self._goal)
             check_choice(parts.saver, self._how.resume)
             self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
+            newest = parts.saver.latest()
+            drops = newest is None or dataset.drops_rest(newest, self._identity, self._how.drop_unfinished)
+            self._client.open(self._spec(), drops)
             self._transforms.use(self._data, self._goal.eval_data)
             self._steps = self._make_steps()
             stack.callback(self._close)

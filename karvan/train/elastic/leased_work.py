@@ -51,7 +51,6 @@ class LeasedWork:
         self._batches = batches
         self._of_step = work.of_step
         self.seed = torch.initial_seed()  # of the generators of batches, where steps have fixed batches
-        client.open(data.spec(work.most_tries, work.skip_bad_records))
         self.bad = BadRecords(parts, data)
         self.records = Acknowledgements(client)
         self._closed = False

@@ -154,6 +154,15 @@ def is_other(
     )
 
 
+def drops_rest(checkpoint: Checkpoint, identity: Identity | None, drop_unfinished: bool) -> bool:
+    """Whether other data than a checkpoint's may begin, whatever is left of it; an error as by `is_other`."""
+    record = record_of(checkpoint)
+    if record is None or record.finished or drop_unfinished:
+        return True
+    is_other(record, identity, checkpoint, drop_unfinished)
+    return False
+
+
 def trained_before(record: Record | None, identity: Identity | None) -> FinishedData | None:
     """How a run has trained data before that of its newest checkpoint; a warning if it has."""
     before = None if record is None else find(record.history, identity)

@@ -6,8 +6,8 @@ POISON, records that raise an error, in POISONED=model, loss or transform, or wi
 KARVAN_EMBEDDING_WORKER_COUNT above 0 for rows that embedding workers look up, by the feature `id`;
 HOLD=1 for a disk that hangs in the final save until there is a note that says save; HANG=1 to hang after the
 first batch of an evaluation; COUNTED=1 for a metric that counts samples; TRANSPORT of collectives; AVERAGED=1
-for averages of the parameters, and a note of the parameters of every step. Every
-record that is evaluated is noted.
+for averages of the parameters, and a note of the parameters of every step. Every record that is evaluated is
+noted. MAX_STEPS and DROP=1 are options of the fit.
 
 In mode async there are also PULL_EVERY; DIE_AT=BATCH,SERVER, which kills the process in the commit of one of
 its batches, after that server has it and before any other does, or before any server has it if that is -1;
@@ -212,7 +212,9 @@ else:
 valid = kv.data.read(
     str(data / "*.parquet"), batch_size=32, transform=lambda batch: {**batch, "evaluated": batch["record"]}
 )
-result = trainer.fit(read, epochs=epochs, eval_data=valid)
+limit = int(os.environ["MAX_STEPS"]) if "MAX_STEPS" in os.environ else None
+drop = os.environ.get("DROP") == "1"
+result = trainer.fit(read, epochs=epochs, max_steps=limit, eval_data=valid, drop_unfinished=drop)
 if result.stopped is None:
     times = trainer.model.times.detach()
     counted = {

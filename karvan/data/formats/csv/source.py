@@ -50,6 +50,10 @@ _LONGEST_LINE = 64 << 20  # a few compressed bytes can be a line of any length
 
 _NUMBER = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*")
 _LEADING_ZERO = re.compile(rb"(?<![0-9.])0[0-9]")
+_CONVERT = (
+    "Convert the file, for example by `iconv -f ENCODING -t UTF-8 FILE > NEW`, or read it by "
+    "kv.data.read(pandas.read_csv(FILE, encoding=ENCODING), …)."
+)
 _log = logging.getLogger("karvan.data")
 
 _Texts = Callable[[Sequence[str], Sequence[str]], Iterable[pa.RecordBatch]]
@@ -95,6 +99,12 @@ class CsvSource(FileSource):
             raise ValueError(
                 "A CSV file without a header needs a schema that names its columns: types by name, or names."
             )
+        for option, mark in (("delimiter", delimiter), ("quote", quote or '"')):
+            if not isinstance(mark, str) or len(mark) != 1 or not mark.isascii() or mark in "\r\n":
+                raise ValueError(
+                    f"Expected one ASCII character as {option}, got {mark!r}. Numbers may have spaces around "
+                    "them; Feature(…).strip() removes those of text."
+                )
         if isinstance(nulls, str) or isinstance(hexadecimal, str):
             raise TypeError("nulls and hexadecimal must be lists of strings, but one is a single string.")
         if len(set(separators)) != 3 or len(separators) != 3:
@@ -123,6 +133,7 @@ class CsvSource(FileSource):
         with self._text(path) as text:
             head = text.read(_BLOCK)
             is_all = len(head) < _BLOCK and not text.read(1)
+        _require_single_bytes(path, head)
         if b"\r" in head and b"\n" not in head:
             self._with_carriage_returns.add(path)
             head = head.replace(b"\r", b"\n")
@@ -141,7 +152,8 @@ class CsvSource(FileSource):
         if unknown:
             has = ", ".join(names)
             raise DataError(
-                f"The schema has a column that the file does not have. Its columns are: {has}.",
+                f"The schema has a column that the file does not have. Its columns are: {has}. If the column "
+                'may be missing, leave it out of the schema here: Feature(…, missing="empty") needs no type.',
                 path=path,
                 column=unknown[0],
             )
@@ -227,7 +239,10 @@ class CsvSource(FileSource):
         if not line.strip():
             raise DataError("Expected a header in the first line, but it is empty.", path=path)
         quote = self._parsing.quote_char
-        decoded = line.decode(errors="strict").rstrip("\r")
+        try:
+            decoded = line.decode().rstrip("\r")
+        except UnicodeDecodeError:
+            raise DataError(f"The header is no text in UTF-8. {_CONVERT}", path=path) from None
         cells = text_csv.reader(
             [decoded],
             delimiter=self._parsing.delimiter,
@@ -255,6 +270,14 @@ class CsvSource(FileSource):
             return self._first_lines(path, names, head, is_all, self._converting(names, columns, as_text))
 
         found = {f.name: f.type for f in cells_of(unknown).schema}
+        if (cell := self._spaced_null(head)) is not None:
+            _log.warning(
+                "%s has cells '%s', which are values, because spaces belong to a cell. If they are missing, "
+                "name them in options: nulls=['%s'].",
+                path,
+                cell,
+                cell,
+            )
         if bytes_ := [name for name, type_ in found.items() if type_ == pa.binary()]:
             _log.warning(
                 "Column '%s' of %s is no text in UTF-8, so its bytes are read as they are: the same text in "
@@ -293,6 +316,16 @@ class CsvSource(FileSource):
         converting.column_types = dict.fromkeys(columns, pa.binary())
         cells = self._first_lines(path, names, head, is_all, converting)
         return frozenset(name for name in columns if cells[name].null_count)
+
+    def _spaced_null(self, head: bytes) -> str | None:
+        """A cell that would be null without the spaces around it."""
+        nulls = "|".join(re.escape(null) for null in self._nulls if null.strip())
+        mark = re.escape(self._parsing.delimiter)
+        cells = re.compile(
+            rf"(?:^|{mark})( +(?:{nulls}) *|(?:{nulls}) +)(?={mark}|\r?$)".encode(), re.MULTILINE
+        )
+        cell = cells.search(head) if nulls else None
+        return cell[1].decode() if cell and cell[1].decode() not in self._nulls else None
 
     def _first_lines(
         self, path: str, names: Sequence[str], head: bytes, is_all: bool, converting: csv.ConvertOptions
@@ -455,6 +488,12 @@ def _require(name: str, first: int, array: pa.Array, fits: pa.Array, expected: s
 
 def _declare(name: str) -> str:
     return f'Declare the type of the column: options={{"schema": {{"{name}": "string"}}}}, or "float64".'
+
+
+def _require_single_bytes(path: str, head: bytes) -> None:
+    """Raise a DataError for text in UTF-16 or UTF-32, by its mark or the zeros of its first letter."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:
+        raise DataError(f"Expected text in UTF-8, got bytes as those of UTF-16. {_CONVERT}", path=path)
 
 
 def _scan(
