@@ -103,7 +103,7 @@ def _fetched(file: pa.NativeFile, chunks: Mapping[int, pq.ColumnChunkMetaData]) 
 def _rows_at_once(
     file: pa.NativeFile, metadata: pq.FileMetaData, number: int, chunks: Mapping[int, pq.ColumnChunkMetaData]
 ) -> int | None:
-    """How many records of a row group to decode at a time, or None for all; a DataError if it is too large."""
+    """How many records of a row group to decode at a time, None for all; a DataError if it is too large."""
     group = metadata.row_group(number)
     stored = min(sum(group.column(at).total_compressed_size for at in range(group.num_columns)), file.size())
     pages = lists = row = 0
@@ -131,7 +131,7 @@ def _rows_at_once(
 
 
 def _bytes_of_words(file: pa.NativeFile, metadata: pq.FileMetaData, number: int, path: str) -> int:
-    """How many bytes the strings of a column of lists have together, found without decoding their dictionary."""
+    """How many bytes the strings of a column of lists have together, of which only numbers are decoded."""
     opened = pq.ParquetFile(file, metadata=metadata, read_dictionary=[path], pre_buffer=False)
     total = 0
     for batch in opened.iter_batches(_ROWS, [number], [path]):

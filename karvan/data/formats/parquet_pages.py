@@ -84,7 +84,7 @@ def _pages(
 
 
 def chunk_bytes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Where a column chunk begins, and where it ends at last: old writers did not count the head of a dictionary."""
+    """Where a column chunk begins and ends; old writers did not count the head of a dictionary."""
     begin: int = chunk.data_page_offset
     if 0 < (chunk.dictionary_page_offset or 0) < begin:
         begin = chunk.dictionary_page_offset
@@ -121,7 +121,7 @@ def _head(file: pa.NativeFile, at: int) -> tuple[dict[int, Any], int]:
 
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """The numbers and structs of a struct, and where it ends; an IndexError if the bytes end before it does."""
+    """The numbers and structs of a struct, and where it ends; an IndexError if the bytes end before."""
     fields: dict[int, Any] = {}
     number = 0
     while data[at]:

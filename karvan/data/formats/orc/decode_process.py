@@ -4,7 +4,8 @@ It is run as a script and does not import karvan, so it starts without torch. Re
 on standard input, and each is answered by a line on standard output:
 
     {"stripe": 2, "columns": ["history"], "bytes": 1610612736, "most": 268435456, "seconds": 60}
-    {"size": 81920}   or   {"error": "bad read in RleDecoderV2::readByte"}   or   {"too large": "has 300,000,000"}
+    {"size": 81920}   or   {"too large": "has 300,000,000 bytes"}
+    or   {"error": "bad read in RleDecoderV2::readByte"}
 
 Its arguments are the descriptors of two anonymous files in memory, one with the ORC file and one for the
 decoded stripe as an Arrow IPC stream, and how many seconds it waits for the next request. It ends when its
@@ -35,7 +36,7 @@ def _decode(request: dict[str, Any], source: int, result: int) -> int:
     with pa.memory_map(f"/proc/self/fd/{source}") as file:
         batch = orc.ORCFile(file).read_stripe(request["stripe"], request["columns"])
         if batch.get_total_buffer_size() > request["most"]:
-            raise MemoryError(f"has {batch.get_total_buffer_size():,}")
+            raise MemoryError(f"has {batch.get_total_buffer_size():,} bytes")
         os.lseek(result, 0, os.SEEK_SET)
         with (
             open(result, "wb", buffering=0, closefd=False) as out,

@@ -131,7 +131,9 @@ class _Child:
         if status > 0:
             raise OSError(f"The process that decodes ORC has ended with status {status}.")
         cause, columns = signal.Signals(-status).name, ", ".join(request["columns"])
-        raise OSError(f"Decoding {columns} crashes the ORC library ({cause}): the file is damaged.")
+        raise OSError(
+            f"Decoding {columns} crashes the ORC library ({cause}): the file is damaged or too large."
+        )
 
     def close(self) -> None:
         """End the process, whatever it does."""
