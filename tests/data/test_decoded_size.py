@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import fsspec
 import numpy as np
@@ -150,3 +151,14 @@ def test_the_head_of_a_page_that_cannot_be_read_is_an_error(tmp_path):
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"a\.parquet, row group 0: The head of a page"):
         read_all(open_files(path))
+
+
+def test_a_compressed_buffer_outside_of_its_file_is_an_error(tmp_path):
+    path = tmp_path / "a.arrows"
+    write(pa.table({"x": np.zeros(4096, np.int64)}), path)
+    content = path.read_bytes()
+    size = len(content)
+    for at in range(0, size - 8, 8):
+        path.write_bytes(content[:at] + (1 << 40).to_bytes(8, "little") + content[at + 8 :])
+        with suppress(DataError):
+            assert read_all(open_files(path)).num_rows in (0, 4096)

@@ -59,7 +59,7 @@ class IpcSource(FileSource):
         with self._open(path) as file, self._open(path) as heads:
             is_local = isinstance(self._files.filesystem, fs.LocalFileSystem)
             for at in index.dictionaries + ([] if index.is_file else index.batches[:group]):
-                _Message(heads, at).check(is_local)
+                _check(heads, at, is_local)
             batches: Iterator[pa.RecordBatch]
             if index.is_file:
                 opened = ipc.open_file(file, options=options)
@@ -67,7 +67,7 @@ class IpcSource(FileSource):
             else:
                 batches = islice(ipc.open_stream(file, options=options), group, None)
             for number in range(group, len(index.batches)):
-                _Message(heads, index.batches[number]).check(is_local)
+                _check(heads, index.batches[number], is_local)
                 batch = next(batches)
                 # Arrow trusts the offsets in a file; damaged ones would point outside of the buffers.
                 batch.validate(full=True)
@@ -153,6 +153,14 @@ class _Flatbuffer:
     def _read(self, layout: str, at: int) -> int:
         value: int = struct.unpack_from(layout, self.data, at)[0]
         return value
+
+
+def _check(file: pa.NativeFile, at: int, is_local: bool) -> None:
+    """Raise an error if a message declares too much, or what lies outside of the file."""
+    try:
+        _Message(file, at).check(is_local)
+    except struct.error as error:
+        raise ValueError("The head of its message cannot be read: it is cut off or damaged.") from error
 
 
 def _blocks(file: pa.NativeFile) -> tuple[list[int], list[int]]:
