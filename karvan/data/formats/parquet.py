@@ -71,14 +71,14 @@ def _chunks(
 ) -> dict[int, pq.ColumnChunkMetaData]:
     """The chunks of columns in a row group, by the numbers of their leaves."""
     group = metadata.row_group(number)
-    chunks = {at: group.column(at) for at in range(group.num_columns)}
     chosen = set(columns)
-    return {
-        at: chunk
-        for at, chunk in chunks.items()
-        if chunk.path_in_schema in chosen
-        or any(chunk.path_in_schema.startswith(f"{name}.") for name in columns)
-    }
+
+    def is_chosen(leaf: str) -> bool:
+        parts = leaf.split(".")  # names may have dots, too
+        return any(".".join(parts[:count]) in chosen for count in range(1, len(parts) + 1))
+
+    chunks = ((at, group.column(at)) for at in range(group.num_columns))
+    return {at: chunk for at, chunk in chunks if is_chosen(chunk.path_in_schema)}
 
 
 def _fetched(file: pa.NativeFile, chunks: Mapping[int, pq.ColumnChunkMetaData]) -> pa.NativeFile:
