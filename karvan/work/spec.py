@@ -57,7 +57,8 @@ class WorkSpec:
                     what = "the names or the numbers of records of the files"
                     advice = (
                         "Train that data to its end first, or drop the rest of it by drop_unfinished=True of "
-                        "fit (without a Trainer: remove the ledger, master/work.db in the folder of checkpoints)."
+                        "fit (without a Trainer: remove the ledger, master/work.db in the folder of "
+                        "checkpoints)."
                     )
                 raise ValueError(
                     f"The job has begun with other work: {what} was {stored.get(name)}, and is now {value}. "

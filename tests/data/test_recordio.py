@@ -206,7 +206,11 @@ def test_a_chunk_that_decompresses_to_much_more_than_it_stores_is_refused(tmp_pa
 
 
 def test_a_chunk_cannot_claim_more_records_than_its_bytes_hold(tmp_path):
-    for stored, compressor, records in [(gzip.compress(b""), 2, 1 << 30), (bytes(8), 0, 3)]:
+    for stored, compressor, records in [
+        (gzip.compress(b""), 2, 1 << 30),
+        (gzip.compress(bytes(8 << 20)), 2, 2 << 20),  # each of no byte, and 16 bytes to say where it is
+        (bytes(8), 0, 3),
+    ]:
         (tmp_path / "x.recordio").write_bytes(chunk(stored, compressor, count=records))
         with pytest.raises(DataError, match=f"cannot hold {records} records"):
             list(read_records(tmp_path / "x.recordio"))
@@ -231,6 +235,13 @@ def test_many_small_records_come_in_several_batches(tmp_path):
     batches = [batch.num_rows for batch in source.read(Split(part.path, 0, part.records))]
     assert sum(batches) == 300_000
     assert max(batches) <= 1 << 16
+
+
+def test_very_many_empty_records_are_read_as_they_were_written(tmp_path):
+    with RecordIOWriter(tmp_path / "x.recordio", compression="gzip", chunk_bytes=8 << 20) as writer:
+        for _ in range(1_200_000):
+            writer.write(b"")
+    assert sum(1 for _ in read_records(tmp_path / "x.recordio")) == 1_200_000
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

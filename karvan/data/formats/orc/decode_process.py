@@ -3,8 +3,9 @@
 It is run as a script and does not import karvan, so it starts without torch. Requests arrive as lines of JSON
 on standard input, and each is answered by a line on standard output:
 
-    {"stripe": 2, "columns": ["history"], "bytes": 2147483648, "seconds": 60}
-    {"size": 81920}   or   {"error": "bad read in RleDecoderV2::readByte"}
+    {"stripe": 2, "columns": ["history"], "bytes": 1610612736, "most": 268435456, "seconds": 60}
+    {"size": 81920}   or   {"too large": "has 300,000,000 bytes"}
+    or   {"error": "bad read in RleDecoderV2::readByte"}
 
 Its arguments are the descriptors of two anonymous files in memory, one with the ORC file and one for the
 decoded stripe as an Arrow IPC stream, and how many seconds it waits for the next request. It ends when its
@@ -34,6 +35,8 @@ def _decode(request: dict[str, Any], source: int, result: int) -> int:
     _limit(resource.RLIMIT_DATA, request["bytes"])
     with pa.memory_map(f"/proc/self/fd/{source}") as file:
         batch = orc.ORCFile(file).read_stripe(request["stripe"], request["columns"])
+        if batch.get_total_buffer_size() > request["most"]:
+            raise MemoryError(f"has {batch.get_total_buffer_size():,} bytes")
         os.lseek(result, 0, os.SEEK_SET)
         with (
             open(result, "wb", buffering=0, closefd=False) as out,
@@ -59,6 +62,10 @@ def _main(source: int, result: int, idle: float) -> None:
         answer: dict[str, Any]
         try:
             answer = {"size": _decode(json.loads(line), source, result)}
+        except MemoryError as error:  # pyarrow's, too
+            answer = {
+                "too large": str(error) if str(error).startswith("has ") else "needs more memory to decode"
+            }
         except Exception as error:
             answer = {"error": str(error) or type(error).__name__}
         print(json.dumps(answer), flush=True)

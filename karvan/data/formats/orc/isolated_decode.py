@@ -33,12 +33,13 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import ipc
 
+from karvan.data.errors import DataError
+from karvan.data.formats.decoded_size import most_decoded, too_large
 from karvan.data.formats.orc.stripes import Stripe
 
 _PROGRAM = Path(__file__).with_name("decode_process.py")
 _MAGIC = 3  # bytes at the beginning, which identify old versions
-# Limits that no undamaged stripe exceeds, in bytes: constant, per byte of the stripe, per value.
-_MEMORY, _MEMORY_PER_BYTE, _MEMORY_PER_VALUE = 2 << 30, 256, 64
+_MEMORY, _COPIES = 512 << 20, 4  # of the program, and of what it decodes, which grows by doubling
 _SECONDS, _BYTES_PER_SECOND = 60, 1 << 20
 _IDLE_SECONDS = 30
 
@@ -47,10 +48,12 @@ def decode_in_child(
     file: pa.NativeFile, number: int, stripe: Stripe, columns: Sequence[str]
 ) -> pa.RecordBatch:
     """Columns of a stripe of the open `file`, decoded in a child process."""
+    most = most_decoded(stripe.size)
     request = {
         "stripe": number,
         "columns": list(columns),
-        "bytes": _MEMORY + _MEMORY_PER_BYTE * stripe.size + _MEMORY_PER_VALUE * stripe.records * len(columns),
+        "bytes": _MEMORY + _COPIES * most,
+        "most": most,
         "seconds": _SECONDS + stripe.size // _BYTES_PER_SECOND,
     }
     answer = None
@@ -102,6 +105,8 @@ class _Child:
         if answer is None:
             self.close()
             return None
+        if answer.get("too large"):
+            raise DataError(too_large(stripe.size, answer["too large"]))
         if "error" in answer:
             return str(answer["error"])
         batch = _read(self._result, answer["size"])
@@ -126,7 +131,9 @@ class _Child:
         if status > 0:
             raise OSError(f"The process that decodes ORC has ended with status {status}.")
         cause, columns = signal.Signals(-status).name, ", ".join(request["columns"])
-        raise OSError(f"Decoding {columns} crashes the ORC library ({cause}): the file is damaged.")
+        raise OSError(
+            f"Decoding {columns} crashes the ORC library ({cause}): the file is damaged or too large."
+        )
 
     def close(self) -> None:
         """End the process, whatever it does."""

@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyarrow import orc, types
 
 from karvan.data.formats.base import FileSource, Layout
+from karvan.data.formats.decoded_size import check_decoded
 from karvan.data.formats.orc.isolated_decode import decode_in_child
 from karvan.data.formats.orc.stripes import Stripe, stripes
 
@@ -32,10 +33,12 @@ class OrcSource(FileSource):
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         numbers = [name for name in columns if _is_number(layout.schema.field(name).type)]
+        row = sum(_width(layout.schema.field(name).type) for name in columns)
         found: list[Stripe] = layout.detail
         with self._open(path) as file:
             opened = orc.ORCFile(file)
             for number, stripe in enumerate(found[group:], group):
+                check_decoded(stripe.records * row, stripe.size)
                 # Memory for all records is allocated at once, so their number must be plausible.
                 local = numbers if stripe.records <= stripe.size else []
                 isolated = [name for name in columns if name not in local]
@@ -54,3 +57,8 @@ def _side_by_side(pieces: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 def _is_number(type_: pa.DataType) -> bool:
     return bool(types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_))
+
+
+def _width(type_: pa.DataType) -> int:
+    """How many bytes of a value its type declares; texts and lists have at least an offset."""
+    return max(type_.bit_width // 8, 1) if _is_number(type_) else 4

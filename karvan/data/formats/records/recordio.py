@@ -72,7 +72,7 @@ class _Head:
             detail = f"The compressor must be 0, 1 or 2, but is {compressor}: the file is damaged."
             raise DataError(_OTHER_ORDER if early else detail, place=place)
         head = cls(checksum, compressor, size, records, place)
-        if records * 4 > (head.most_bytes if compressor else size):
+        if records > (head.most_records if compressor else size // 4):
             raise DataError(f"The chunk cannot hold {records} records: it is damaged.", place=place)
         return head
 
@@ -80,6 +80,11 @@ class _Head:
     def most_bytes(self) -> int:
         """How many bytes its data may have, once decompressed."""
         return max(_MOST, _MOST_TIMES * self.size)
+
+    @property
+    def most_records(self) -> int:
+        """How many records it may have, if it is compressed: their places take 16 bytes each."""
+        return self.most_bytes // 32
 
 
 class RecordIOSource(RecordSource):
@@ -163,7 +168,7 @@ class RecordIOWriter(RecordFileWriter):
         else:
             stored = gzip.compress(plain, mtime=0) if self._compression == "gzip" else plain
         head = _Head(zlib.crc32(stored), _COMPRESSORS[self._compression], len(stored), len(bounds) - 1, "")
-        if len(plain) > head.most_bytes:
+        if len(plain) > head.most_bytes or head.records > head.most_records:
             stored, head = plain, replace(head, checksum=zlib.crc32(plain), compressor=0, size=len(plain))
         if self._is_deflated:
             check_record(head.size)
