@@ -12,7 +12,7 @@ from checkpoint_helpers import Model
 from forked_programs import run_forked
 from support_paths import support_path
 
-from karvan.checkpoint import Checkpoint, Checkpoints, DamagedCheckpointError
+from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, DamagedCheckpointError
 from karvan.launch.job_spec import read_spec
 from karvan.settings import SettingsError
 
@@ -81,6 +81,13 @@ def checkpoint(tmp_path_factory):
     return step, json.loads((step / "manifest.json").read_bytes())
 
 
+def write_manifest(folder, content):
+    """Write it with a right checksum."""
+    fields = {name: value for name, value in content.items() if name != "checksum"}
+    rest = json.dumps(fields, indent=1).removeprefix("{\n").encode()
+    (folder / "manifest.json").write_bytes(b'{"checksum": "crc32:%08x",\n' % zlib.crc32(rest) + rest)
+
+
 def with_base(folder):
     base = {"folder": folder, "step": 0, "id": "i", "checksum": "c"}
     return lambda content: content.update(kind="delta", base=base)
@@ -109,9 +116,16 @@ def with_base(folder):
 def test_a_manifest_with_a_right_checksum_and_wrong_values_is_damaged(checkpoint, change):
     folder, content = checkpoint
     content = json.loads(json.dumps(content))
-    del content["checksum"]
     change(content)
-    rest = json.dumps(content, indent=1).removeprefix("{\n").encode()
-    (folder / "manifest.json").write_bytes(b'{"checksum": "crc32:%08x",\n' % zlib.crc32(rest) + rest)
+    write_manifest(folder, content)
     with pytest.raises(DamagedCheckpointError, match="the fields of a manifest"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("field", ["format", "version", "mix"])
+def test_a_manifest_of_another_format_is_an_error_that_fits_on_a_screen(checkpoint, field):
+    folder, content = checkpoint
+    write_manifest(folder, {**content, field: [["f", 2**53]] * 1025})
+    with pytest.raises(CheckpointError, match=f"expected {field}") as error:
+        Checkpoint(folder)
+    assert len(str(error.value)) < 2000

@@ -58,8 +58,8 @@ POSITION = Fields(
                 "bad_records": _COUNT,
                 "exported": Integer(0, 1),
                 "failure": Nullable(_FAILURE),
-                "evaluation": _COUNT,
-                "prediction": _COUNT,
+                "evaluation": NUMBER,  # as trainers have said; not restored
+                "prediction": NUMBER,
             }
         ),
         "tasks": ListOf(

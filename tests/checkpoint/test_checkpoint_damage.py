@@ -127,7 +127,7 @@ def _resign(folder, change):
     [
         (lambda m: m.update(version=2), "expected version 1, got 2"),
         (lambda m: m.update(format="other"), "expected format 'karvan-checkpoint', got 'other'"),
-        (lambda m: m.pop("format"), "expected format 'karvan-checkpoint', got None"),
+        (lambda m: m.pop("format"), "expected format 'karvan-checkpoint', got null"),
         (lambda m: m.update(mix=2), "expected mix 1, got 2"),
         (lambda m: m.pop("tables"), "expected the fields of a manifest, got .*tables"),
         (lambda m: m.update(tables=[]), "expected the fields of a manifest"),

@@ -396,3 +396,13 @@ def test_work_that_no_memory_holds_and_positions_of_other_data_are_refused(tmp_p
         with pytest.raises(RefusedError, match="position"):
             client.call("restore_position", {"holder": "h", "state": "[" * 100_000})
         assert client.call("take_position", {"holder": "h"}).head["state"] == told
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "prediction"])
+def test_a_position_with_the_largest_number_that_a_call_may_give_can_be_restored(tmp_path, kind):
+    with serving(tmp_path) as (_, _, client):
+        begun = {"holder": "h", kind: 2**53, "parts": [], "records_per_task": 1}
+        client.call(f"begin_{kind}", begun)
+        told = client.call("take_position", {"holder": "h"}).head["state"]
+        assert json.loads(told)["position"][kind] == 2**53
+        client.call("restore_position", {"holder": "h", "state": told})

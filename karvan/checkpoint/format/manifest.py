@@ -194,7 +194,7 @@ def parse(path: Path, data: bytes) -> Manifest:
     for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
         received = content.pop(key, None)
         if received != known:
-            raise CheckpointError.mismatch(path, f"{key} {known!r}", repr(received))
+            raise CheckpointError.mismatch(path, f"{key} {known!r}", shown(received))
     try:
         content = _FORM.check(content, "the manifest")
         content["tables"] = {name: _table(name, entry) for name, entry in content["tables"].items()}
