@@ -93,9 +93,9 @@ class Numbers(nn.Module):
             if isinstance(column, OptionalRagged):
                 missing = column.rows - column.values.shape[0]
                 raise ValueError(
-                    f"Number '{name}' has no value for {missing} of {column.rows} samples here, and may lack "
-                    f"it anywhere. Choose a value for missing ones: kv.data.Fixed('{name}', default=0) while "
-                    f"reading, or kv.Feature('{name}').fill_missing(0)."
+                    f"Number '{name}' has missing values: {missing} in the {column.rows} samples of this "
+                    f"batch. Choose a value for them: kv.data.Fixed('{name}', default=0) while reading, or "
+                    f"kv.Feature('{name}').fill_missing(0)."
                 )
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
             raise ValueError(f"Number '{name}' must be a tensor (B, {width}), but is {shape}.")

@@ -67,7 +67,7 @@ def test_a_missing_number_that_the_model_uses_is_told_with_what_to_do(run, confi
     path.write_text(path.read_text().replace("price: float32", "price: int64"))
     ran = run("train", path, "--quiet")
     assert ran.code != 0
-    assert "Number 'price' has no value for 1 of" in ran.err
+    assert "Number 'price' has missing values: 0 in the 4 samples of this batch" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ def test_a_loop_of_ones_own_refuses_samples_without_a_label(tmp_path):
 def test_a_number_that_is_missing_is_refused_by_the_models_with_what_to_do():
     model = kv.models.DeepFM(ids=["user"], numbers=["age"], dim=4, hidden=[4])
     batch = {"user": torch.tensor([1, 2]), "age": OptionalRagged(torch.tensor([3]), torch.tensor([0, 1, 1]))}
-    with pytest.raises(ValueError, match=r"Number 'age' has no value for 1 of 2 samples.*fill_missing\(0\)"):
+    with pytest.raises(
+        ValueError, match=r"Number 'age' has missing values: 1 in the 2 samples.*fill_missing\(0\)"
+    ):
         model(batch)
 
 

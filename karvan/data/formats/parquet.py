@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 import numpy as np
@@ -21,6 +20,7 @@ from karvan.data.errors import located
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.decoded_size import check_decoded, most_decoded
 from karvan.data.formats.parquet_pages import chunk_bytes, chunk_size
+from karvan.threads import map_on_threads
 
 _DECODED_AT_ONCE = 64 << 20  # row groups up to this size; this is fastest
 _VALUES_AT_ONCE = 1 << 25  # a value that is repeated takes no bytes in the file
@@ -107,8 +107,7 @@ def _fetched(file: pa.NativeFile, chunks: Mapping[int, pq.ColumnChunkMetaData]) 
 
         ends = [(begin, min(end, size)) for begin, end in map(chunk_bytes, chunks.values())]
         parts = [(at, min(at + _FETCH, end)) for begin, end in ends for at in range(begin, end, _FETCH)]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(fetch, parts))
+        map_on_threads(fetch, parts, 8)
         return pa.memory_map(f"/proc/self/fd/{copy.fileno()}")
 
 
