@@ -270,7 +270,8 @@ class CsvSource(FileSource):
             return self._first_lines(path, names, head, is_all, self._converting(names, columns, as_text))
 
         found = {f.name: f.type for f in cells_of(unknown).schema}
-        if (cell := self._spaced_null(head)) is not None:
+        is_first = path == self._files.paths[0]  # others are like it, and a search of all takes long
+        if is_first and (cell := self._spaced_null(head)) is not None:
             _log.warning(
                 "%s has cells '%s', which are values, because spaces belong to a cell. If they are missing, "
                 "name them in options: nulls=['%s'].",
@@ -286,7 +287,7 @@ class CsvSource(FileSource):
                 path,
             )
         integers = [name for name, type_ in found.items() if type_ == pa.int64()]
-        if integers and _LEADING_ZERO.search(head):
+        if is_first and integers and _LEADING_ZERO.search(head):
             for name, column in zip(integers, cells_of(integers, integers), strict=True):
                 if differ_only_in_zeros(column.combine_chunks(), name):
                     _log.warning(
