@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from karvan.argument_checks import listed
-from karvan.label_columns import one_each
+from karvan.label_columns import check_weights, one_each
 from karvan.public_names import publish
 from karvan.train.checks.label_values import check_column, check_of, check_whole
 from karvan.train.types import AnyBatch, Losses, Output
@@ -57,7 +57,7 @@ class ColumnLoss(ABC):
             return self.mean(scores, labels)
         losses = self.each(scores, labels)
         weights = _column(batch, self.weight, scores)
-        return weighted_mean(losses, weights)
+        return weighted_mean(losses, weights, self.weight)
 
     label_range: ClassVar[tuple[float, float] | None] = None  # allowed labels, if limited
 
@@ -128,7 +128,7 @@ class CrossEntropy(ColumnLoss):
         if self.weight is None:
             return functional.cross_entropy(scores, labels)
         weights = _column(batch, self.weight, scores[:, 0])
-        return weighted_mean(self.each(scores, labels), weights)
+        return weighted_mean(self.each(scores, labels), weights, self.weight)
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """See `ColumnLoss.each`."""
@@ -230,8 +230,13 @@ class Sum:
         }
 
 
-def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
-    """The weighted mean; 0 for a batch without any weight, and not 0 / 0."""
+def weighted_mean(losses: Tensor, weights: Tensor, column: str) -> Tensor:
+    """The weighted mean; 0 for a batch without any weight, and not 0 / 0.
+
+    Weights on the CPU are checked; those on a GPU were before they were copied, as a check would wait for it.
+    """
+    if weights.is_cpu:
+        check_weights(weights, column)
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -216,6 +216,17 @@ def test_sample_weights_that_mean_nothing_are_an_error_that_names_the_column(val
         one.evaluate([bad])
 
 
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "loss", [kv.losses.BinaryCrossEntropy, kv.losses.MeanSquaredError, kv.losses.CrossEntropy]
+)
+def test_a_loss_in_a_loop_of_torch_checks_its_weights(loss, value):
+    batch = kv.Batch({"label": torch.tensor([0, 1]), "w": torch.tensor([1.0, value])})
+    output = torch.zeros(2, 2) if loss is kv.losses.CrossEntropy else torch.zeros(2)
+    with pytest.raises(ValueError, match=r"Column 'w' of sample weights must be finite and not negative"):
+        loss(label="label", weight="w")(output, batch)
+
+
 class Probabilities(torch.nn.Module):
     def __init__(self, end):
         super().__init__()
