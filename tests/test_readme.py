@@ -1,25 +1,29 @@
 """Every code block of the documentation is checked, by its language.
 
-- python: runs, in the order of its page;
+- python: runs, in the order of its page; a block text title="Output" after it is what it prints;
 - python title="… needs …": a fragment that needs more than this machine; it compiles, and its names exist;
 - yaml: accepted by what reads it, a job or a config (or a part of one), or a manifest of Kubernetes;
 - sh, bash, cron: correct shell; `karvan` commands are parsed with their options, `make` targets exist;
 - text, console: not code.
 
+The blocks of pages that are walkthroughs run as a reader runs them: see test_walkthroughs.py.
+
 Anything else is an error with its page and line. Commands within the text are checked as well.
 """
 
 import ast
+import contextlib
 import importlib
+import io
 import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import typer
 import yaml
+from page_blocks import Block, blocks, same_output, visible
 from pydantic import ValidationError
 
 import karvan as kv
@@ -29,6 +33,8 @@ from karvan.launch.job_spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+# Their blocks run in tests/test_walkthroughs.py.
+WALKTHROUGHS = {page for page in PAGES if page.startswith(("docs/start/", "docs/tutorials/"))}
 PROGRAMS = {
     "export",
     "make",
@@ -45,34 +51,7 @@ PROGRAMS = {
     "[A-Z_]+=",
 }
 EXTENDING = [f"docs/extending/{page}.md" for page in ("reader", "optimizer", "store")]
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\s`]*) *(?P<rest>.*)$")
 _COMMAND = typer.main.get_command(app)
-
-
-class Block(NamedTuple):
-    """A code block: the line on which its code starts, its language, what follows the language, its code."""
-
-    line: int
-    language: str
-    rest: str
-    code: str
-
-
-def blocks(text):
-    """The code blocks of a page."""
-    found, opened, lines = [], None, []
-    for number, line in enumerate(text.splitlines(), 1):
-        fence = _FENCE.match(line)
-        if opened is None:
-            opened, lines = (fence, []) if fence else (None, lines)
-        elif fence and not fence["language"]:
-            start = number - len(lines)
-            found.append(Block(start, opened["language"], opened["rest"], "".join(f"{x}\n" for x in lines)))
-            opened = None
-        else:
-            lines.append(line.removeprefix(opened["indent"]))
-    assert opened is None, "a code block has no end"
-    return found
 
 
 def _of(page, *languages):
@@ -87,11 +66,19 @@ def _runs(page):
     return [block for block in _of(page, "python") if not block.rest]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page) and page not in WALKTHROUGHS])
 def test_the_python_blocks_of_the_page_run(page):
     names = {"__name__": "__main__"}
-    for block in _runs(page):
-        exec(compile(_placed(block), page, "exec"), names)
+    every = blocks((ROOT / page).read_text())
+    for block, after in zip(every, [*every[1:], None], strict=True):
+        if block.language == "python" and not block.rest:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(_placed(block), page, "exec"), names)
+            if after is not None and after.rest == 'title="Output"':
+                assert same_output(after.code, printed.getvalue()), (
+                    f"{page}:{after.line}: {printed.getvalue()}"
+                )
     assert names.get("kv") is kv, "expected code that uses karvan, as kv"
     names.clear()  # which ends threads of what the page has not read to its end
 
@@ -110,9 +97,9 @@ def test_every_block_of_the_page_is_checked(page):
 def _check_python(block):
     tree = ast.parse(block.code)
     if block.rest:
-        assert re.fullmatch(r'title="[^"]*needs [^"]*"', block.rest), (
-            'expected nothing after "python", or title="… needs …" that says why the block cannot run, '
-            f"got {block.rest}"
+        assert re.fullmatch(r'title="(\w+\.py|[^"]*needs [^"]*)"', block.rest), (
+            'expected nothing after "python", title="FILE.py", or title="… needs …" that says why the block '
+            f"cannot run, got {block.rest}"
         )
         _check_names(tree)
 
@@ -234,6 +221,14 @@ def test_the_commands_in_the_text_of_the_page_exist(page):
             }
             used = {option.split("=")[0] for option in options if option.startswith("--")}
             assert used <= known | {"--help", "--debug"}, where
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_people_copy_fits_in_80_columns_and_asserts_nothing(page):
+    for block in visible((ROOT / page).read_text()):
+        for number, line in enumerate(block.code.splitlines(), block.line):
+            assert len(line) <= 80, f"{page}:{number}: expected at most 80 columns, got {len(line)}"
+            assert block.language != "python" or not line.lstrip().startswith("assert "), f"{page}:{number}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", *EXTENDING])
