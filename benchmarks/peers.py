@@ -1,4 +1,4 @@
-"""The peers of the sparse step: FBGEMM's CPU tables and plain torch, both fed ids already mapped to rows.
+"""The peers of the sparse step: FBGEMM's CPU tables, TorchRec and plain torch, fed ids of rows.
 
 All rows are written once before anything is timed, so that no peer pays for first touching its memory.
 """
@@ -68,6 +68,48 @@ class Fbgemm:
         # Pooled features lie side by side, unpooled ones one after the other.
         gradient = torch.cat(ids.gradients, dim=1 if shape.pooled else 0)
         return indices, torch.cat(starts), gradient
+
+
+class TorchRec:
+    """TorchRec's collection of bags in one process, with FBGEMM's tables and fused Adagrad under it."""
+
+    def __init__(self, shape: Shape, batches: list[Ids]) -> None:
+        from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+        from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+        names = [f"f{i}" for i in range(shape.features)]
+        tables = [
+            EmbeddingBagConfig(
+                num_embeddings=shape.table_rows, embedding_dim=shape.dim, name=name, feature_names=[name]
+            )
+            for name in names
+        ]
+        self.module = FusedEmbeddingBagCollection(
+            tables, torch.optim.Adagrad, {"lr": LEARNING_RATE}, device=torch.device("cpu")
+        )
+        for weight in self.module.state_dict().values():
+            weight.uniform_(-0.01, 0.01)
+        self._batches = [
+            (
+                KeyedJaggedTensor(
+                    names,
+                    torch.cat([torch.from_numpy(values) for values in ids.values]),
+                    lengths=torch.cat([torch.from_numpy(offsets).diff().int() for offsets in ids.offsets]),
+                ),
+                torch.cat(ids.gradients, dim=1),
+            )
+            for ids in batches
+        ]
+
+    def stepper(self) -> Callable[[], None]:
+        """Return a function that runs one step on the next batch."""
+        batches = cycle(self._batches)
+
+        def step() -> None:
+            features, gradient = next(batches)
+            self.module(features).values().backward(gradient)
+
+        return step
 
 
 class TorchBags:

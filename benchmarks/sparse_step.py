@@ -1,4 +1,4 @@
-"""One full sparse step through karvan's public API, beside FBGEMM on the CPU and plain torch.
+"""One full sparse step through karvan's public API, beside FBGEMM on the CPU, TorchRec and plain torch.
 
 A step is: lookup with insert, pool, backward from fixed gradients, Adagrad fp32. Karvan gets 64-bit keys and
 hashes them; the peers get ids already mapped to rows. All candidates are interleaved in one run, their
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from common import Report, cores, interleave, medians, parser, release, resident, scramble, thread_counts
 from limits import ROWS_PER_PASS, Probe
-from peers import LEARNING_RATE, Fbgemm, TorchBags, require_fbgemm
+from peers import LEARNING_RATE, Fbgemm, TorchBags, TorchRec, require_fbgemm
 from workload import Ids, Shape, make_batches
 
 import karvan as kv
@@ -157,7 +157,7 @@ def speedup(seconds: dict[str, float], peer: str) -> float:
 
 
 def w1(report: Report) -> None:
-    """Single-valued features: against FBGEMM, torch and the machine's limit; memory per row."""
+    """Single-valued features: against FBGEMM, TorchRec, torch and the machine's limit; memory per row."""
     shape = Shape(features=26, table_rows=(4 if report.quick else 20) * 10**6 // 26, batch=4096, dim=16)
     batches = make_batches(shape, count=12)
     unique = record_batches(report, "w1", shape, batches)
@@ -177,12 +177,13 @@ def w1(report: Report) -> None:
     report.figures["w1_row_bytes_by_rss"] = grown / shape.rows
     report.figures["w1_row_bytes_vs_own_with_count_and_last_step"] = row_bytes / (own + 8)
 
-    fbgemm, bags = Fbgemm(shape, batches), TorchBags(shape, batches)
+    fbgemm, bags, torchrec = Fbgemm(shape, batches), TorchBags(shape, batches), TorchRec(shape, batches)
     with Probe(report.quick) as probe:
         limits = {f"limit_update128_{threads}t": probe.update(threads) for threads in thread_counts()}
         candidates = {
             **dict(on_threads("karvan", lambda: karvan.stepper(batches))),
             **dict(on_threads("fbgemm", fbgemm.stepper)),
+            **dict(on_threads("torchrec", torchrec.stepper)),
             **dict(on_threads("torch", bags.stepper)),
             **limits,
         }
@@ -194,6 +195,7 @@ def w1(report: Report) -> None:
     limit = 2 * unique / rates[f"limit_update128_{cores()}t"]  # one pass forward, one backward
     report.figures["w1_limit_ms"] = limit * 1e3
     report.ratios["w1_vs_fbgemm"] = speedup(seconds, "fbgemm")
+    report.ratios["w1_vs_torchrec"] = speedup(seconds, "torchrec")
     report.ratios["w1_vs_torch"] = speedup(seconds, "torch")
     report.ratios["w1_vs_limit"] = limit / seconds[f"karvan_{cores()}t"]
 

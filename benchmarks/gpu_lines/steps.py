@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import karvan as kv
+from gpu_lines import fbgemm
 from gpu_lines.device import power_law, take_turns
 from gpu_lines.results import Wanted
 from gpu_lines.run import Run
@@ -129,7 +130,12 @@ def ten_tables(run: Run) -> None:
         engine(batch)
     unique = unique_keys(batches)
     step = TrainStep(engine, optimizer, batches)
-    seconds = take_turns(device, {"step": step}, sizes.rounds, {"step": sizes.steps})["step"]
+    candidates: dict[str, Callable[[int], None]] = {"karvan": step}
+    if fbgemm.is_available(device):
+        rows, mapped = fbgemm.rows_of(batches)
+        candidates["fbgemm"] = fbgemm.train_step(rows, sizes.dim, mapped, "ADAM", pooled=False)
+    times = take_turns(device, candidates, sizes.rounds, dict.fromkeys(candidates, sizes.steps))
+    seconds = times["karvan"]
     bound = least_bytes(sizes.dim, unique, sizes.tables * sizes.lookups, states=2) / run.bandwidth
     share = bound / seconds
     results.add(
@@ -142,6 +148,9 @@ def ten_tables(run: Run) -> None:
     )
     results.ratio("step_vs_bytes_bound", "  its bytes bound / its time", share, share=share)
     results.note(step_unique_keys=unique, step_bytes_bound_ms=bound * 1e3)
+    if "fbgemm" in times:
+        results.add("step_fbgemm_ms", "  FBGEMM, ids mapped to rows", times["fbgemm"] * 1e3, "ms")
+        results.ratio("step_vs_fbgemm", "  FBGEMM / Karvan", times["fbgemm"] / seconds)
     parts = host_seconds(run, step)
     results.add("step_host_us", "  host's time to queue it", sum(parts.values()) * 1e6, "us")
     for name, found in parts.items():
@@ -152,7 +161,7 @@ def ten_tables(run: Run) -> None:
 
 
 def beside_embedding_bags(run: Run) -> None:
-    """26 tables, dim 128, batch 65,536, Adagrad, fp32, beside torch.nn.EmbeddingBag(sparse=True), in turn."""
+    """26 tables, dim 128, batch 65,536, Adagrad, in turn with EmbeddingBag(sparse=True), FBGEMM, TorchRec."""
     device, sizes, results = run.device, run.sizes, run.results
     source = device.random(1)
     names = [f"t{i}" for i in range(sizes.features)]
@@ -178,12 +187,14 @@ def beside_embedding_bags(run: Run) -> None:
         bag_optimizer.step()
         bag_optimizer.zero_grad()
 
-    seconds = take_turns(
-        device,
-        {"karvan": mine, "bags": theirs},
-        sizes.rounds,
-        {"karvan": sizes.steps, "bags": sizes.bag_steps},
-    )
+    candidates: dict[str, Callable[[int], None]] = {"karvan": mine, "bags": theirs}
+    if fbgemm.is_available(device):
+        candidates["fbgemm"] = fbgemm.train_step(
+            sizes.bag_rows, sizes.dim, batches, "EXACT_ADAGRAD", pooled=True
+        )
+        candidates["torchrec"] = fbgemm.torchrec_step(sizes.bag_rows, sizes.dim, batches)
+    steps = dict.fromkeys(candidates, sizes.steps) | {"bags": sizes.bag_steps}
+    seconds = take_turns(device, candidates, sizes.rounds, steps)
     bound = least_bytes(sizes.dim, unique, sizes.features * sizes.batch, states=1) / run.bandwidth
     share = bound / seconds["karvan"]
     results.add(
@@ -203,4 +214,8 @@ def beside_embedding_bags(run: Run) -> None:
     results.ratio(
         "w26_vs_embeddingbag", "  EmbeddingBag / Karvan", seconds["bags"] / seconds["karvan"], Wanted(15)
     )
+    for name, label in (("fbgemm", "FBGEMM"), ("torchrec", "TorchRec")):
+        if name in seconds:
+            results.add(f"w26_{name}_ms", f"  {label}, ids mapped to rows", seconds[name] * 1e3, "ms")
+            results.ratio(f"w26_vs_{name}", f"  {label} / Karvan", seconds[name] / seconds["karvan"])
     results.note(w26_unique_keys=unique)
