@@ -1,13 +1,16 @@
-"""docs/security.md names a test for each of its promises: all of them exist."""
+"""The pages about security name a test for each of their promises: all of them exist."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+PAGES = [(ROOT / "docs" / name).read_text() for name in ("security.md", "security_model.md")]
 
 
-def test_every_test_that_the_page_names_exists():
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/security.md").read_text())
+def test_every_test_that_the_pages_name_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", "".join(PAGES))
     assert len(named) > 10
     missing = [
         f"{file}::{name}"
@@ -17,9 +20,8 @@ def test_every_test_that_the_page_names_exists():
     assert missing == []
 
 
-def test_every_row_of_its_ports_and_files_names_a_test():
-    page = (ROOT / "docs/security.md").read_text()
-    parts = [part for part in re.split(r"^## ", page, flags=re.M) if part.startswith(("Ports", "Files"))]
+def test_every_row_of_ports_and_files_names_a_test():
+    parts = [part for part in re.split(r"^## ", PAGES[1], flags=re.M) if part.startswith(("Ports", "Files"))]
     rows = [line for part in parts for line in part.splitlines() if line.startswith("|")]
     rows = [line for line in rows if not re.match(r"\|-|\| (Port|File|Attack) \|", line)]
     assert len(parts) == 2
@@ -27,8 +29,9 @@ def test_every_row_of_its_ports_and_files_names_a_test():
     assert [line for line in rows if not re.search(r"`tests/[\w/]+\.py", line.split("|")[-2])] == []
 
 
-def test_its_tables_have_no_gaps():
-    lines = (ROOT / "docs/security.md").read_text().splitlines()
+@pytest.mark.parametrize("page", PAGES, ids=["security", "security_model"])
+def test_its_tables_have_no_gaps(page):
+    lines = page.splitlines()
     starts = [
         place
         for place, line in enumerate(lines)
@@ -38,5 +41,5 @@ def test_its_tables_have_no_gaps():
     assert [lines[place] for place in starts if not lines[place + 1].startswith("|-")] == []
 
 
-def test_nothing_of_it_is_left_to_write():
-    assert "<!--" not in (ROOT / "docs/security.md").read_text()
+def test_nothing_of_them_is_left_to_write():
+    assert "<!--" not in "".join(PAGES)

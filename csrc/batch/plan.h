@@ -1,6 +1,9 @@
 // The lookup of one batch: the positions of its features, the rows of their keys, the outputs.
 //
-// A plan is created before a lookup and lives until the gradients have been applied.
+// A plan is created before a lookup and lives until the gradients have been applied. A table is larger than any cache, so
+// the speed of a step depends on how many memory accesses are in flight at once. Stages: group positions by key; find the
+// rows; insert those of new keys, all shards at once; gather each distinct row once, as float32; pool. A prefetch blocks
+// the instructions behind it until its address is translated, so several are issued together.
 #pragma once
 #include <cstdint>
 #include <memory>

@@ -8,6 +8,10 @@ and a checkpoint, and at the end, all trainers wait for each other: pushes that 
 and every trainer gets the servers' parameters; if trainers make steps of their own (`pull_every` above 1),
 also the state of the servers' optimizers before a checkpoint, so that a fit that resumes from it continues as
 one that went on.
+
+Ranks take their batches in rounds in this mode, too, which limits how far they drift apart, and so how often
+a push is rejected. Gradients of rows are divided by `grads_to_wait`, the pushes of a step, not by the number
+of trainers.
 """
 
 from __future__ import annotations

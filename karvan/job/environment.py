@@ -1,9 +1,9 @@
 """`JobEnvironment`: the environment variables of a job, all of them, read and written in one place.
 
-A field `x` is the variable KARVAN_X; docs/launch.md has the table. The launcher sets the fields of the first
-part for every process of a job; those of the second part are set by users. A variable that is empty counts
-as not set. A value that is not what its field expects is a ValueError that names the variable. A name that is
-almost one of these is a warning, once in a process.
+A field `x` is the variable KARVAN_X; docs/launch_environment.md has the tables. The launcher sets the fields
+of the first part for every process of a job; users set those of the second part. A variable that is empty
+counts as not set. A value that is not what its field expects is a ValueError that names the variable. A name
+that is almost one of these is a warning, once in a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Rows in this process's memory: the default store."""
+"""Rows in this process's memory: the default store.
+
+`forward` and `update` are one native call each, which goes from row numbers to rows without a second lookup
+of the keys. Results have the bits of the inherited ones, because groups, kernels and order are the same, also
+where a step sums several backward passes: each has the version of its own lookup.
+"""
 
 from __future__ import annotations
 

@@ -185,13 +185,15 @@ def test_a_job_without_ports_stays_on_its_machine(more, stays):
     assert JobSpec.model_validate({"name": "a", "entry": "t.py", **more}).stays_here == stays
 
 
-def test_the_page_lists_every_key_and_every_name_of_the_environment():
-    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+def test_the_pages_list_every_key_and_every_name_of_the_environment():
+    docs = Path(__file__).parents[2] / "docs"
+    page, environment = ((docs / name).read_text() for name in ("launch.md", "launch_environment.md"))
     keys = [name for name in JobSpec.model_fields if name != "roles"]
     keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
     names = [variable(field.name) for field in fields(JobEnvironment)]
     names += TORCH_NAMES
-    assert [name for name in (*keys, *names) if f"`{name}`" not in page] == []
+    assert [name for name in keys if f"`{name}`" not in page] == []
+    assert [name for name in names if f"`{name}`" not in environment] == []
 
 
 def test_a_port_of_the_registry_that_is_taken_is_told_in_a_line(tmp_path, capsys):

@@ -1,4 +1,11 @@
-"""The state in a checkpoint of training: all that later steps depend on."""
+"""The state in a checkpoint of training: all that later steps depend on.
+
+It is taken between two steps. If the last batch of an epoch was trained but the epoch has not ended, the fit
+that resumes has an epoch without batches left, so its end happens once. Of data without a position it has the
+random generators as they were at the start of the epoch: a shuffling DataLoader then gives the same order
+when it is skipped forward. A fit saves before its first evaluation; such a state says that the evaluation is
+due, and the fit that resumes makes it first.
+"""
 
 from __future__ import annotations
 
