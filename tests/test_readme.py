@@ -29,6 +29,8 @@ from pydantic import ValidationError
 import karvan as kv
 from karvan.cli.config.schema import Config
 from karvan.cli.main import app
+from karvan.distributed.settings import KINDS
+from karvan.launch.engines.choice import ENGINES
 from karvan.launch.job_spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +69,8 @@ def _runs(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _runs(page) and page not in WALKTHROUGHS])
-def test_the_python_blocks_of_the_page_run(page):
+def test_the_python_blocks_of_the_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # pages write files
     names = {"__name__": "__main__"}
     every = blocks((ROOT / page).read_text())
     for block, after in zip(every, [*every[1:], None], strict=True):
@@ -229,6 +232,21 @@ def test_what_people_copy_fits_in_80_columns_and_asserts_nothing(page):
         for number, line in enumerate(block.code.splitlines(), block.line):
             assert len(line) <= 80, f"{page}:{number}: expected at most 80 columns, got {len(line)}"
             assert block.language != "python" or not line.lstrip().startswith("assert "), f"{page}:{number}"
+
+
+def test_the_readme_says_what_exists_and_what_does_not():
+    """The table of what works where has every place for rows, and every engine."""
+    text = (ROOT / "README.md").read_text().partition("## What works where")[2].partition("\n## ")[0]
+    table = "".join(line for line in text.splitlines(True) if line.startswith("|"))
+    assert set(re.findall(r'kv\.connect\("(\w+)"\)', table)) == {*KINDS} - {"memory"}
+    assert set(re.findall(r"--engine (\w+)", table)) == {*ENGINES}
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+    lacking = {
+        "a server for predictions": "serve" not in _COMMAND.commands,
+        "a store on disks": "disk" not in KINDS,
+    }
+    for what, is_lacking in lacking.items():
+        assert (f"no {what.removeprefix('a ')}" in text) == is_lacking, what
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", *EXTENDING])
