@@ -283,7 +283,15 @@
 
   // ---------------------------------------------------------------- the page
   const root = document.documentElement;
-  root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const frame = window.frameElement; // of a notebook or another page, whose letters are light if it is dark
+  const isDark = () => {
+    if (!frame) return matchMedia("(prefers-color-scheme: dark)").matches;
+    const [red, green, blue] = frame.ownerDocument.defaultView.getComputedStyle(frame).color.match(/[\d.]+/g).map(Number);
+    return red + green + blue > 1.5 * 255;
+  };
+  const takeTheme = () => { root.dataset.theme = isDark() ? "dark" : "light"; };
+  takeTheme();
+  if (frame) new MutationObserver(takeTheme).observe(frame.ownerDocument.body, { attributes: true });
   const charts = [];
   const place = document.getElementById("charts");
   let grid = null, section = null;
