@@ -291,7 +291,10 @@
   };
   const takeTheme = () => { root.dataset.theme = isDark() ? "dark" : "light"; };
   takeTheme();
-  if (frame) new MutationObserver(takeTheme).observe(frame.ownerDocument.body, { attributes: true });
+  if (frame) {
+    root.dataset.framed = "";
+    new MutationObserver(takeTheme).observe(frame.ownerDocument.body, { attributes: true });
+  }
   const charts = [];
   const place = document.getElementById("charts");
   let grid = null, section = null;
@@ -318,7 +321,7 @@
     element("label", {}, "x axis", element("select", { on: { change: (event) => { state.axis = event.target.value; state.range = null; drawAll(); } } },
       ...axes.map((axis) => element("option", { value: axis, textContent: AXES[axis].label })))),
     element("button", {
-      type: "button", textContent: "dark / light",
+      type: "button", textContent: "dark / light", hidden: Boolean(frame),
       on: { click: () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; } },
     }));
   if (data.runs.length > 1) {
