@@ -124,15 +124,18 @@ class NotebookProgress(NoProgress):
         self._display: Display | None = None
         self._total: int | None = None
         self._began = self._shown_at = 0.0
+        self._running = False
         self._first = self._step = 0
         self._numbers: Sequence[str] = ()
         self._evaluations: list[Report] = []
+        self._said: list[str] = []
 
     def begin(self, step: int, total: int | None) -> None:
         """See `NoProgress.begin`."""
         self._display, self._total, self._began = Display(), total, time.monotonic()
+        self._running = True
         self._first = self._step = step
-        self._numbers, self._evaluations = (), []
+        self._numbers, self._evaluations, self._said = (), [], []
         self._show()
 
     def step(self, step: int) -> None:
@@ -150,18 +153,22 @@ class NotebookProgress(NoProgress):
             self._show()
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
-        print(text, flush=True)
+        """See `NoProgress.say`; messages stay below the bar."""
+        if self._display is None:
+            print(text, flush=True)
+        self._said.append(text)
+        self._show()
 
     def end(self) -> None:
-        """See `NoProgress.end`; the bar stays as it was at the end."""
+        """See `NoProgress.end`; the bar stays as it is, and the last messages are added to it."""
         self._show()
-        self._display = None
+        self._running = False
 
     def _show(self) -> None:
         if self._display is None:
             return
-        self._shown_at = time.monotonic()
+        if self._running:
+            self._shown_at = time.monotonic()
         seconds, steps = self._shown_at - self._began, self._step - self._first
         texts = [f"step {self._step:,}", _clock(seconds)]
         bar = ""
@@ -176,7 +183,9 @@ class NotebookProgress(NoProgress):
             [each.step, *(each.values.get(name, "") for name in names)] for each in self._evaluations[-10:]
         ]
         evaluations = html_table("", ["evaluation at step", *names], rows) if rows else ""
-        self._display.show(f"{bar}<div>{escape(line.replace('  ', ' · '))}</div>{evaluations}", line)
+        said = "".join(f"<div>{escape(text)}</div>" for text in self._said)
+        html = f"{bar}<div>{escape(line.replace('  ', ' · '))}</div>{evaluations}{said}"
+        self._display.show(html, "\n".join([line, *self._said]))
 
 
 # Two layers of the colour of letters: a rail, and what is done of it.
