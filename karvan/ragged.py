@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from karvan.notebook import html_table
+
 
 class Padded(NamedTuple):
     """Rows truncated or padded to one length: values (B, L, dim), and a mask (B, L), True on real entries."""
@@ -226,6 +228,9 @@ class Ragged(_NotComparable):
         kind = type(self).__name__
         return f"{kind}(rows={self.rows}, values={self.values.dtype}{list(shape)}{weighted})"
 
+    def _repr_html_(self) -> str:
+        return _samples_table(self)
+
 
 class OptionalRagged(Ragged):
     """One number per sample, or none where it is missing: what a column of integers with nulls becomes.
@@ -312,6 +317,9 @@ class NestedRagged(_NotComparable):
     def __repr__(self) -> str:
         lists = int(self.inner.shape[0]) - 1
         return f"{type(self).__name__}(rows={self.rows}, lists={lists}, values={self.values.dtype})"
+
+    def _repr_html_(self) -> str:
+        return _samples_table(self)
 
 
 class OptionalText(NestedRagged):
@@ -407,6 +415,65 @@ class Batch(Mapping[str, Entry]):
 
     def __repr__(self) -> str:
         return f"Batch(samples={self.samples}, {', '.join(self._entries)})"
+
+    def _repr_html_(self) -> str:
+        def row(item: tuple[str, Entry]) -> list[str]:
+            name, entry = item
+            return [name, _kind_of(entry), ", ".join(_first_samples(entry, _FEW))]
+
+        head = ("feature", "type", "first samples")
+        return html_table(f"Batch of {self.samples:,} samples", head, self.items(), row)
+
+
+_FEW = 4  # samples, and values of a sample, that are shown
+
+
+def _samples_table(entry: Ragged | NestedRagged) -> str:
+    """The first samples, a row each."""
+    first = _first_samples(entry, 2 * _FEW)
+    return html_table(repr(entry), ("sample", "values"), list(enumerate(first)))
+
+
+def _kind_of(entry: Entry | IdsReference) -> str:
+    if isinstance(entry, IdsReference):
+        return "on an embedding worker"
+    values = entry if isinstance(entry, Tensor) else entry.values
+    dtype = str(values.dtype).removeprefix("torch.")
+    where = "" if values.device.type == "cpu" else f", {values.device}"
+    if isinstance(entry, Tensor):
+        return f"{dtype} {list(entry.shape)}{where}"
+    return f"{type(entry).__name__} {dtype}{where}"
+
+
+def _first_samples(entry: Entry | IdsReference, count: int) -> list[str]:
+    """The first samples as text, and "…" for the others."""
+    if isinstance(entry, IdsReference):
+        return []
+    rows = _rows_of("", entry)
+    first = [_sample_text(entry, index) for index in range(min(count, rows))]
+    return first + ["…"] * (rows > count)
+
+
+def _sample_text(entry: Entry, index: int) -> str:
+    if isinstance(entry, Tensor):
+        return _values_text(entry[index])
+    if isinstance(entry, NestedRagged):
+        start, end = entry.outer[index : index + 2].tolist()
+        lists = [_sample_text(entry.lists(), each) for each in range(start, min(end, start + _FEW))]
+        return f"[{', '.join(lists + ['…'] * (end - start > _FEW))}]"
+    start, end = (index, index + 1) if entry.offsets is None else entry.offsets[index : index + 2].tolist()
+    values = entry.values[start:end]
+    if values.dtype == torch.uint8 and values.dim() == 1:  # text
+        return repr(bytes(values[: 10 * _FEW].tolist()).decode(errors="replace"))
+    return _values_text(values)
+
+
+def _values_text(values: Tensor) -> str:
+    flat = [
+        f"{value:.4g}" if isinstance(value, float) else str(value)
+        for value in values.flatten()[:_FEW].tolist()
+    ]
+    return f"[{', '.join(flat + ['…'] * (values.numel() > _FEW))}]" if values.dim() else flat[0]
 
 
 def _rows_of(name: str, entry: Entry | IdsReference) -> int:

@@ -30,6 +30,7 @@ from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
 from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle, find_table
+from karvan.notebook import html_table
 from karvan.ragged import REFERENCE, IdsReference, IndexedRows, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
@@ -342,11 +343,22 @@ class EmbeddingEngine(nn.Module):
 
     def extra_repr(self) -> str:
         """The tables and the features that use them."""
-        lines = []
-        for name, handle in self._handles.items():
-            users = [f for f, t in self._names.items() if t == name]
-            lines.append(f"{name}: dim={handle.dim}, rows={handle.rows}, features={users}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"{name}: dim={handle.dim}, rows={handle.rows}, features={self._users(name)}"
+            for name, handle in self._handles.items()
+        )
+
+    def _repr_html_(self) -> str:
+        def row(table: TableHandle) -> list[object]:
+            stats = table.stats()
+            return [table.name, table.dim, stats["rows"], stats["bytes"], ", ".join(self._users(table.name))]
+
+        head = ("table", "dim", "rows", "bytes", "features")
+        return html_table("EmbeddingEngine", head, self.tables(), row)
+
+    def _users(self, table: str) -> list[str]:
+        """The features that use a table."""
+        return [feature for feature, name in self._names.items() if name == table]
 
 
 class _Lookup(torch.autograd.Function):

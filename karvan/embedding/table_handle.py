@@ -12,6 +12,7 @@ from torch import Tensor
 
 from karvan.argument_checks import listed
 from karvan.embedding.engine_state import EngineState
+from karvan.notebook import html_table
 from karvan.store import Rows, Store, TableSpec
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ class TableHandle:
 
     def __repr__(self) -> str:
         return f"TableHandle('{self.name}', dim={self.dim}, rows={self.rows})"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Table '{self.name}', dim {self.dim}", (), self.stats().items())
 
 
 def _texts_of_keys(strings: Mapping[str, int]) -> dict[int, str]:

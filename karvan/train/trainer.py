@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.job.checkpoint_url import shown
+from karvan.files import replace_file
+from karvan.job.checkpoint_url import shown, url_of
+from karvan.monitor.plot_page import framed, plot_page
+from karvan.monitor.run_history import run_of
+from karvan.notebook import Display, html_table, in_notebook
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
@@ -26,7 +31,7 @@ from karvan.train.elastic.choice import host_of, make_fit, make_predictions
 from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin
-from karvan.train.reporting.describe import describe
+from karvan.train.reporting.describe import describe, described
 from karvan.train.reporting.history import History
 from karvan.train.reporting.loggers import Logger, LoggerGroup
 from karvan.train.reporting.progress import NoProgress, make_progress
@@ -175,6 +180,9 @@ class Trainer:
     def __repr__(self) -> str:
         return describe(self.parts())
 
+    def _repr_html_(self) -> str:
+        return html_table("Trainer", (), described(self.parts()).items())
+
     def parts(self) -> TrainerParts:
         """What a fit, its reports and its checkpoints use."""
         return TrainerParts(
@@ -211,6 +219,42 @@ class Trainer:
         `history.jsonl` of the run folder, which `karvan plot` shows.
         """
         return self._history.frame()
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Show the reports of the run as charts: losses, metrics, speed and sizes.
+
+        A notebook shows the charts below the cell. Elsewhere they become an HTML file, and its path is
+        printed. The charts need no network. `karvan plot` makes the same page of one or more run folders.
+
+        Args:
+            path: The file to write. By default a notebook writes none; otherwise it is `plot.html` in the run
+                folder, or in the current folder if the run has none.
+
+        Raises:
+            ValueError: There are no reports yet.
+
+        Example:
+            ```python
+            trainer.fit(data)
+            trainer.plot()
+            ```
+        """
+        folder = self.saver.folder
+        name = type(self.model).__name__ if folder is None else folder.name
+        run = run_of(name, Path(name) if folder is None else folder, self._history.rows())
+        if not run.entries:
+            raise ValueError("plot expects a run with reports: call fit before, which reports its numbers.")
+        if self.connection.rank != 0:
+            return
+        page = plot_page([run])
+        if in_notebook():
+            Display().show(framed(page), f"charts of {name}")
+            if path is None:
+                return
+        if path is None:
+            path = Path("plot.html") if folder is None or url_of(folder) else folder / "plot.html"
+        replace_file(Path(path), page)
+        print(f"{path}: 1 run, {len(run.entries):,} reports.")
 
     @property
     def stopping(self) -> str | None:

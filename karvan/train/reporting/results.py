@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.distributed import CollectiveChannel
+from karvan.notebook import html_table
 from karvan.train.reporting.model_reports import split_reports
 from karvan.train.state.gathering import summed
 
@@ -83,23 +84,33 @@ class FitResult:
 
     def __str__(self) -> str:
         """A summary in a few lines; `repr` has everything."""
+        return "\n  ".join([self._headline(), *(f"{word:<12}{text}" for word, text in self._summary())])
+
+    def _repr_html_(self) -> str:
+        lines = [(word, text.replace("  ", ", ")) for word, text in self._summary()]
+        return html_table(self._headline(), (), lines)
+
+    def _headline(self) -> str:
         skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
-        lines = [
+        return (
             f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
             f"{self.epoch} epoch{'s' * (self.epoch != 1)}, {self.samples:,} samples"
-        ]
+        )
+
+    def _summary(self) -> list[tuple[str, str]]:
+        lines = []
         if self.stopped:
-            lines.append(f"stopped     {self.stopped}")
+            lines.append(("stopped", self.stopped))
         if self.bad_records:
-            lines.append(f"bad records {self.bad_records:,} skipped")
+            lines.append(("bad records", f"{self.bad_records:,} skipped"))
         earlier = "" if self.evaluated == self.step else f"  (at step {self.evaluated:,})"
         for word, values, note in (("training", self.metrics, ""), ("evaluation", self.evaluation, earlier)):
             if values:
                 shown = "  ".join(f"{name} {value:.5g}" for name, value in values.items())
-                lines.append(f"{word:<12}{shown}{note}")
+                lines.append((word, shown + note))
         if self.checkpoint:
-            lines.append(f"checkpoint  {self.checkpoint}")
-        return "\n  ".join(lines)
+            lines.append(("checkpoint", self.checkpoint))
+        return lines
 
 
 @dataclass
