@@ -128,6 +128,8 @@ class Fit:
                         if self._counts.step % parts.log_every == 0:
                             self._reporter.training()
                             self._outcomes.settle()
+                        elif self._reporter.shows(self._counts.step):
+                            self._reporter.show()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluation_due = True
                             self._save_first()

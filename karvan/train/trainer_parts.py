@@ -46,6 +46,7 @@ class TrainerParts:
     loggers: LoggerGroup
     progress: NoProgress
     log_every: int
+    shows_between: bool  # progress may show numbers between those of log_every
     nonfinite: str
     run: RunProgress
     stop_request: StopRequest

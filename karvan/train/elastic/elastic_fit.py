@@ -364,6 +364,8 @@ class ElasticFit(Fit):
             self._count_step(agreement, taken)
             if counts.step % parts.log_every == 0:
                 self._todo.append("report")
+            elif self._first and self._reporter.shows(counts.step):
+                self._reporter.show({name: metric.compute() for name, metric in parts.metrics.items()})
             if self._goal.evaluates_after_step(counts):
                 self._plan_evaluation()
             saves = parts.saver.due_by_steps(counts.step) or any(

@@ -40,7 +40,8 @@ class StepLogs:
 class Report:
     """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval".
 
-    `samples` is the number of samples trained so far, `time` the Unix time of the report.
+    `samples` is the number of samples trained so far, `time` the Unix time of the report. `memory_of` says
+    whose memory `values["memory"]` is: "process", "4 processes", "GPU".
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Report:
     values: Mapping[str, float]
     samples: int | None = None
     time: float | None = None
+    memory_of: str = "process"
 
     def labels(self) -> dict[str, str | int | float]:
         """What the values describe, without unknown fields."""
