@@ -60,13 +60,13 @@ class Trainer:
     nonfinite: see `OptimizerStepSettings`. callbacks: see `kv.callbacks`. loggers: see `kv.loggers`; they and
     progress get numbers every log_every steps. Without log_every, loggers get them every 100 steps, and
     progress also shows them after 1, 2, 5, 10, 20, 50, … steps and at least every 10 seconds. progress is
-    "auto" (a bar on a terminal, otherwise lines), "bar", "plain", "none", or an object. eval_every: how many steps are between two evaluations of a fit that
-    does not say it itself. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
-    checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
-    evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
-    in a row the fit raises the error. The last save of a fit is repeated for save_retry_seconds, and then
-    raises it. device is where the model is to be, "cuda" for this rank's GPU; without it, where its tables
-    are, if that is a GPU, else where it is.
+    "auto" (a bar on a terminal, otherwise lines), "bar", "plain", "none", or an object. eval_every: how many
+    steps are between two evaluations of a fit that does not say it itself. checkpoints is a `kv.Checkpoints`
+    or a folder; one is saved every checkpoint_every steps, every checkpoint_seconds, and at the end; with
+    keep_best also after every evaluation. A save that the disk or the servers refuse is a warning; after more
+    than tolerate_failed_saves in a row the fit raises the error. The last save of a fit is repeated for
+    save_retry_seconds, and then raises it. device is where the model is to be, "cuda" for this rank's GPU;
+    without it, where its tables are, if that is a GPU, else where it is.
     prefetch batches are taken from the data while one computes, 0 for none; on the thread that takes them,
     prepare is called with each, and embedding engines group the ids that are in it already.
 
@@ -160,6 +160,7 @@ class Trainer:
         first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
         self.log_every = log_every or 100
         self._shows_between = log_every is None
+        self.resume_hint = "To resume, run the program again."  # commands set their own
         self.eval_every = eval_every
         self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(
@@ -191,6 +192,7 @@ class Trainer:
             progress=self.progress,
             log_every=self.log_every,
             shows_between=self._shows_between,
+            resume_hint=self.resume_hint,
             nonfinite=self.nonfinite,
             run=self.run_progress,
             stop_request=self._stop_request,

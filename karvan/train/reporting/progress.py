@@ -77,8 +77,8 @@ class _Schedule:
 
 def _next_round(number: int) -> int:
     """The first of 1, 2, 5, 10, 20, 50, … that is larger."""
-    power = 10 ** (len(str(number)) - 1)
-    return next(power * first for first in (1, 2, 5, 10) if power * first > number)
+    power = int("1" + "0" * (len(str(number)) - 1))
+    return next(each for each in (power, 2 * power, 5 * power, 10 * power) if each > number)
 
 
 class PlainProgress(NoProgress):
@@ -197,9 +197,10 @@ def line_of(report: Report, total: int | None, widths: dict[int, int] | None = N
     if total is not None:
         step = f"{step.rjust(len(f'{total:,}'))}/{total:,}"
     fields = _shown(report)
-    for index, text in enumerate(fields if widths is not None else ()):
-        widths[index] = max(widths.get(index, 0), len(text))
-        fields[index] = text.rjust(widths[index])
+    if widths is not None:
+        for index, text in enumerate(fields):
+            widths[index] = max(widths.get(index, 0), len(text))
+        fields = [text.rjust(widths[index]) for index, text in enumerate(fields)]
     return "  ".join([f"step {step}", *([] if report.kind == "train" else [report.kind]), *fields])
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from karvan.job.environment import JobEnvironment
 from karvan.train.reporting.progress import memory_bytes, memory_owner
 from karvan.train.reporting.results import FitResult, Report
 from karvan.train.state.gathering import merged, summed
@@ -144,6 +145,9 @@ class Reporter:
         parts = self._parts
         parts.progress.end()
         parts.progress.say(_final_message(result))
+        saved_early = result.checkpoint is not None and result.stopped in ("interrupt", "terminate")
+        if saved_early and not JobEnvironment.read().job:  # of a launched job, the launcher says it
+            parts.progress.say(parts.resume_hint)
         if result.bad_records:
             some = f"{result.bad_records} bad record{'s' * (result.bad_records != 1)}"
             parts.progress.say(f"WARNING: {some} skipped, because they raised errors.")
