@@ -33,16 +33,37 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
 ) -> None:
-    """Print a table to stdout; `right` names the columns of numbers."""
+    """Print a table to stdout; `right` names the columns of numbers.
+
+    A terminal folds values that do not fit. Elsewhere every value is complete, in plain text.
+    """
+    cells, numbers = [[str(value) for value in row] for row in rows], set(right)
+    if sys.stdout.isatty():
+        _print_on_terminal(title, columns, cells, numbers)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    if title is not None:
+        print(title)
+    for row in (columns, *cells):
+        padded = [
+            text.rjust(width) if name in numbers else text.ljust(width)
+            for name, text, width in zip(columns, row, widths, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _print_on_terminal(
+    title: str | None, columns: Sequence[str], rows: list[list[str]], numbers: set[str]
+) -> None:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
-    numbers = set(right)
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*map(Text, row))
     out = console()
     if title is not None:  # a table's own title is folded to the table's width
         out.print(title, style="bold", markup=False)

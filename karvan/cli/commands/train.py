@@ -187,7 +187,8 @@ def _show(result: kv.train.FitResult) -> None:
     ]
     if rows:
         print_table(
-            f"Step {result.step:,}, {result.epoch} epochs, {result.samples:,} samples",
+            f"Step {result.step:,}, {result.epoch} epoch{'s' * (result.epoch != 1)}, "
+            f"{result.samples:,} samples",
             ["metric", "training", "evaluation"],
             rows,
             right=["training", "evaluation"],
