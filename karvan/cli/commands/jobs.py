@@ -201,7 +201,7 @@ def _end_text(outcome: dict[str, Any] | None) -> str:
     when = "" if outcome["ended"] is None else f", {ago_text(outcome['ended'])}"
     text = f"it ended with code {outcome['code']}{when}"
     if outcome["code"] in (130, 143):
-        text = f"it was stopped, with code {outcome['code']}{when}. The same `karvan launch` resumes it"
+        text = f"it was stopped, with code {outcome['code']}{when} (the same `karvan launch` resumes it)"
     return f"{text}: {outcome['failure']}" if outcome["failure"] else f"{text}."
 
 

@@ -94,7 +94,7 @@ class PlainProgress(NoProgress):
         self._total: int | None = None
         self._held: Report | None = None
         self._shown_step = -1
-        self._widths: dict[int, int] = {}
+        self._widths: dict[str, int] = {}
 
     @property
     def next_report(self) -> int | None:  # type: ignore[override]
@@ -166,7 +166,7 @@ class BarProgress(NoProgress):
             self.say(line_of(report, None))
         else:
             self._schedule.shown(report.step)
-            self._bar.update(self._task, numbers=_shown(report))
+            self._bar.update(self._task, numbers=list(_shown(report).values()))
 
     def say(self, text: str) -> None:
         """See `NoProgress.say`."""
@@ -191,17 +191,18 @@ def make_progress(progress: str | NoProgress) -> NoProgress:
     return kinds[progress]()
 
 
-def line_of(report: Report, total: int | None, widths: dict[int, int] | None = None) -> str:
-    """A report as a line of text; fields are as wide as in earlier lines with the same `widths`."""
+def line_of(report: Report, total: int | None, widths: dict[str, int] | None = None) -> str:
+    """A report as a line of text; fields are as wide as in earlier lines with the same `widths`, by name."""
     step = f"{report.step:,}"
     if total is not None:
         step = f"{step.rjust(len(f'{total:,}'))}/{total:,}"
     fields = _shown(report)
     if widths is not None:
-        for index, text in enumerate(fields):
-            widths[index] = max(widths.get(index, 0), len(text))
-        fields = [text.rjust(widths[index]) for index, text in enumerate(fields)]
-    return "  ".join([f"step {step}", *([] if report.kind == "train" else [report.kind]), *fields])
+        for name, text in fields.items():
+            widths[name] = max(widths.get(name, 0), len(text))
+            fields[name] = text.rjust(widths[name])
+    kind = [] if report.kind == "train" else [report.kind]
+    return "  ".join([f"step {step}", *kind, *fields.values()])
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -221,23 +222,24 @@ def memory_owner(device: torch.device, ranks: int) -> str:
     return one if ranks == 1 else f"{ranks} {several}"
 
 
-_LAST = ("samples_per_second", "rows", "memory")
+# Shown behind losses and metrics, because a narrow terminal shows what comes first.
+_LAST = ("samples_per_second", "rows", "memory", "staleness", "staleness_max", "dense_staleness")
 
 
-def _shown(report: Report) -> list[str]:
-    """The numbers that people want; the history has all. A narrow terminal shows the first ones."""
+def _shown(report: Report) -> dict[str, str]:
+    """The numbers that people want, as text by name; the history has all."""
     values = {name: value for name, value in report.values.items() if not name.startswith(("rows/", "lr/"))}
-    texts = []
+    texts = {}
     for name in sorted(values, key=lambda name: _LAST.index(name) if name in _LAST else -1):
         value = values[name]
         if name == "samples_per_second":
-            texts.append(f"{value:,.0f} samples/s")
+            texts[name] = f"{value:,.0f} samples/s"
         elif name == "rows":
-            texts.append(f"{value:,.0f} rows")
+            texts[name] = f"{value:,.0f} rows"
         elif name == "memory":
-            texts.append(f"{report.memory_of} {value / 2**30:.2f} GiB")
+            texts[name] = f"{report.memory_of} {value / 2**30:.2f} GiB"
         elif name == "auc":
-            texts.append(f"AUC {value:.4f}")
+            texts[name] = f"AUC {value:.4f}"
         else:
-            texts.append(f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}")
+            texts[name] = f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}"
     return texts

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from karvan.durations import duration_text
 from karvan.job.environment import JobEnvironment
 from karvan.train.reporting.progress import memory_bytes, memory_owner
 from karvan.train.reporting.results import FitResult, Report
@@ -182,4 +183,5 @@ def _final_message(result: FitResult) -> str:
         return f"Stopped after step {result.step} ({result.stopped}){where}."
     if not result.trained:
         return f"Trained up to step {result.step} already, nothing more to do{where}."
-    return f"Trained {result.trained} steps in {result.seconds:.1f} s, up to step {result.step}{where}."
+    time_taken = duration_text(result.seconds)
+    return f"Trained {result.trained} steps in {time_taken}, up to step {result.step}{where}."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.distributed import CollectiveChannel
+from karvan.durations import duration_text
 from karvan.train.reporting.model_reports import split_reports
 from karvan.train.state.gathering import summed
 
@@ -87,8 +88,9 @@ class FitResult:
         """A summary in a few lines; `repr` has everything."""
         skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
         lines = [
-            f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
-            f"{self.epoch} epoch{'s' * (self.epoch != 1)}, {self.samples:,} samples"
+            f"Trained {self.trained:,} steps in {duration_text(self.seconds)}{skipped}: "
+            f"now at step {self.step:,}, {self.epoch} epoch{'s' * (self.epoch != 1)}, "
+            f"{self.samples:,} samples"
         ]
         if self.stopped:
             lines.append(f"stopped     {self.stopped}")
