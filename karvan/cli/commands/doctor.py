@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ def _show(findings: list[Finding]) -> None:
         max(map(len, column)) for column in zip(*((f.state, f.what) for f in findings), strict=True)
     )
     indent = states + names + 4
-    width = max(40, out.width - indent) if sys.stdout.isatty() else 10_000
+    width = max(40, out.width - indent)
     for finding in findings:
         lines = [line for text in (finding.value, finding.advice) for line in textwrap.wrap(text, width)]
         state = Text(finding.state.ljust(states), style=_COLOURS[finding.state])
