@@ -234,7 +234,7 @@ def test_plain_progress_tells_evaluations_at_once_and_training_now_and_then():
     assert lines[0].startswith("step  2/12  loss")
     for word in ("samples/s", "loss", "AUC", "rows", "process 0.", "GiB"):
         assert word in lines[0]
-    assert "lr/" not in lines[0]
+    assert not any("lr/" in line for line in lines)  # they do not change
     assert lines[1].startswith("step  6/12  ")
     assert lines[2].startswith("step 10/12  ")
     assert lines[3].startswith("step 12/12  eval  loss")
@@ -291,6 +291,21 @@ def test_slow_steps_are_shown_by_time_and_a_chosen_period_is_obeyed():
     assert all(later - earlier <= 6 for earlier, later in itertools.pairwise(shown[None]))
     assert len(shown[None]) >= 7
     assert shown[7] == [7, 14, 21, 28, 30]
+
+
+def test_learning_rates_are_shown_once_a_schedule_changes_them():
+    stream = io.StringIO()
+    fit = trainer(
+        progress=PlainProgress(stream),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5),
+    )
+    fit.fit(batches(10))
+    rates = {
+        step: line.partition("lr/dense ")[2].partition("  ")[0]
+        for line in stream.getvalue().splitlines()
+        for step in steps_of([line])
+    }
+    assert rates == {1: "", 2: "", 5: "0.005", 10: "0.0025"}
 
 
 def test_the_last_numbers_are_shown_once():

@@ -95,6 +95,8 @@ class PlainProgress(NoProgress):
         self._held: Report | None = None
         self._shown_step = -1
         self._widths: dict[str, int] = {}
+        self._rates: dict[str, float] = {}  # learning rates at first
+        self._rates_move = False  # whether a schedule has changed them, so that they are shown
 
     @property
     def next_report(self) -> int | None:  # type: ignore[override]
@@ -122,7 +124,10 @@ class PlainProgress(NoProgress):
             return
         self._shown_step = report.step
         self._schedule.shown(report.step)
-        self.say(line_of(report, self._total, self._widths))
+        rates = {name: value for name, value in report.values.items() if name.startswith("lr/")}
+        self._rates = self._rates or rates
+        self._rates_move = self._rates_move or rates != self._rates
+        self.say(line_of(report, self._total, self._widths, rates=self._rates_move))
 
     def say(self, text: str) -> None:
         """See `NoProgress.say`."""
@@ -191,12 +196,14 @@ def make_progress(progress: str | NoProgress) -> NoProgress:
     return kinds[progress]()
 
 
-def line_of(report: Report, total: int | None, widths: dict[str, int] | None = None) -> str:
+def line_of(
+    report: Report, total: int | None, widths: dict[str, int] | None = None, *, rates: bool = False
+) -> str:
     """A report as a line of text; fields are as wide as in earlier lines with the same `widths`, by name."""
     step = f"{report.step:,}"
     if total is not None:
         step = f"{step.rjust(len(f'{total:,}'))}/{total:,}"
-    fields = _shown(report)
+    fields = _shown(report, rates=rates)
     if widths is not None:
         for name, text in fields.items():
             widths[name] = max(widths.get(name, 0), len(text))
@@ -226,11 +233,15 @@ def memory_owner(device: torch.device, ranks: int) -> str:
 _LAST = ("samples_per_second", "rows", "memory", "staleness", "staleness_max", "dense_staleness")
 
 
-def _shown(report: Report) -> dict[str, str]:
-    """The numbers that people want, as text by name; the history has all."""
-    values = {name: value for name, value in report.values.items() if not name.startswith(("rows/", "lr/"))}
+def _shown(report: Report, *, rates: bool = False) -> dict[str, str]:
+    """The numbers that people want, as text by name, with learning rates if these change.
+
+    The history has all.
+    """
+    hidden = ("rows/",) if rates else ("rows/", "lr/")
+    values = {name: value for name, value in report.values.items() if not name.startswith(hidden)}
     texts = {}
-    for name in sorted(values, key=lambda name: _LAST.index(name) if name in _LAST else -1):
+    for name in sorted(values, key=_place):
         value = values[name]
         if name == "samples_per_second":
             texts[name] = f"{value:,.0f} samples/s"
@@ -240,6 +251,13 @@ def _shown(report: Report) -> dict[str, str]:
             texts[name] = f"{report.memory_of} {value / 2**30:.2f} GiB"
         elif name == "auc":
             texts[name] = f"AUC {value:.4f}"
+        elif name.startswith("lr/"):
+            texts[name] = f"{name} {value:.4g}"
         else:
             texts[name] = f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}"
     return texts
+
+
+def _place(name: str) -> int:
+    """Losses and metrics first, in their order, learning rates last."""
+    return _LAST.index(name) if name in _LAST else len(_LAST) if name.startswith("lr/") else -1

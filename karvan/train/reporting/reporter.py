@@ -42,7 +42,8 @@ class Reporter:
         values = self._training_values(metrics, now, self._shown)
         self._shown = now
         if values:
-            self._parts.progress.report(self._make_report("train", {**values, **self._stale}))
+            everything = {**values, **self._stale, **self._rates()}
+            self._parts.progress.report(self._make_report("train", everything))
         self._agree_on_next()
 
     def training(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -55,11 +56,7 @@ class Reporter:
         if not values:
             return
         self._last = self._shown = now
-        rates = {
-            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
-            for name, optimizer in self._parts.setup.update.optimizers.items()
-        }
-        self._report("train", {**values, **self._staleness(), **rates})
+        self._report("train", {**values, **self._staleness(), **self._rates()})
         self._parts.window.reset()
         self._agree_on_next()
 
@@ -87,6 +84,12 @@ class Reporter:
         connection = self._parts.connection
         if self._parts.shows_between and connection.world_size > 1:
             self._wanted = connection.main.gather_json(self._parts.progress.next_report)[0]
+
+    def _rates(self) -> dict[str, float]:
+        return {
+            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
+            for name, optimizer in self._parts.setup.update.optimizers.items()
+        }
 
     def _rows(self) -> dict[str, int]:
         """The rows of each table, as far as this rank holds them."""
