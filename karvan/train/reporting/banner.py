@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sized
+from importlib.metadata import version
 from typing import Any
 
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-import karvan
 from karvan.data.identity import Identity
 from karvan.distributed import Connection
 from karvan.job.checkpoint_url import shown
@@ -40,7 +40,7 @@ def banner(parts: TrainerParts, data: Iterable[Any], identity: Identity | None, 
         "folder": _folder(parts, resumes),
     }
     model = type(parts.model).__name__
-    lines = [f"Karvan {karvan.__version__}: {model} on {runs.device}, {runs.precision.name}"]
+    lines = [f"Karvan {version('karvan')}: {model} on {runs.device}, {runs.precision.name}"]
     for name, text in fields.items():
         if text:
             lines += textwrap.wrap(
