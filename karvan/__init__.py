@@ -1,6 +1,13 @@
 """Karvan trains recommendation models whose embedding tables outgrow a machine."""
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"Karvan needs Linux on x86_64 or aarch64, got {sys.platform}. On Windows use WSL 2, "
+        "elsewhere a Linux container, such as Docker's python:3.12-slim."
+    )
 
 from karvan.public_names import publish
 

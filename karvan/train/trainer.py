@@ -63,14 +63,15 @@ class Trainer:
     scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
     precision: see `karvan/train/step/precision.py`. gradient_accumulation_steps, clip_norm, clip_value,
     nonfinite: see `OptimizerStepSettings`. callbacks: see `kv.callbacks`. loggers: see `kv.loggers`; they and
-    progress get numbers every log_every steps. progress is "auto" (a bar on a terminal, otherwise lines),
-    "bar", "plain", "none", or an object. eval_every: how many steps are between two evaluations of a fit that
-    does not say it itself. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
-    checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
-    evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
-    in a row the fit raises the error. The last save of a fit is repeated for save_retry_seconds, and then
-    raises it. device is where the model is to be, "cuda" for this rank's GPU; without it, where its tables
-    are, if that is a GPU, else where it is.
+    progress get numbers every log_every steps. Without log_every, loggers get them every 100 steps, and
+    progress also shows them after 1, 2, 5, 10, 20, 50, … steps and at least every 10 seconds. progress is
+    "auto" (a bar on a terminal, otherwise lines), "bar", "plain", "none", or an object. eval_every: how many
+    steps are between two evaluations of a fit that does not say it itself. checkpoints is a `kv.Checkpoints`
+    or a folder; one is saved every checkpoint_every steps, every checkpoint_seconds, and at the end; with
+    keep_best also after every evaluation. A save that the disk or the servers refuse is a warning; after more
+    than tolerate_failed_saves in a row the fit raises the error. The last save of a fit is repeated for
+    save_retry_seconds, and then raises it. device is where the model is to be, "cuda" for this rank's GPU;
+    without it, where its tables are, if that is a GPU, else where it is.
     prefetch batches are taken from the data while one computes, 0 for none; on the thread that takes them,
     prepare is called with each, and embedding engines group the ids that are in it already.
 
@@ -105,7 +106,7 @@ class Trainer:
         find_unused_parameters: bool = False,
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
-        log_every: int = 100,
+        log_every: int | None = None,
         eval_every: int | None = None,
         progress: str | NoProgress = "auto",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -122,7 +123,7 @@ class Trainer:
         check_trainer(
             model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, loggers, prepare, checkpoints
         )
-        if log_every < 1:
+        if log_every is not None and log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
@@ -162,7 +163,9 @@ class Trainer:
                 "average: expected average_every=1, or no EMA."
             )
         first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
-        self.log_every = log_every
+        self.log_every = log_every or 100
+        self._shows_between = log_every is None
+        self.resume_hint = "To resume, run the program again."  # commands set their own
         self.eval_every = eval_every
         self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(
@@ -196,6 +199,8 @@ class Trainer:
             loggers=self.loggers,
             progress=self.progress,
             log_every=self.log_every,
+            shows_between=self._shows_between,
+            resume_hint=self.resume_hint,
             nonfinite=self.nonfinite,
             run=self.run_progress,
             stop_request=self._stop_request,

@@ -128,12 +128,13 @@ def _goes_on(run, place, saved):
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(run, place):
-    process = _process("train", place / "job.py", "--epochs", 100_000)
+    process = _process("train", place / "job.py", "--epochs", 100_000, "--drop-unfinished")
     next(line for line in process.stderr if line.startswith("step "))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "checkpoint at" in err
+    assert f"\nTo resume: karvan train {place / 'job.py'} --epochs 100000\n" in err
     assert "Traceback" not in err
     saved = kv.checkpoint.find(place / "run").step
     assert saved > 0

@@ -19,6 +19,7 @@ from karvan.cli.output import (
     progress,
     write_json,
 )
+from karvan.durations import ago_text
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
@@ -80,24 +81,16 @@ def show_summary(seen: Summary) -> None:
     metrics = ", ".join(f"{name} {number_text(value)}" for name, value in seen.metrics.items())
     kind = f"delta on {', '.join(map(str, seen.builds_on))}" if seen.builds_on else seen.kind
     out.print(
-        f"{shown(seen.path)}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, {seen.created}",
+        f"{shown(seen.path)}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, "
+        f"saved {ago_text(seen.created)}",
         markup=False,
     )
     if metrics:
         out.print(f"metrics: {metrics}", markup=False)
+    out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
     print_table(
         None,
-        [
-            "table",
-            "rows",
-            "dim",
-            "dtype",
-            "optimizer",
-            "bytes",
-            "mean norm",
-            "max norm",
-            "hottest keys (uses)",
-        ],
+        ["table", "rows", "dim", "dtype", "optimizer", "bytes", "mean norm", "max norm"],
         [
             [
                 table.name,
@@ -108,13 +101,15 @@ def show_summary(seen: Summary) -> None:
                 bytes_text(table.bytes),
                 number_text(table.mean_norm),
                 number_text(table.max_norm),
-                ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest),
             ]
             for table in seen.tables
         ],
         right=["rows", "dim", "bytes", "mean norm", "max norm"],
     )
-    out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
+    for table in seen.tables:
+        if table.hottest:
+            keys = ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest)
+            out.print(f"hottest keys of {table.name} (uses): {keys}", markup=False)
     if seen.not_whole:
         print_table(
             "Incomplete, damaged or set aside",

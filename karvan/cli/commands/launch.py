@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from karvan.cli.config.target import pairs
-from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.errors import DAMAGED, INTERRUPTED, OK, TERMINATED, CommandError
 from karvan.cli.output import help_of, print_table
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
@@ -101,7 +103,23 @@ def launch(
         _show(spec, commands)
         return OK
     require_limits(sum(spec.of_role(role).replicas for role in commands))
-    return follow(spec, commands, detach=detach, engine=engine, address=address)
+    code = follow(spec, commands, detach=detach, engine=engine, address=address)
+    if code in (INTERRUPTED, TERMINATED):
+        print(_how_to_resume(spec.checkpoints, shlex.join(["karvan", *sys.argv[1:]])), file=sys.stderr)
+    return code
+
+
+def _how_to_resume(checkpoints: Path | None, command: str) -> str:
+    """What a job that was stopped has saved, and how to go on."""
+    if checkpoints is None:
+        return f"The job was stopped. It has no folder of checkpoints, so {command} starts again."
+    if url_of(checkpoints) is not None:
+        where = f"Its checkpoints are at {shown(checkpoints)}"
+    elif newest := max(checkpoints.glob("step-*"), default=None):
+        where = f"Its newest checkpoint is {newest}"
+    else:
+        where = "Nothing was saved yet"
+    return f"The job was stopped. {where}.\nTo resume: {command}"
 
 
 def follow(

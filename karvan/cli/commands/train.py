@@ -99,6 +99,7 @@ def train(
     ).job()
     changes: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
+    job.trainer.resume_hint = f"To resume: {_command_to_resume(sys.argv[1:])}"
     result = _fit(
         job,
         resume=_choice(resume, resume_from),
@@ -111,6 +112,18 @@ def train(
     if not write_json(json_path, result):
         _show(result)
     return STOPPED.get(result.stopped or "", OK)
+
+
+def _command_to_resume(words: Sequence[str]) -> str:
+    """The command of these words without what only its first run may have."""
+    rest = iter(words)
+    kept = []
+    for word in rest:
+        if word == "--resume-from":
+            next(rest, None)
+        elif word.partition("=")[0] not in ("--resume-from", "--no-resume", "--drop-unfinished"):
+            kept.append(word)
+    return shlex.join(["karvan", *kept])
 
 
 def _choice(resume: bool, resume_from: str | None) -> bool | str:
@@ -174,7 +187,8 @@ def _show(result: kv.train.FitResult) -> None:
     ]
     if rows:
         print_table(
-            f"Step {result.step:,}, {result.epoch} epochs, {result.samples:,} samples",
+            f"Step {result.step:,}, {result.epoch} epoch{'s' * (result.epoch != 1)}, "
+            f"{result.samples:,} samples",
             ["metric", "training", "evaluation"],
             rows,
             right=["training", "evaluation"],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.distributed import CollectiveChannel
+from karvan.durations import duration_text
 from karvan.notebook import html_table
 from karvan.train.reporting.model_reports import split_reports
 from karvan.train.state.gathering import summed
@@ -41,7 +42,8 @@ class StepLogs:
 class Report:
     """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval".
 
-    `samples` is the number of samples trained so far, `time` the Unix time of the report.
+    `samples` is the number of samples trained so far, `time` the Unix time of the report. `memory_of` says
+    whose memory `values["memory"]` is: "process", "4 processes", "GPU".
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Report:
     values: Mapping[str, float]
     samples: int | None = None
     time: float | None = None
+    memory_of: str = "process"
 
     def labels(self) -> dict[str, str | int | float]:
         """What the values describe, without unknown fields."""
@@ -93,8 +96,9 @@ class FitResult:
     def _headline(self) -> str:
         skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
         return (
-            f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
-            f"{self.epoch} epoch{'s' * (self.epoch != 1)}, {self.samples:,} samples"
+            f"Trained {self.trained:,} steps in {duration_text(self.seconds)}{skipped}: "
+            f"now at step {self.step:,}, {self.epoch} epoch{'s' * (self.epoch != 1)}, "
+            f"{self.samples:,} samples"
         )
 
     def _summary(self) -> list[tuple[str, str]]:
