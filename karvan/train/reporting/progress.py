@@ -24,26 +24,58 @@ NAMES = ("auto", "bar", "plain", "none")
 
 
 class NoProgress:
-    """Shows nothing; the others derive from it."""
+    """Show nothing; derive from it for a display of your own.
+
+    Example:
+        >>> class Dots(kv.train.NoProgress):
+        ...     def step(self, step):
+        ...         print(".", end="")
+        >>> progress = Dots()  # for kv.Trainer(..., progress=progress)
+    """
 
     def begin(self, step: int, total: int | None) -> None:
-        """A fit starts after this step, and ends at `total` if that is known."""
+        """Called when a fit starts.
+
+        Args:
+            step: The steps before this fit.
+            total: The last step, if it is known.
+        """
 
     def step(self, step: int) -> None:
-        """A step is over."""
+        """Called after a step.
+
+        Args:
+            step: The number of the step.
+        """
 
     def report(self, report: Report) -> None:
-        """There are new numbers."""
+        """Called with new numbers.
+
+        Args:
+            report: The numbers.
+        """
 
     def say(self, text: str) -> None:
-        """Show a message."""
+        """Show a message.
+
+        Args:
+            text: The message.
+        """
 
     def end(self) -> None:
-        """The fit is over."""
+        """Called when the fit is over."""
 
 
 class PlainProgress(NoProgress):
-    """Lines on stderr, or on `stream`: evaluations at once, training at most every `seconds`."""
+    """Show progress as lines: evaluations at once, training now and then.
+
+    Args:
+        stream: Where lines are written; by default stderr.
+        seconds: How many seconds are at least between two lines about training.
+
+    Example:
+        >>> progress = kv.train.PlainProgress(seconds=60)  # for kv.Trainer
+    """
 
     def __init__(self, stream: IO[str] | None = None, seconds: float = 10.0) -> None:
         self._stream = stream
@@ -53,11 +85,11 @@ class PlainProgress(NoProgress):
         self._held: Report | None = None
 
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
+        """Start the clock."""
         self._total, self._last, self._held = total, 0.0, None
 
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`."""
+        """Show the numbers, or keep them for the next line."""
         if report.kind == "train" and time.monotonic() < self._last + self._seconds:
             self._held = report
             return
@@ -66,18 +98,25 @@ class PlainProgress(NoProgress):
         self.say(line_of(report, self._total))
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
+        """Write the message as a line."""
         print(text, file=self._stream or sys.stderr, flush=True)
 
     def end(self) -> None:
-        """See `NoProgress.end`; the last numbers are always shown."""
+        """Show the last numbers."""
         if self._held is not None:
             self.say(line_of(self._held, self._total))
             self._held = None
 
 
 class BarProgress(NoProgress):
-    """A live bar on stderr, or on `console`."""
+    """Show progress as a live bar, with evaluations as lines above it.
+
+    Args:
+        console: A console of rich; by default one on stderr.
+
+    Example:
+        >>> progress = kv.train.BarProgress()  # for kv.Trainer(..., progress=progress)
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -85,29 +124,29 @@ class BarProgress(NoProgress):
         self._task = TaskID(0)
 
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
+        """Show the bar."""
         self._bar = Progress(*make_columns(self._console, total), console=self._console, refresh_per_second=4)
         self._task = self._bar.add_task("fit", total=total, completed=step, numbers=())
         self._bar.start()
 
     def step(self, step: int) -> None:
-        """See `NoProgress.step`."""
+        """Move the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`; evaluations stay as lines above the bar."""
+        """Show training in the bar, and evaluations above it."""
         if self._bar is None or report.kind != "train":
             self.say(line_of(report, None))
         else:
             self._bar.update(self._task, numbers=_shown(_by_interest(report.values)))
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
+        """Write the message above the bar."""
         (self._console if self._bar is None else self._bar.console).print(text, markup=False, highlight=False)
 
     def end(self) -> None:
-        """See `NoProgress.end`."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
