@@ -45,7 +45,9 @@ def map_on_threads(work: Callable[[Item], Result], items: Iterable[Item], most: 
 
 
 def set_num_threads(count: int) -> None:
-    """Set how many threads lookups and updates use. Results do not depend on it.
+    """Set how many threads lookups and updates use.
+
+    Results do not depend on it.
 
     The default is the number of cores this process may run on. Processes on one machine should divide its
     cores among them.

@@ -35,7 +35,7 @@ class PowerSGD:
         ValueError: An argument is out of range.
 
     Example:
-        >>> reduce = kv.train.PowerSGD(rank=8)  # for kv.Trainer(..., dense_reduce=reduce)
+        >>> reduce = kv.train.PowerSGD(rank=8)  # dense_reduce of a Trainer
     """
 
     rank: int = 4

@@ -35,7 +35,9 @@ __all__ = ["EMA", "Callback", "EarlyStopping", "TrainerView"]
 
 
 class Callback:
-    """The base class of callbacks: it does nothing at any moment. Override the moments you need.
+    """The base class of callbacks: it does nothing at any moment.
+
+    Override the moments you need.
 
     The class attribute `needed_metrics` names metrics that the callback needs from evaluations. A fit that
     does not compute them is an error when it starts, and so is an evaluation in which one is NaN.

@@ -270,7 +270,9 @@ class Trainer:
         return self._stop_request.reason
 
     def stop(self, reason: str, *, final: bool = False) -> None:
-        """End the fit after the current step. Callbacks call this.
+        """End the fit after the current step.
+
+        Callbacks call this.
 
         If one rank asks for it, all ranks stop together: at once during an evaluation or between epochs,
         otherwise after the batches that were prefetched.
@@ -371,7 +373,9 @@ class Trainer:
         return remaining(None if resumed is None else resumed[0], windows)
 
     def fit_and_evaluate(self, data: Iterable[Any], eval_data: Iterable[Any], **options: Any) -> FitResult:
-        """Call `fit` with evaluations. The last one's metrics are the result's `evaluation`.
+        """Call `fit` with evaluations.
+
+        The last one's metrics are the result's `evaluation`.
 
         Args:
             data: The data to train on.

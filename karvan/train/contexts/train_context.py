@@ -227,7 +227,9 @@ class TrainContext:
             self._steps.end()
 
     def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> ContextLoader:
-        """Return the batches of data, read and prepared in advance. Every iteration is an epoch.
+        """Return the batches of data, read and prepared in advance.
+
+        Every iteration is an epoch.
 
         After `load`, the first iteration continues where the checkpoint was saved if the data is the same. If
         an iteration is left early, data that has a position moves to the end of the last step, and the next
@@ -368,7 +370,9 @@ class TrainContext:
         return self._state.load(checkpoint, data, data_name, drop_unfinished)
 
     def sizes(self) -> dict[str, int]:
-        """Count the rows of each table, over all ranks or servers together. All ranks call it.
+        """Count the rows of each table, over all ranks or servers together.
+
+        All ranks call it.
 
         Returns:
             The number of rows by table.
@@ -376,7 +380,9 @@ class TrainContext:
         return self._state.sizes()
 
     def clear(self, tables: str | Sequence[str] | None = None) -> None:
-        """Remove all rows of some tables. All ranks call it.
+        """Remove all rows of some tables.
+
+        All ranks call it.
 
         The steps that optimizers count for a table continue; gradients of removed rows are dropped.
 
