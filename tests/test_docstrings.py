@@ -51,7 +51,7 @@ def functions_of(kind):
     """The public methods that a class defines itself: their names, what they are, and their functions."""
     for name, member in vars(kind).items():
         function = getattr(member, "__func__", getattr(member, "fget", member))
-        if not name.startswith("_") and inspect.isfunction(function):
+        if not name.startswith("_") and inspect.isfunction(function) and function.__name__ == name:
             yield name, member, function
 
 
