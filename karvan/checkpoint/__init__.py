@@ -1,10 +1,11 @@
 """Checkpoints: a run's state, tables and dense, in a folder that appears complete or not at all.
 
-`Checkpoints` manages those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and
-`find` the newest of a run; `warm_start` loads parts of one into another model; `import_recis` and
-`import_persia` make one of another system's; `summary`, `row` and `verify` inspect one. `state` is any tree
-of dicts (with keys of str or int), lists, tuples, text, numbers, None and tensors, such as a `state_dict()`;
-the model's tables are saved in addition to it.
+`Checkpoints` manages those of a run; a Trainer has one. `save` and `start` write a single one; `Checkpoint`
+opens one, and `find` the newest of a run. `warm_start` loads parts of one into another model. `import_recis`
+and `import_persia` convert those of another system. `summary`, `row` and `verify` inspect one.
+
+The `state` of a checkpoint is any tree of dicts (with keys of str or int), lists, tuples, text, numbers, None
+and tensors, such as a `state_dict()`. The model's tables are saved in addition to it.
 """
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage

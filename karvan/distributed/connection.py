@@ -367,7 +367,7 @@ def connect(
 
     Raises:
         ValueError: An argument is out of range, or is for another kind.
-        RuntimeError: The process was not started by torchrun, or the servers cannot be reached.
+        RuntimeError: torchrun has not started the process, for "sharded".
 
     Example:
         >>> connection = kv.connect("memory", capacity=1_000_000)

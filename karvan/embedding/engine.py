@@ -159,7 +159,7 @@ class EmbeddingEngine(nn.Module):
         """Embed the engine's features of a batch.
 
         Args:
-            batch: Ids by feature: int64 tensors, (B,) or (B, n), or `Ragged`s. Other entries are passed
+            batch: Ids by feature: tensors of integers, (B,) or (B, n), or `Ragged`s. Other entries are passed
                 through.
 
         Returns:

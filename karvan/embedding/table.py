@@ -46,7 +46,7 @@ class Table:
     |---|---|
     | "sum", "mean", "sqrtn" | one vector: (B, dim). With weights, "mean" divides by their sum |
     | "mean_by_count" | as "mean", divided by the number of ids also if they have weights |
-    | "mean_by_density" | as in RecIS 1.0: "mean_by_count" if the batch has more than 5 * (B + 1) ids, else "mean" |
+    | "mean_by_density" | "mean_by_count" if a batch has over 5 * (B + 1) ids, else "mean": as RecIS 1.0 |
     | "sequence" | `Padded` vectors (B, L, dim) with a mask |
     | "tile" | the first `length` vectors side by side: (B, length * dim) |
     | "ragged" | every vector, as a `Ragged` |
