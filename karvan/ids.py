@@ -20,14 +20,14 @@ from karvan.native import _native
 from karvan.public_names import publish
 
 __all__ = [
+    "farm",
+    "murmur",
+    "hash_strings",
     "HASHES",
     "bucket",
-    "farm",
-    "hash_stack",
-    "hash_strings",
     "mod",
-    "murmur",
     "prefix",
+    "hash_stack",
 ]
 
 # Not Sequence: a str is one as well, and would be hashed letter by letter.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from karvan.public_names import publish
 
-__all__ = ["Admission", "Always", "MinCount", "Probability", "ReadOnly"]
+__all__ = ["Always", "MinCount", "Probability", "ReadOnly", "Admission"]
 
 
 class Admission(ABC):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from karvan.public_names import publish
 
-__all__ = ["LFU", "LRU", "TTL", "Age", "Eviction", "Never", "Norm"]
+__all__ = ["Never", "LRU", "LFU", "TTL", "Age", "Norm", "Eviction"]
 
 
 class Eviction(ABC):

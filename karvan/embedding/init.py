@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from karvan.public_names import publish
 
 __all__ = [
-    "Constant",
-    "Gamma",
-    "Initialiser",
-    "KaimingNormal",
-    "KaimingUniform",
-    "Normal",
-    "Poisson",
-    "TruncatedNormal",
     "Uniform",
-    "XavierNormal",
+    "Normal",
+    "TruncatedNormal",
+    "Constant",
     "XavierUniform",
+    "XavierNormal",
+    "KaimingUniform",
+    "KaimingNormal",
+    "Gamma",
+    "Poisson",
+    "Initialiser",
 ]
 
 _LARGEST = 3.4028234663852886e38  # the largest float32: vectors start as float32

@@ -6,6 +6,6 @@ from karvan.features.fusion_plan import Stage
 from karvan.features.ops.base import ElementOp, Op, RowOp
 from karvan.public_names import publish
 
-__all__ = ["ElementOp", "Feature", "FeatureEngine", "Op", "RowOp", "Stage"]
+__all__ = ["Feature", "FeatureEngine", "Op", "ElementOp", "RowOp", "Stage"]
 
 publish("karvan.features")

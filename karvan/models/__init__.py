@@ -9,6 +9,6 @@ from karvan.models.mmoe import MMoE
 from karvan.models.wide_deep import WideDeep
 from karvan.public_names import publish
 
-__all__ = ["DCN", "DIN", "DLRM", "DeepFM", "MMoE", "WideDeep", "pairwise_dots"]
+__all__ = ["DLRM", "DeepFM", "DCN", "DIN", "WideDeep", "MMoE", "pairwise_dots"]
 
 publish("karvan.models")

@@ -21,7 +21,7 @@ from karvan.embedding.optim import SGD, Adagrad, Adam
 from karvan.embedding.optim.base import Targets
 from karvan.public_names import publish
 
-__all__ = ["INITIAL_ACCUMULATOR", "INITIAL_RANGE", "WEIGHT_BOUND", "adagrad", "adam", "sgd", "table"]
+__all__ = ["table", "adagrad", "adam", "sgd", "INITIAL_RANGE", "INITIAL_ACCUMULATOR", "WEIGHT_BOUND"]
 
 INITIAL_RANGE = (-0.01, 0.01)
 """Between which the elements of a new row are."""

@@ -22,7 +22,7 @@ from karvan.embedding.eviction import Age
 from karvan.embedding.init import Constant, TruncatedNormal, XavierNormal, XavierUniform
 from karvan.public_names import publish
 
-__all__ = ["global_step_filter", "table", "truncated_normal", "xavier_normal", "xavier_uniform"]
+__all__ = ["table", "global_step_filter", "truncated_normal", "xavier_uniform", "xavier_normal"]
 
 _BLOCK = 10240  # rows that RecIS initialises together
 

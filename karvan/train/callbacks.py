@@ -31,7 +31,7 @@ from karvan.train.trainer_view import TrainerView
 
 _log = logging.getLogger("karvan.train")
 
-__all__ = ["EMA", "Callback", "EarlyStopping", "TrainerView"]
+__all__ = ["EarlyStopping", "EMA", "Callback", "TrainerView"]
 
 
 class Callback:

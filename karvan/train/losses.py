@@ -18,7 +18,7 @@ from karvan.public_names import publish
 from karvan.train.checks.label_values import check_column, check_of, check_whole
 from karvan.train.types import AnyBatch, Losses, Output
 
-__all__ = ["BinaryCrossEntropy", "ColumnLoss", "CrossEntropy", "MeanSquaredError", "Sum"]
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "MeanSquaredError", "Sum", "ColumnLoss"]
 
 _log = logging.getLogger("karvan.train")
 

@@ -8,6 +8,6 @@ from karvan.embedding.optim.sgd import SGD
 from karvan.public_names import publish
 from karvan.store import Rule
 
-__all__ = ["FTRL", "FTRLTF", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "Rule", "SparseOptimizer"]
+__all__ = ["Adagrad", "Adam", "AdamW", "AdamWTF", "SGD", "FTRL", "FTRLTF", "SparseOptimizer", "Rule"]
 
 publish("karvan.embedding.optim")

@@ -6,6 +6,6 @@ from karvan.train.reporting.loggers.csv import CSVLogger
 from karvan.train.reporting.loggers.jsonl import JSONLinesLogger
 from karvan.train.reporting.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup", "TensorBoardLogger"]
+__all__ = ["TensorBoardLogger", "CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup"]
 
 publish("karvan.train.reporting.loggers")
