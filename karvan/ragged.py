@@ -21,6 +21,16 @@ class Padded(NamedTuple):
     Attributes:
         values: The vectors, (B, L, dim); zeros where a row is shorter.
         mask: (B, L), True on real entries.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine(
+        ...     {"history": kv.Table(dim=4, combiner="sequence")}
+        ... )
+        >>> history = kv.Ragged.from_lists([[1, 2], [3]])
+        >>> values, mask = engine({"history": history})["history"]
+        >>> mask
+        tensor([[ True,  True],
+                [ True, False]])
     """
 
     values: Tensor
@@ -36,6 +46,14 @@ class IndexedRows:
             batch in ascending order. They are without weights.
         index: (B, L), int64: for each sample the rows of `vectors` in the order of its ids, then 0.
         weights: (B, L): the weights of the ids, then 0; None if the ids have none.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"history": kv.Table(4, combiner="index")})
+        >>> history = kv.Ragged.from_lists([[7, 9, 7], [9]])
+        >>> rows = engine({"history": history})["history"]
+        >>> rows.vectors.shape, rows.index
+        (torch.Size([3, 4]), tensor([[1, 2, 1],
+                [2, 0, 0]]))
     """
 
     vectors: Tensor

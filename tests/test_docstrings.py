@@ -1,7 +1,8 @@
 """The reference: every public name says what it does, what its arguments are, and how it is used.
 
-Public are the names in `__all__` of the modules that `docs/reference` shows, and the public methods of their
-classes. A method that overrides a public one needs no more than a sentence: its arguments are the same.
+Public are the names in `__all__` of the modules on the pages of `docs/reference`, what these pages show
+besides, and the public methods of their classes. A method that overrides a public one needs no more than a
+sentence: its arguments are the same.
 """
 
 import dataclasses
@@ -12,159 +13,152 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 
 import karvan as kv
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
+MODULES = re.findall(r"^\| \[(karvan[\w.]*)\]\(", (PAGES / "index.md").read_text(), re.M)
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")
-# Functions and methods that are used as the example of their class, or of their page, shows.
-MODULES = sorted({name for page in PAGES.glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)})
+SHOWN = {  # the options of each
+    path: options
+    for page in sorted(PAGES.glob("*.md"))
+    for path, options in re.findall(r"^::: ([\w.]+)\n((?: .*\n)?)", page.read_text(), re.M)
+}
 
 
-def module_of(name):
-    """A module by its public name: `karvan.optim` is an attribute, and no file of that name."""
-    parts, value = name.split("."), kv
-    for part in parts[1:]:
-        value = getattr(value, part)
-    return value
+def find(path):
+    """What a path means: a module, a name in one, or what it gives under this name, as `karvan.optim`."""
+    home, _, name = path.rpartition(".")
+    if not home:
+        return kv
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError:
+        module = find(home)
+    return getattr(module, name, None) or importlib.import_module(path)
+
+
+def is_described(value):
+    return inspect.isclass(value) or inspect.isfunction(value)
 
 
 def public_objects():
-    """Each public class and function once, with the shortest of its names."""
-    known = {}
-    for module in sorted(MODULES, key=lambda name: name.count(".")):
-        scope = module_of(module)
-        own = [name for name, value in vars(scope).items() if getattr(value, "__module__", "") == module]
-        for name in getattr(scope, "__all__", [name for name in own if not name.startswith("_")]):
-            value = getattr(scope, name)
-            if inspect.isclass(value) or inspect.isfunction(value):
-                known.setdefault(id(value), (f"{module}.{name}", value))
-    return dict(known.values())
+    """Each public class and function once, by its first name."""
+    paths = [f"{module}.{name}" for module in MODULES for name in find(module).__all__]
+    for path in [*paths, *SHOWN]:
+        if isinstance(module := find(path), ModuleType) and hasattr(module, "__all__"):
+            paths += [f"{path}.{name}" for name in module.__all__]
+    objects = {}
+    for path in [*paths, *SHOWN]:
+        if is_described(value := find(path)):
+            objects.setdefault(value, path)
+    return {path: value for value, path in objects.items()}
 
 
 OBJECTS = public_objects()
 
 
-def functions_of(kind):
-    """The public methods that a class defines itself: their names, what they are, and their functions."""
+def methods_of(kind):
+    """The public methods and properties that a class defines itself, and their functions."""
     for name, member in vars(kind).items():
-        function = getattr(member, "__func__", getattr(member, "fget", member))
+        function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
         if not name.startswith("_") and inspect.isfunction(function) and function.__name__ == name:
             yield name, member, function
 
 
-def is_described_by_base(kind, name):
-    return any(name in vars(base) for base in kind.__mro__[1:] if base in OBJECTS.values())
+def members():
+    """Every public name with its docstring, and how strictly it is looked at."""
+    for path, value in OBJECTS.items():
+        yield path, value, True
+        for name, member, function in methods_of(value) if inspect.isclass(value) else ():
+            bases = [base for base in value.__mro__[1:] if base in OBJECTS.values()]
+            overrides = any(name in vars(base) for base in bases)
+            is_function = inspect.isfunction(member) or isinstance(member, classmethod | staticmethod)
+            yield f"{path}.{name}", function, is_function and not overrides
 
 
-def sections_of(text):
+def sections_of(value):
     """The text before the first section, and the lines of each section."""
     parts = {"": []}
     current = parts[""]
-    for line in text.splitlines():
-        title = line.removesuffix(":")
-        if title in SECTIONS and line.endswith(":"):
-            current = parts.setdefault(title, [])
+    for line in inspect.cleandoc(value.__doc__ or "").splitlines():
+        if line.endswith(":") and line[:-1] in SECTIONS:
+            current = parts.setdefault(line[:-1], [])
         else:
             current.append(line)
     return parts
 
 
-def entries(lines):
-    return [found[1] for line in lines if (found := re.match(r"    (\*{0,2}\w+): \S", line))]
+def summary_of(value):
+    return " ".join(sections_of(value)[""]).split("  ")[0].strip()
 
 
-def parameters_of(value):
-    if getattr(value, "_is_protocol", False) or inspect.isclass(value) and value.__init__ is object.__init__ and value.__new__ is object.__new__:
+def expected_arguments(value, has_attributes):
+    if has_attributes and dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    makers = [getattr(value, name, None) for name in ("__init__", "__new__")]
+    if getattr(value, "_is_protocol", False) or makers == [object.__init__, object.__new__]:
         return []
-    names = []
-    for parameter in inspect.signature(value).parameters.values():
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        if parameter.name not in ("self", "cls"):
-            names.append(stars + parameter.name)
-    return names
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    found = inspect.signature(value).parameters.values()
+    return [stars.get(each.kind, "") + each.name for each in found if each.name not in ("self", "cls")]
 
 
-def problems_of(name, value, *, as_property=False, is_override=False):
-    text = inspect.cleandoc(value.__doc__ or "")
-    parts = sections_of(text)
-    summary = text.split("\n\n")[0].replace("\n", " ")
-    if not summary.endswith(".") or summary.startswith("See "):
-        yield f"{name}: the docstring begins with {summary[:60]!r}, not with a sentence"
-    if long := [line for line in parts.get("Example", ()) if len(line) > 84]:
-        yield f"{name}: a line of the example is longer than 80 columns: {long[0]}"
-    if as_property or is_override:
+def problems_of(path, value, strictly):
+    parts, summary = sections_of(value), summary_of(value)
+    if not summary.endswith(".") or summary.startswith("See ") or re.search(r"[.!?] [A-Z]", summary):
+        yield f"{path} should begin with one sentence, but begins with {summary!r}"
+    if not strictly:
         return
-    described = entries(parts.get("Args", parts.get("Attributes", ())))
-    is_result = "Attributes" in parts and dataclasses.is_dataclass(value)
-    try:
-        expected = [each.name for each in dataclasses.fields(value)] if is_result else parameters_of(value)
-    except ValueError:  # as of an exception that inherits how it is made
-        expected = described
-    if described != expected:
-        yield f"{name}: Args describes {described}, expected {expected}"
+    is_error = inspect.isclass(value) and issubclass(value, Exception)
+    lines = parts.get("Args", parts.get("Attributes", ()))
+    described = [found[1] for line in lines if (found := re.match(r"    (\*{0,2}\w+): \S", line))]
+    if not is_error or described:  # most exceptions inherit how they are made
+        expected = expected_arguments(value, "Attributes" in parts)
+        if described != expected:
+            yield f"{path} should describe the arguments {expected}, but describes {described}"
     returned = getattr(value, "__annotations__", {}).get("return")
-    if inspect.isfunction(value) and returned not in (None, "None") and not {"Returns", "Yields"} & parts.keys():
-        yield f"{name}: Returns is missing"
-
-
-def all_problems():
-    for name, value in OBJECTS.items():
-        yield from problems_of(name, value)
-        is_error = inspect.isclass(value) and issubclass(value, Exception)
-        if not is_error and "Example" not in sections_of(inspect.cleandoc(value.__doc__ or "")):
-            yield f"{name}: Example is missing"
-        for method, member, function in functions_of(value) if inspect.isclass(value) else ():
-            yield from problems_of(
-                f"{name}.{method}",
-                function,
-                as_property=isinstance(member, property),
-                is_override=is_described_by_base(value, method),
-            )
-
-
-def examples():
-    """The examples of all docstrings, by the names of what they are of."""
-    for name, value in OBJECTS.items():
-        members = [(name, value)]
-        if inspect.isclass(value):
-            members += [(f"{name}.{method}", function) for method, _, function in functions_of(value)]
-        for title, member in members:
-            text = "\n".join(sections_of(inspect.cleandoc(member.__doc__ or "")).get("Example", ()))
-            if text:
-                yield title, text
+    if inspect.isfunction(value) and returned not in (None, "None") and not {"Returns", "Yields"} & {*parts}:
+        yield f"{path} should say what it returns"
+    if path in OBJECTS and not is_error and "Example" not in parts:
+        yield f"{path} should have an example"
 
 
 def test_every_public_name_is_described():
-    assert not list(all_problems())
+    problems = [problem for member in members() for problem in problems_of(*member)]
+    assert not problems, "\n".join(problems)
 
 
 def test_examples_of_docstrings_give_what_they_show(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    runner, failures = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False), []
-    for name, text in examples():
+    runner, failures = doctest.DocTestRunner(verbose=False), []
+    for path, value, _ in members():
+        lines = [line.removeprefix("    ") for line in sections_of(value).get("Example", ())]
+        failures += [f"{path}: longer than 80 columns: {line}\n" for line in lines if len(line) > 80]
         torch.manual_seed(0)
-        example = doctest.DocTestParser().get_doctest(text, {"kv": kv, "torch": torch}, name, None, 0)
+        scope = {"kv": kv, "torch": torch}
+        example = doctest.DocTestParser().get_doctest("\n".join(lines), scope, path, None, 0)
         runner.run(example, out=failures.append)
     assert not failures, "".join(failures)
 
 
-if __name__ == "__main__":
-    import collections, sys
-    found=list(all_problems())
-    by=collections.Counter()
-    for p in found:
-        by[".".join(p.split(":")[0].split(".")[:2])]+=1
-        if len(sys.argv)>1 and re.search(sys.argv[1],p): print(p)
-    print(len(found), by)
-    import os, tempfile, time
-    os.chdir(tempfile.mkdtemp())
-    for name,text in examples():
-        if len(sys.argv)>2 and not re.search(sys.argv[2],name): continue
-        t0=time.time(); torch.manual_seed(0)
-        ex = doctest.DocTestParser().get_doctest(text, {"kv": kv, "torch": torch}, name, None, 0)
-        out=[]; doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(ex,out=out.append)
-        if out: print(name, "".join(out))
-        if time.time()-t0>.3: print("SLOW",name,round(time.time()-t0,2))
+def is_shown(path, value):
+    if any(find(shown) is value for shown in SHOWN):
+        return True
+    home, _, name = path.rpartition(".")
+    chosen = re.search(r"members: \[(.*?)\]", SHOWN.get(home, "members: []"))
+    # mkdocstrings takes a module of this name for it: a page has to show it by its own path
+    folder = Path(find(home).__file__)
+    is_hidden = folder.name == "__init__.py" and folder.with_name(f"{name}.py").exists()
+    return not is_hidden and (chosen is None or name in chosen[1].split(", "))
+
+
+def test_the_reference_shows_every_public_name():
+    assert [path for path, value in OBJECTS.items() if not is_shown(path, value)] == []
+
+
+def test_tables_of_the_reference_have_the_first_sentences_of_docstrings():
+    for page in PAGES.glob("*.md"):
+        for path, text in re.findall(r"^\| \[`\w+`\]\[([\w.]+)\] \| (.*) \|$", page.read_text(), re.M):
+            assert text == summary_of(find(path)).removesuffix("."), path

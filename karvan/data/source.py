@@ -53,7 +53,7 @@ class Source(Protocol):
     """The interface of finite data that can be read any number of times, on several threads at once.
 
     A source consists of parts (files, or one array), each with a known number of records in a fixed order.
-    The page "A data format" of the guide shows how to write one.
+    The page "Add a data format" shows how to write one.
 
     Example:
         >>> source = kv.data.open_frame({"user": [7, 8, 9]})

@@ -28,7 +28,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer. Accumulators
     and moments are stored in the rows. A subclass implements `rule` and `initial_state`, and where needed
-    `check_group` and `state_kind`; the page "An optimizer" of the guide shows one.
+    `check_group` and `state_kind`; the page "Add a sparse optimizer" shows how.
 
     Args:
         params: An engine, a module with engines in it, or param groups: `[{"params": engine.table("user"),
