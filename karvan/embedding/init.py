@@ -52,7 +52,7 @@ class Initialiser(ABC):
 
 @dataclass(frozen=True)
 class Constant(Initialiser):
-    """Every value the same.
+    """The same value everywhere.
 
     Args:
         value: The value.
@@ -213,7 +213,7 @@ class Gamma(Initialiser):
 
 @dataclass(frozen=True)
 class Poisson(Initialiser):
-    """Poisson: whole numbers.
+    """Poisson-distributed whole numbers.
 
     Args:
         rate: Their mean, from 0 to 500.

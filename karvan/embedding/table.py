@@ -134,7 +134,7 @@ class Table:
                 raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {value!r}.")
 
     def spec(self, name: str, seed: int, shards: int) -> TableSpec:
-        """Describe the table for a store; for stores.
+        """Describe the table for a store.
 
         Args:
             name: The name of the table.

@@ -96,7 +96,7 @@ class Feature:
         return replace(self, columns=columns, raw=raw, missing=missing or self.missing)
 
     def then(self, op: ChainStep) -> Feature:
-        """Add a step of your own; the other methods add those of this package.
+        """Add a step of your own.
 
         Args:
             op: The step.
@@ -361,7 +361,7 @@ class Feature:
         return self.then(Normalise(mean, std))
 
     def fill_missing(self, value: Number, missing: Number | None = None) -> Feature:
-        """Give samples without a value one.
+        """Fill in a value where a sample has none.
 
         Args:
             value: What they get, and what replaces NaN.
@@ -516,7 +516,7 @@ class Feature:
         return self.then(Strip())
 
     def substring(self, start: int, length: int | None = None) -> Feature:
-        """Take some bytes of strings.
+        """Take a part of strings, counted in bytes.
 
         Args:
             start: The first byte; negative numbers count from the end.

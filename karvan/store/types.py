@@ -99,7 +99,9 @@ class FeatureSpec:
 
 @dataclass(slots=True)
 class Rule:
-    """The rule of an optimizer and its numbers for one step; the page "Add a sparse optimizer" has the formulas.
+    """The rule of an optimizer and its numbers for one step.
+
+    The page "Add a sparse optimizer" has the formulas.
 
     Args:
         kind: "sgd", "momentum", "nesterov", "adagrad", "adagrad_row", "adam", "adamw", "amsgrad" or "ftrl".

@@ -303,8 +303,7 @@ def expected_auc(probabilities: npt.ArrayLike) -> float:
         The AUC.
 
     Example:
-        >>> from karvan.data.synthetic.click_log import expected_auc
-        >>> round(expected_auc([0.5, 0.5]), 3)
+        >>> round(kv.data.synthetic.expected_auc([0.5, 0.5]), 3)
         0.5
     """
     scores = np.asarray(probabilities, np.float64)
