@@ -158,6 +158,12 @@ def test_the_reference_shows_every_public_name():
     assert [path for path, value in OBJECTS.items() if not is_shown(path, value)] == []
 
 
+def test_members_that_pages_choose_exist():
+    for path, options in SHOWN.items():
+        for name in re.findall(r"[\w]+", "".join(re.findall(r"members: \[(.*?)\]", options))):
+            assert hasattr(find(path), name), f"{path} has no {name}"
+
+
 def test_tables_of_the_reference_have_the_first_sentences_of_docstrings():
     for page in PAGES.glob("*.md"):
         for path, text in re.findall(r"^\| \[`\w+`\]\[([\w.]+)\] \| (.*) \|$", page.read_text(), re.M):

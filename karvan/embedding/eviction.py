@@ -1,4 +1,4 @@
-"""Which rows are removed, and when: `Table(16, evict=LRU(capacity=1_000_000))`.
+"""Which rows are removed, and when: `kv.Table(16, evict=kv.eviction.LRU(capacity=1_000_000))`.
 
 Policies check the entire table after a training lookup, so what they remove does not depend on threads or
 shards. A gradient for a row that has been removed is dropped and counted.

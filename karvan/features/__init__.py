@@ -1,4 +1,4 @@
-"""Features: from raw columns to ids and floats, many features in one call."""
+"""Base classes of steps for `Feature.then`, and the plan of a FeatureEngine."""
 
 from karvan.features.engine import FeatureEngine
 from karvan.features.feature import Feature

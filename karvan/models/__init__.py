@@ -1,4 +1,7 @@
-"""Models, one page each: plain modules that contain an embedding engine. Public as `kv.models`."""
+"""Models: plain torch modules that contain an embedding engine.
+
+They return logits.
+"""
 
 from karvan.models.dcn import DCN
 from karvan.models.deepfm import DeepFM

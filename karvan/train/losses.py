@@ -1,4 +1,7 @@
-"""Losses: functions of the model's output and the batch, of one head or of several."""
+"""Losses: functions of a model's output and its batch, of one head or of several.
+
+A loss names the column of labels; `kv.losses.BinaryCrossEntropy(label="click")`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sparse optimizers: `kv.optim.Adagrad(engine, lr=0.05)`. Only rows that have a gradient change."""
+"""Optimizers of rows: `kv.optim.Adagrad(engine, lr=0.05)`.
+
+Only rows that have a gradient change. In the formulas, p is an element of a row's vector and g its gradient.
+Dense parameters have an optimizer of torch.
+"""
 
 from karvan.embedding.optim.adagrad import Adagrad
 from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF

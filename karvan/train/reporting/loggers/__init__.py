@@ -1,4 +1,4 @@
-"""Loggers: the numbers of a run in files."""
+"""Loggers, which write the numbers of a run to files: `loggers=[...]` of a Trainer."""
 
 from karvan.public_names import publish
 from karvan.train.reporting.loggers.base import Logger, LoggerGroup
