@@ -48,7 +48,8 @@ class Checkpoints:
         keep_last: How many to keep, the newest; None keeps all.
         keep_best: A metric's name and "max" or "min". The best checkpoint by it is kept as well.
         full_every: Every so many checkpoints, one is full; the others have what changed since the one before.
-            The checkpoints that a kept one builds on are kept, too.
+            The first save of a `Checkpoints` is full. The checkpoints that a kept one builds on are kept,
+            too.
         part_bytes: How large the files of a table may become.
         writers: How many threads of each process write files. More are faster where the storage takes long
             for a file, and hold `part_bytes` of memory each.

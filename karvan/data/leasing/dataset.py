@@ -87,7 +87,8 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
         self._process = os.getpid()
 
     def loader(self, num_workers: int = 0, **options: Any) -> torch.utils.data.DataLoader[LeasedBatch]:
-        """A `DataLoader` of the batches, with what they need: see `elastic`."""
+        """A `DataLoader` of the batches, with what they need."""
+        # In order, workers would wait for each other; and connections do not survive a fork.
         if num_workers:
             options = {"multiprocessing_context": "forkserver", "in_order": False, **options}
         return torch.utils.data.DataLoader(self, batch_size=None, num_workers=num_workers, **options)
