@@ -81,9 +81,9 @@ class Loader:
         (2, 2)
     """
 
-    # For each worker, memory holds a block that waits and one that is being read, besides the one that batches
-    # are cut from, and at most `prefetch` batches that are transformed one by one. On a GPU, the caller's stream
-    # waits for the copy of a batch, but the caller does not.
+    # For each worker, memory holds a block that waits and one that is being read, besides the one that
+    # batches are cut from, and at most `prefetch` batches that are transformed one by one. On a GPU, the
+    # caller's stream waits for the copy of a batch, but the caller does not.
 
     def __init__(
         self,
