@@ -35,13 +35,38 @@ _POLL_SECONDS = 0.1  # how long close() may go unnoticed
 
 
 class KafkaReader:
-    """The messages of topics in batches of `size`; fewer when `wait` seconds have passed since the first.
+    """Read the messages of Kafka topics in batches.
 
-    `config` is librdkafka's. Without a position reading starts at `start`, "earliest" or "latest". With
-    `until_end` it ends with the last message that existed when it started; otherwise at `close()`, which may
-    be called from another thread. If brokers cannot be reached, the reader logs a warning and waits up to
-    `retry_seconds`; then it raises a `DataError` that is `temporary`. Messages without a value (deletions in
-    compacted topics) are skipped.
+    Each iteration step gives a record batch; `kv.data.Stream` and a `Decoder` turn them into batches for
+    training. If brokers cannot be reached, it logs a warning and waits. Messages without a value are skipped.
+
+    Args:
+        topics: The topics.
+        config: The configuration of librdkafka, such as `{"bootstrap.servers": "broker:9092"}`.
+        decode: A function that makes a record batch of a list of messages, such as
+            `kv.data.json_rows(schema)`. By default they are the bytes of the column `record`.
+        size: How many messages make a batch.
+        wait: After how many seconds since its first message a smaller batch is given.
+        start: Where reading starts without a position: "earliest" or "latest".
+        until_end: Whether it ends with the last message that existed when it started. Otherwise it ends at
+            `close()`.
+        timeout: How many seconds a broker has for an answer.
+        retry_seconds: How long brokers that cannot be reached are tried again before a DataError is raised.
+        rank: Which share of the partitions is read.
+        world_size: How many shares there are.
+
+    Raises:
+        ValueError: An argument is out of range.
+        ImportError: confluent-kafka is not installed: `pip install 'karvan[kafka]'`.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> schema = pa.schema({"user": pa.int64(), "label": pa.float32()})
+        >>> reader = kv.data.KafkaReader(
+        ...     "clicks",
+        ...     {"bootstrap.servers": "broker:9092"},
+        ...     kv.data.json_rows(schema),
+        ... )  # doctest: +SKIP
     """
 
     def __init__(
@@ -98,21 +123,42 @@ class KafkaReader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The next offset of every partition that has been read from, by "topic/partition"."""
+        """Return the next offset of every partition that has been read from, by "topic/partition".
+
+        Returns:
+            The position.
+        """
         return {"offsets": dict(self._offsets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, before iterating; partitions that it does not name start at `start`."""
+        """Continue from a position, before iterating.
+
+        Partitions that it does not name start at `start`.
+
+        Args:
+            state: The position.
+        """
         self._offsets = {str(name): int(offset) for name, offset in state["offsets"].items()}
 
     def identity(self) -> Identity:
-        """The topics: the same data tomorrow, with more messages."""
+        """Return the identity of the topics: the same data tomorrow, with more messages.
+
+        Returns:
+            The identity.
+        """
         topics = ", ".join(self._topics)
         return Identity(f"kafka {topics}", f"Kafka topics {topics}", grows=True)
 
     @staticmethod
     def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the positions of all ranks into one that any number of ranks can start from."""
+        """Join the positions of all ranks into one that any number of ranks can start from.
+
+        Args:
+            states: The positions.
+
+        Returns:
+            The joint position.
+        """
         offsets: dict[str, int] = {}
         for state in states:  # for the partitions of others, a rank has the offsets that it started from
             for name, offset in state["offsets"].items():
@@ -120,7 +166,10 @@ class KafkaReader:
         return {"offsets": offsets}
 
     def close(self) -> None:
-        """End the iteration: the batch being collected is dropped, and not counted as read."""
+        """End the iteration, from any thread.
+
+        The batch being collected is dropped, and not counted as read.
+        """
         self._closed.set()
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:

@@ -33,27 +33,51 @@ _SECONDS = 10.0  # between two reports to people, at most
 
 
 class NoProgress:
-    """Shows nothing; the others derive from it.
+    """Show nothing; derive from it for a display of your own.
 
-    next_report: the step after which it wants numbers, besides those of every `log_every` steps; None: never.
+    `next_report` is the step after which the display wants numbers besides those of every `log_every` steps;
+    None means never.
+
+    Example:
+        >>> class Dots(kv.train.NoProgress):
+        ...     def step(self, step):
+        ...         print(".", end="")
+        >>> progress = Dots()  # for kv.Trainer(..., progress=progress)
     """
 
     next_report: int | None = None
 
     def begin(self, step: int, total: int | None) -> None:
-        """A fit starts after this step, and ends at `total` if that is known."""
+        """Called when a fit starts.
+
+        Args:
+            step: The steps before this fit.
+            total: The last step, if it is known.
+        """
 
     def step(self, step: int) -> None:
-        """A step is over."""
+        """Called after a step.
+
+        Args:
+            step: The number of the step.
+        """
 
     def report(self, report: Report) -> None:
-        """There are new numbers."""
+        """Called with new numbers.
+
+        Args:
+            report: The numbers.
+        """
 
     def say(self, text: str) -> None:
-        """Show a message."""
+        """Show a message.
+
+        Args:
+            text: The message.
+        """
 
     def end(self) -> None:
-        """The fit is over."""
+        """Called when the fit is over."""
 
 
 class _Schedule:
@@ -87,10 +111,14 @@ def _next_round(number: int) -> int:
 
 
 class PlainProgress(NoProgress):
-    """Lines on stderr, or on `stream`: evaluations at once, training after the first steps and by time.
+    """Show progress as lines: evaluations at once, training after the first steps and then by time.
 
-    seconds: after how many seconds there is another line at the latest; if reports are more frequent than
-    1, 2, 5, 10, 20, 50, … steps, also at the earliest.
+    Args:
+        stream: Where lines are written; by default stderr.
+        seconds: How many seconds after a line the next one comes, once the first steps are over.
+
+    Example:
+        >>> progress = kv.train.PlainProgress(seconds=60)  # for kv.Trainer
     """
 
     def __init__(self, stream: IO[str] | None = None, seconds: float = _SECONDS) -> None:
@@ -105,16 +133,16 @@ class PlainProgress(NoProgress):
 
     @property
     def next_report(self) -> int | None:  # type: ignore[override]
-        """See `NoProgress`."""
+        """The step after which it wants numbers."""
         return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
+        """Start the schedule."""
         self._total, self._held, self._shown_step = total, None, -1
         self._schedule.begin(step)
 
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`."""
+        """Show the numbers, or keep them for the next line."""
         if report.kind != "train":
             self.say(line_of(report, self._total))
         elif self._schedule.due(report.step):
@@ -135,17 +163,24 @@ class PlainProgress(NoProgress):
         self.say(line_of(report, self._total, self._widths, rates=self._rates_move))
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
+        """Write the message as a line."""
         print(text, file=self._stream or sys.stderr, flush=True)
 
     def end(self) -> None:
-        """See `NoProgress.end`; the last numbers are always shown."""
+        """Show the last numbers."""
         if self._held is not None:
             self._show(self._held)
 
 
 class BarProgress(NoProgress):
-    """A live bar on stderr, or on `console`."""
+    """Show progress as a live bar, with evaluations as lines above it.
+
+    Args:
+        console: A console of rich; by default one on stderr.
+
+    Example:
+        >>> progress = kv.train.BarProgress()  # for kv.Trainer(..., progress=progress)
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -155,23 +190,23 @@ class BarProgress(NoProgress):
 
     @property
     def next_report(self) -> int | None:  # type: ignore[override]
-        """See `NoProgress`."""
+        """The step after which it wants numbers."""
         return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
+        """Show the bar."""
         self._schedule.begin(step)
         self._bar = Progress(*make_columns(self._console, total), console=self._console, refresh_per_second=4)
         self._task = self._bar.add_task("fit", total=total, completed=step, numbers=())
         self._bar.start()
 
     def step(self, step: int) -> None:
-        """See `NoProgress.step`."""
+        """Move the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`; evaluations stay as lines above the bar."""
+        """Show training in the bar, and evaluations above it."""
         if self._bar is None or report.kind != "train":
             self.say(line_of(report, None))
         else:
@@ -179,11 +214,11 @@ class BarProgress(NoProgress):
             self._bar.update(self._task, numbers=list(_shown(report).values()))
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
+        """Write the message above the bar."""
         (self._console if self._bar is None else self._bar.console).print(text, markup=False, highlight=False)
 
     def end(self) -> None:
-        """See `NoProgress.end`."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -205,7 +240,7 @@ class NotebookProgress(NoProgress):
 
     @property
     def next_report(self) -> int | None:  # type: ignore[override]
-        """See `NoProgress`."""
+        """The step after which it wants numbers."""
         return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
