@@ -55,8 +55,9 @@ docs: $(VENV)/.docs  ## the documentation as a site, to out/site; checks its lin
 	@$(BIN)/python tools/check_site.py out/site
 	@echo "Open out/site/index.html"
 
-docs-release: docs  ## add the site as VERSION to the branch gh-pages, and make it the one that readers see first
+docs-release:  ## add the site as VERSION to the branch gh-pages, and make it the one that readers see first
 	@test -n "$(VERSION)" || { echo "Which version is it? make docs-release VERSION=0.1"; exit 2; }
+	@$(MAKE) --no-print-directory docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
 	@$(BIN)/mike set-default latest
 	@echo "To publish it: git push REMOTE gh-pages"
