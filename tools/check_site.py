@@ -2,7 +2,7 @@
 
 - Each link within the project has a target, and its anchor exists. Links to other hosts are not followed.
 - Each picture exists and says what it shows (alt).
-- Each word is English, or one of docs/words.txt. Code, names with capitals inside and the reference are left out.
+- Each word is English, or one of docs/words.txt. Code, names such as DeepFM and the reference do not count.
 
 Pages beside the site are the Markdown files of the project's folder and the text of the notebooks.
 """
