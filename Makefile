@@ -17,10 +17,10 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint docs stubs bench clean
+.PHONY: help demo test test-native test-python test-slow lint docs docs-release stubs bench clean
 
 help:  ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARGS=--help for its options
 	@$(BIN)/karvan demo $(ARGS)
@@ -50,9 +50,17 @@ lint: $(VENV)/.dev  ## style and types
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
-docs: $(VENV)/.docs  ## the documentation as a site, to out/site
+docs: $(VENV)/.docs  ## the documentation as a site, to out/site; checks its links, pictures and spelling
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python tools/check_site.py out/site
 	@echo "Open out/site/index.html"
+
+docs-release:  ## add the site as VERSION to the branch gh-pages, and make it the one that readers see first
+	@test -n "$(VERSION)" || { echo "Which version is it? make docs-release VERSION=0.1"; exit 2; }
+	@$(MAKE) --no-print-directory docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	@$(BIN)/mike set-default latest
+	@echo "To publish it: git push REMOTE gh-pages"
 
 stubs: $(VENV)/.dev  ## write karvan/_native.pyi anew, after a change of csrc/bindings
 	@$(BIN)/python tools/stubs.py

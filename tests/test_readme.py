@@ -38,7 +38,10 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 # Their blocks run in tests/test_walkthroughs.py.
 WALKTHROUGHS = {page for page in PAGES if page.startswith(("docs/start/", "docs/tutorials/"))}
 PROGRAMS = {
+    "conda",
+    "docker",
     "export",
+    "head",
     "make",
     "nft",
     "ray",
@@ -46,7 +49,8 @@ PROGRAMS = {
     "persia-launcher",
     "pip",
     "printf",
-    "python",
+    "python3?",
+    "source",
     "torchrun",
     "umask",
     "karvan",
