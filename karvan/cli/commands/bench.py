@@ -12,7 +12,7 @@ import typer
 
 from karvan.cli.errors import OK, CommandError
 from karvan.cli.folder_arguments import no_url
-from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, print_table, write_json
+from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
 
@@ -25,11 +25,6 @@ class Measured:
     rate: float
     unit: str
     remark: str = ""
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bench", help=help_of(bench))(bench)
 
 
 def bench(

@@ -14,7 +14,7 @@ import typer
 
 from karvan.cli.errors import FAILED, OK, STOPPED, CommandError
 from karvan.cli.folder_arguments import no_url
-from karvan.cli.output import JSON_PATH, console, help_of, write_json
+from karvan.cli.output import JSON_PATH, console, write_json
 
 if TYPE_CHECKING:
     import karvan as kv
@@ -32,11 +32,6 @@ class Clicks:
     held_out: list[str]
     rows: int
     best_auc: float  # of the hidden probabilities themselves on the held-out samples
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("demo", help=help_of(demo))(demo)
 
 
 def demo(

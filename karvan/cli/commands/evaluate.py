@@ -11,17 +11,11 @@ from karvan.cli.errors import OK, CommandError
 from karvan.cli.output import (
     JSON_PATH,
     CountedBatches,
-    help_of,
     number_text,
     print_table,
     progress,
     write_json,
 )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("evaluate", help=help_of(evaluate))(evaluate)
 
 
 def evaluate(

@@ -13,7 +13,6 @@ from karvan.cli.output import (
     JSON_PATH,
     bytes_text,
     console,
-    help_of,
     number_text,
     print_table,
     progress,
@@ -23,11 +22,6 @@ from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
     from karvan.checkpoint import KeyRow, Summary
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("inspect", help=help_of(inspect))(inspect)
 
 
 def inspect(

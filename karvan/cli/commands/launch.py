@@ -12,18 +12,13 @@ import typer
 
 from karvan.cli.config.target import pairs
 from karvan.cli.errors import DAMAGED, OK, CommandError
-from karvan.cli.output import help_of, print_table
+from karvan.cli.output import print_table
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_commands import Commands
     from karvan.launch.supervision.supervisor import Timing
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("launch", help=help_of(launch))(launch)
 
 
 def launch(

@@ -9,14 +9,9 @@ import typer
 
 from karvan.cli.errors import DAMAGED, OK, CommandError
 from karvan.cli.folder_arguments import folder_of
-from karvan.cli.output import console, help_of
+from karvan.cli.output import console
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plot", help=help_of(plot))(plot)
 
 
 def plot(

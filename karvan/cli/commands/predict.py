@@ -8,12 +8,7 @@ import typer
 
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import console, help_of, progress
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("predict", help=help_of(predict))(predict)
+from karvan.cli.output import console, progress
 
 
 def predict(

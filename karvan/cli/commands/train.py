@@ -15,7 +15,7 @@ import typer
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, STOPPED, CommandError
 from karvan.cli.feature_fitting import fit_features
-from karvan.cli.output import JSON_PATH, console, help_of, number_text, print_table, write_json
+from karvan.cli.output import JSON_PATH, console, number_text, print_table, write_json
 from karvan.job.checkpoint_url import shown
 from karvan.system_limits import require_limits
 
@@ -23,16 +23,11 @@ if TYPE_CHECKING:
     import karvan as kv
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("train", help=help_of(train))(train)
-
-
 def train(
     target: Path | None = typer.Argument(
         None,
         metavar="FILE.py|CONFIG.yaml",
-        help="A file with [bold]def job() -> kv.TrainingJob[/bold], or a config.",
+        help="A Python file with a function job(), or a config.",
         show_default=False,
     ),
     settings: list[str] = typer.Option(
@@ -53,7 +48,7 @@ def train(
     resume_from: str | None = typer.Option(
         None,
         "--resume-from",
-        metavar="step-…",
+        metavar="STEP",
         help="Continue from this checkpoint of the folder; later ones are set aside.",
         show_default=False,
     ),
