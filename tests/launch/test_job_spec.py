@@ -95,6 +95,9 @@ def test_the_example_is_a_job(run, tmp_path):
     (tmp_path / "job.yaml").write_text(out)
     spec = read_spec(tmp_path / "job.yaml", {})
     assert spec.roles.trainers.args == ["--epochs", "2"]
+    train = ("-P", "-m", "karvan", "train", "my.yaml", "--folder", "out/job", "--epochs", "2")
+    assert commands_of(spec)["trainer"][1:] == train
+    (tmp_path / "my.yaml").touch()
     assert all(f"\n{key}:" in out or f"\n# {key}:" in out for key in JobSpec.model_fields)
     assert run("job.yaml", "--check")[0] == 0
 

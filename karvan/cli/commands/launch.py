@@ -54,7 +54,10 @@ def launch(
 
     \b
     Examples:
+      karvan demo --data out/clicks            # data
+      karvan train --example > my.yaml         # what trainers run
       karvan launch --example > job.yaml
+      karvan launch job.yaml
       karvan launch job.yaml --check
       karvan launch job.yaml --set roles.trainers=4 --set staleness=8
       karvan launch job.yaml --detach
@@ -81,7 +84,7 @@ def launch(
     spec = read_spec(target, changes)
     for path in spec.files():
         if not path.is_file():
-            raise CommandError(f"{target}: there is no file {path}.", DAMAGED)
+            raise CommandError(f"{target}: there is no file {path}.{_how_to_get(path, spec)}", DAMAGED)
     if spec.system == "persia":
         spec = _with_its_configuration(spec)
     _check_token_file(spec)
@@ -97,6 +100,16 @@ def launch(
         return OK
     require_limits(sum(spec.of_role(role).replicas for role in commands))
     return follow(spec, commands, detach=detach, engine=engine, address=address)
+
+
+def _how_to_get(path: Path, spec: JobSpec) -> str:
+    if path != spec.entry:
+        return ""
+    if path.suffix == ".py":
+        return " It is the job's entry: the program that trainers run."
+    return (
+        f" It is the job's entry, a config. To write one: karvan train --example > {shlex.quote(str(path))}"
+    )
 
 
 def follow(

@@ -101,10 +101,11 @@ def train(
         new_settings=new_settings,
         quiet=quiet,
     )
-    if not quiet and job.trainer.saver.folder is not None:
-        say_how_to_plot(job.trainer.saver.folder)
-    if not write_json(json_path, result):
-        _show(result)
+    if job.trainer.connection.rank == 0:
+        if not quiet and job.trainer.saver.folder is not None:
+            say_how_to_plot(job.trainer.saver.folder)
+        if not write_json(json_path, result):
+            _show(result)
     return STOPPED.get(result.stopped or "", OK)
 
 
