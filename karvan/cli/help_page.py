@@ -59,14 +59,14 @@ class _Page:
         self._paragraph(" ".join(["Usage:", *words, *(["COMMAND"] if sections else [])]))
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
             self._paragraph(paragraph)
-        sections = {
+        all_sections = {
             "Arguments": [(_argument(each), each.help or "") for each in arguments],
             **sections,
             "Options": [(_option(each), _meaning(each)) for each in options],
         }
-        for title, rows in sections.items():
+        for title, rows in all_sections.items():
             if rows:
-                self._section(title, rows)
+                self._section(title, rows, [*sections.values()] if title in sections else [rows])
         if command.epilog:
             self._paragraph(command.epilog, last=True)
 
@@ -87,9 +87,10 @@ class _Page:
         if not last:
             self._line("")
 
-    def _section(self, title: str, rows: Rows) -> None:
+    def _section(self, title: str, rows: Rows, aligned: list[Rows]) -> None:
+        """Names with their meanings, aligned with those of other sections."""
         self._line(f"{title}:", style="bold")
-        column = 2 + min(_LONGEST, max(len(name) for name, _ in rows)) + 2
+        column = 2 + min(_LONGEST, max(len(name) for each in aligned for name, _ in each)) + 2
         for name, meaning in rows:
             name = f"  {name}"
             if len(name) + 2 > column:

@@ -56,7 +56,7 @@ def options(
 
     \b
     Examples:
-      karvan demo                              # 90 seconds: what Karvan does
+      karvan demo                              # a minute: what Karvan does
       karvan demo --data out/clicks            # write a click log to train on
       karvan train --example > my.yaml         # a config to start from
       karvan train my.yaml                     # run it again: it resumes

@@ -97,9 +97,13 @@ def test_the_page_has_every_option_of_the_command_and_no_other(command):
     assert options == expected
 
 
-def test_the_page_shows_what_help_shows(run, monkeypatch):
+def test_the_page_has_the_commands_in_their_groups(run, monkeypatch):
     shown = _help(run, monkeypatch, 80)
-    assert shown[shown.index("Learn:") : shown.index("Options:")].strip() in PAGE
+    lines = shown[shown.index("Learn:") : shown.index("Options:")].splitlines()
+    named = [line.split()[0].strip(":") for line in lines if re.match(r"\w|  \w", line)]
+    headings = re.findall(r"^##+ (?:`karvan ([\w-]+)`|(\w+)$)", PAGE, re.MULTILINE)
+    order = [command or group for command, group in headings]
+    assert [each for each in order if each in named] == named
 
 
 def _in_bash(home, script, tmp_path):

@@ -44,7 +44,7 @@ WRONG = {
     "no staleness": ("staleness: 0", "staleness: input should be greater than or equal to 1, got 0"),
     "an unknown wire": ("wire: int8", "wire: input should be 'float32', 'bfloat16' or 'float16'"),
     "a name with a blank": ("name: my job", "name: string should match pattern"),
-    "no program": ("entry: train.sh", "entry: expected a FILE.py, got 'train.sh'"),
+    "no program": ("entry: train.sh", "entry: expected a FILE.py or a CONFIG.yaml, got 'train.sh'"),
     "a program of no loaders": ("loader_entry: load.py", "roles.loaders has no replicas"),
     "an environment that is ours": (
         "roles: {trainers: {env: {KARVAN_ROLE: x}}}",

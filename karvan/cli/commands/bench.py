@@ -36,7 +36,7 @@ def bench(
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Measure the parts of training on this machine, one by one: which one limits a run here?
+    """Measure which part of training limits a run here.
 
     The shape is that of Criteo's logs: 26 ids of dim 16, 13 numbers, batches of 4096, and a DLRM.
 

@@ -34,7 +34,7 @@ def evaluate(
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Evaluate a checkpoint on the job's evaluation data, or on other files.
+    """Compute the metrics of a checkpoint on evaluation data.
 
     \b
     Examples:

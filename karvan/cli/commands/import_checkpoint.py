@@ -72,7 +72,9 @@ def import_checkpoint(
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Write a checkpoint of RecIS or PERSIA as one of Karvan: rows, optimizer state and dense tensors.
+    """Convert a checkpoint of RecIS or PERSIA.
+
+    It has rows, optimizer state and dense tensors.
 
     A new run starts from it by a warm start: train.warm_start of a config, kv.checkpoint.warm_start,
     model_bank of a RecIS program, ctx.load_checkpoint of a PERSIA program. Rows are read in pieces, so that

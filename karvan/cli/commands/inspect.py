@@ -37,9 +37,11 @@ def inspect(
     top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Show the tables of a checkpoint: rows, bytes, norms and the hottest keys; or one key's row.
+    """Show the tables of a checkpoint, or one key's row.
 
-    Of a run's folder, also which checkpoints are damaged, incomplete or set aside.
+    A table has rows, bytes, norms and its hottest keys.
+
+    For a run's folder, it also shows which checkpoints are damaged, incomplete or set aside.
     With --verify every file is read and its checksum compared; the exit code is 3 if one is damaged.
 
     \b

@@ -43,7 +43,9 @@ def launch(
     ),
     example: bool = typer.Option(False, "--example", help="Print a job to start from."),
 ) -> int:
-    """Run a job of trainers, parameter servers, embedding workers and loaders.
+    """Run a job of several processes, or resume it.
+
+    A job has trainers and parameter servers, and optionally embedding workers and loaders.
 
     A process that dies is restarted; after the death of a trainer or a parameter server the job resumes from
     the newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a

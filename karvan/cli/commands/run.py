@@ -32,7 +32,9 @@ def run(
         show_default=False,
     ),
 ) -> int:
-    """Run a program that is written for another system as it is, or a command of that system.
+    """Run a program that is written for another system.
+
+    It runs as it is. A command of that system works, too.
 
     Its imports find adapters of that system's names to Karvan's. Without a GPU, a program that asks for one
     runs on the CPU, with a warning. docs/migrating.md says what is supported.

@@ -66,13 +66,15 @@ def train(
 ) -> int:
     """Train a model, or continue where the last run stopped.
 
-    A job is defined by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
-    --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command resumes
-    from it. With other data, such as tomorrow's, a finished run continues on that.
+    A CONFIG.yaml, or the function job() of a FILE.py, describes the model and the data. --set, --folder,
+    --precision and --device set keys of the config or parameters of job(). Ctrl-C and SIGTERM save a
+    checkpoint; the same command resumes from it. A finished run continues on new data, such as tomorrow's.
 
     \b
     Examples:
+      karvan demo --data out/clicks            # data for the example
       karvan train --example > my.yaml
+      karvan train my.yaml
       karvan train my.yaml --folder out/run --epochs 3
       karvan train my.yaml --set optimizers.sparse.lr=0.1 --set model.dim=32
       karvan train job.py --set lr=0.01 --max-steps 1000 --folder out/run

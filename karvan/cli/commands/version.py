@@ -14,7 +14,7 @@ _SHOWN = ("torch", "numpy", "pyarrow")
 
 
 def version(json_path: str | None = JSON_PATH) -> int:
-    """Show the versions of Karvan and of the packages it is built on.
+    """Show the versions of Karvan, Python and main packages.
 
     \b
     Examples:
