@@ -53,8 +53,9 @@ class _Page:
 
     def print(self, command: TyperCommand | TyperGroup, ctx: Any, sections: dict[str, Rows]) -> None:
         """The page of a command, with the sections of a group."""
-        arguments = [each for each in command.params if each.param_type_name == "argument"]
-        options = [each for each in command.get_params(ctx) if each.param_type_name == "option"]
+        parameters: list[Any] = command.get_params(ctx)
+        arguments = [each for each in parameters if each.param_type_name == "argument"]
+        options = [each for each in parameters if each.param_type_name == "option"]
         words = [ctx.command_path, "[OPTIONS]", *map(_argument, arguments)]
         self._paragraph(" ".join(["Usage:", *words, *(["COMMAND"] if sections else [])]))
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):

@@ -149,13 +149,13 @@ def write_clicks(folder: Path, log: ClickLog, rows: int) -> Clicks:
     train = log.write(folder / "train", rows - held_out, files=8).paths
     records = log.table(rows - held_out, held_out)
     (folder / "eval").mkdir(parents=True)
-    path = folder / "eval" / "part-00000.parquet"
+    path = str(folder / "eval" / "part-00000.parquet")
     pyarrow.parquet.write_table(records, path)
     best = AUC(exact=True)
     labels = torch.from_numpy(records.column("label").to_numpy().copy())
     best.add(torch.from_numpy(log.probabilities(rows - held_out, held_out)), labels)
     size = sum(os.path.getsize(each) for each in (*train, path))
-    return Clicks(train, [str(path)], best.compute(), size)
+    return Clicks(train, [path], best.compute(), size)
 
 
 def run_demo(folder: Path, rows: int, *, quiet: bool = False, shown: bool = True) -> dict[str, Any]:
