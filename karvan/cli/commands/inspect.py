@@ -83,33 +83,25 @@ def show_summary(seen: Summary) -> None:
         out.print(f"metrics: {metrics}", markup=False)
     print_table(
         None,
-        [
-            "table",
-            "rows",
-            "dim",
-            "dtype",
-            "optimizer",
-            "bytes",
-            "mean norm",
-            "max norm",
-            "hottest keys (uses)",
-        ],
+        ["table", "rows", "dim", "dtype", "bytes", "norm", "max norm"],
         [
             [
                 table.name,
                 f"{table.rows:,}",
                 table.dim,
                 table.dtype,
-                table.optimizer or "none",
                 bytes_text(table.bytes),
                 number_text(table.mean_norm),
                 number_text(table.max_norm),
-                ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest),
             ]
             for table in seen.tables
         ],
-        right=["rows", "dim", "bytes", "mean norm", "max norm"],
+        right=["rows", "dim", "bytes", "norm", "max norm"],
     )
+    for table in seen.tables:
+        hottest = ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest)
+        used = f"; hottest keys (uses): {hottest}" if hottest else ""
+        out.print(f"{table.name}: {table.optimizer or 'no optimizer'}{used}", markup=False)
     out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
     if seen.not_whole:
         print_table(
