@@ -17,7 +17,7 @@ import typer
 
 from karvan.cli.commands.version import installed
 from karvan.cli.errors import FAILED, OK
-from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, write_json
+from karvan.cli.output import JSON_PATH, bytes_text, console, write_json
 from karvan.system_limits import available_memory, limits
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
@@ -46,11 +46,6 @@ class Finding:
     state: str
     value: str
     advice: str = ""
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor", help=help_of(doctor))(doctor)
 
 
 def doctor(

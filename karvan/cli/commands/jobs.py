@@ -12,7 +12,7 @@ import typer
 
 from karvan.cli.config.target import pairs
 from karvan.cli.errors import DAMAGED, FAILED, OK, TEMPORARY, CommandError
-from karvan.cli.output import JSON_PATH, help_of, print_table, write_json
+from karvan.cli.output import JSON_PATH, print_table, write_json
 from karvan.durations import ago_text, duration_text
 
 if TYPE_CHECKING:
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 _JOB = typer.Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.", show_default=False)
 _POLL = 0.1  # seconds
 _HIDDEN = 50  # lines; a master says a few for programs
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (status, logs, scale, stop):
-        app.command(command.__name__, help=help_of(command))(command)
 
 
 def status(

@@ -13,7 +13,7 @@ import typer
 
 from karvan.cli.config.target import pairs
 from karvan.cli.errors import DAMAGED, INTERRUPTED, OK, TERMINATED, CommandError
-from karvan.cli.output import help_of, print_table
+from karvan.cli.output import print_table
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.system_limits import require_limits
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_commands import Commands
     from karvan.launch.supervision.supervisor import Timing
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("launch", help=help_of(launch))(launch)
 
 
 def launch(
@@ -50,7 +45,9 @@ def launch(
     ),
     example: bool = typer.Option(False, "--example", help="Print a job to start from."),
 ) -> int:
-    """Run a job of trainers, parameter servers, embedding workers and loaders.
+    """Run a job of several processes, or resume it.
+
+    A job has trainers and parameter servers, and optionally embedding workers and loaders.
 
     A process that dies is restarted; after the death of a trainer or a parameter server the job resumes from
     the newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a
@@ -61,7 +58,10 @@ def launch(
 
     \b
     Examples:
+      karvan demo --data out/clicks            # data
+      karvan train --example > my.yaml         # what trainers run
       karvan launch --example > job.yaml
+      karvan launch job.yaml
       karvan launch job.yaml --check
       karvan launch job.yaml --set roles.trainers=4 --set staleness=8
       karvan launch job.yaml --detach
@@ -88,7 +88,7 @@ def launch(
     spec = read_spec(target, changes)
     for path in spec.files():
         if not path.is_file():
-            raise CommandError(f"{target}: there is no file {path}.", DAMAGED)
+            raise CommandError(f"{target}: there is no file {path}.{_how_to_get(path, spec)}", DAMAGED)
     if spec.system == "persia":
         spec = _with_its_configuration(spec)
     _check_token_file(spec)
@@ -120,6 +120,16 @@ def _how_to_resume(checkpoints: Path | None, command: str) -> str:
     else:
         where = "Nothing was saved yet"
     return f"The job was stopped. {where}.\nTo resume: {command}"
+
+
+def _how_to_get(path: Path, spec: JobSpec) -> str:
+    if path != spec.entry:
+        return ""
+    if path.suffix == ".py":
+        return " It is the job's entry: the program that trainers run."
+    return (
+        f" It is the job's entry, a config. To write one: karvan train --example > {shlex.quote(str(path))}"
+    )
 
 
 def follow(
