@@ -12,7 +12,8 @@ trap 'rm -rf "$raw"' EXIT
 export PIP_CONSTRAINT=$PWD/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
 rm -rf "$dist"
-python -m build --sdist --outdir "$dist" >"$raw/log" || { cat "$raw/log" >&2; exit 1; }
+echo "Building the source distribution"
+python -m build --sdist --outdir "$dist" >"$raw/log" 2>&1 || { cat "$raw/log" >&2; exit 1; }
 for interpreter in "$@"; do
   echo "Building a wheel with $("$interpreter" -V)"
   rm -rf "$raw/wheel"
