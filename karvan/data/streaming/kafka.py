@@ -3,9 +3,8 @@
 Messages become rows by `decode`: by default their bytes, with `json_rows(schema)` the columns of JSON
 objects, or by your own function. A stream has no parts, so a reader is not a `Source` but an iterator:
 
-    reader = KafkaReader("clicks", {"bootstrap.servers": "…"}, json_rows(schema), size=4096)
-    for records in reader:
-        train(decoder(records))
+    rows, decoder = json_rows(schema), Decoder(infer(schema))
+    trainer.fit(KafkaReader("clicks", {"bootstrap.servers": "…"}, lambda m: decoder(rows(m)), size=4096))
 
 The position of a reader is the next offset of every partition: `state_dict()` counts exactly what has been
 handed out, and is saved in the same checkpoint as the model. Nothing is committed to Kafka, since committed
@@ -16,7 +15,7 @@ is an error; they are not silently skipped. Partitions are divided among ranks b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Event
 from typing import Any
@@ -29,6 +28,7 @@ from karvan.data.identity import Identity
 from karvan.data.retry.broker import BrokerOutage
 from karvan.data.retry.patience import RETRY_SECONDS
 from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
+from karvan.ragged import Batch
 
 _ASK_SECONDS = 5.0  # for an answer of brokers that may be unreachable
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
@@ -44,7 +44,7 @@ class KafkaReader:
         topics: The topics.
         config: The configuration of librdkafka, such as `{"bootstrap.servers": "broker:9092"}`.
         decode: A function that makes a record batch of a list of messages, such as
-            `kv.data.json_rows(schema)`. By default they are the bytes of the column `record`.
+            `kv.data.json_rows(schema)`, or the `kv.Batch` that a Trainer takes. By default they are the bytes of the column `record`.
         size: How many messages make a batch.
         wait: After how many seconds since its first message a smaller batch is given.
         start: Where reading starts without a position: "earliest" or "latest".
@@ -73,7 +73,7 @@ class KafkaReader:
         self,
         topics: str | Sequence[str],
         config: Mapping[str, Any],
-        decode: DecodeBytes = bytes_rows,
+        decode: DecodeBytes | Callable[[list[bytes]], Batch] = bytes_rows,
         *,
         size: int = 1024,
         wait: float = 1.0,
@@ -172,7 +172,7 @@ class KafkaReader:
         """
         self._closed.set()
 
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
+    def __iter__(self) -> Iterator[pa.RecordBatch | Batch]:
         ends = self._assign()
         open_ends = {name for name, end in ends.items() if self._offsets[name] < end}
         reached = dict(self._offsets)
@@ -183,10 +183,9 @@ class KafkaReader:
                     return
                 if messages:
                     batch = self._decode(messages)
-                    if batch.num_rows != len(messages):
-                        raise DataError(
-                            f"decode returned {batch.num_rows} rows for {len(messages)} messages."
-                        )
+                    rows = batch.samples if isinstance(batch, Batch) else batch.num_rows
+                    if rows != len(messages):
+                        raise DataError(f"decode returned {rows} rows for {len(messages)} messages.")
                     self._offsets = dict(reached)
                     yield batch
             self._offsets = dict(reached)
