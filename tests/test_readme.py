@@ -38,7 +38,10 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 # Their blocks run in tests/test_walkthroughs.py.
 WALKTHROUGHS = {page for page in PAGES if page.startswith(("docs/start/", "docs/tutorials/"))}
 PROGRAMS = {
+    "conda",
+    "docker",
     "export",
+    "head",
     "make",
     "nft",
     "ray",
@@ -46,11 +49,14 @@ PROGRAMS = {
     "persia-launcher",
     "pip",
     "printf",
-    "python",
+    "python3?",
+    "source",
     "torchrun",
     "umask",
     "karvan",
     "[A-Z_]+=",
+    # What every Linux has.
+    *("cat", "cut", "echo", "for", "head", "kill", "mkdir", "sed", "tail", "timeout", "wc"),
 }
 EXTENDING = [f"docs/extending/{page}.md" for page in ("reader", "optimizer", "store")]
 _COMMAND = typer.main.get_command(app)
@@ -267,6 +273,7 @@ def test_the_files_that_a_page_names_exist(page):
     named = re.findall(rf"`({folders}/[\w/]+(?:/|\.\w+))[`:]", (ROOT / page).read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
     alone = {*re.findall(r"`(\w+\.(?:py|cpp|h|toml))`", (ROOT / page).read_text())} - {"FILE.py"}
+    alone -= {*re.findall(r'^```python title="(\w+\.py)"$', (ROOT / page).read_text(), re.MULTILINE)}
     parts = [ROOT / part for part in ("karvan", "csrc", "tests", "tools", "benchmarks", "examples")]
     known = {path.name for path in (*ROOT.glob("*.*"), *(p for part in parts for p in part.rglob("*.*")))}
     assert sorted(alone - known) == []
