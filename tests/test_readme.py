@@ -34,7 +34,8 @@ from karvan.launch.engines.choice import ENGINES
 from karvan.launch.job_spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PROJECT = ["README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"]
+PAGES = [*PROJECT, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 # Their blocks run in tests/test_walkthroughs.py.
 WALKTHROUGHS = {page for page in PAGES if page.startswith(("docs/start/", "docs/tutorials/"))}
 PROGRAMS = {
@@ -253,6 +254,11 @@ def test_the_readme_says_what_exists_and_what_does_not():
     }
     for what, is_lacking in lacking.items():
         assert (f"no {what.removeprefix('a ')}" in text) == is_lacking, what
+
+
+def test_citation_and_changelog_are_of_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == kv.__version__
+    assert f"\n## [{kv.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", *EXTENDING])
