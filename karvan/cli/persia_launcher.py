@@ -34,7 +34,7 @@ from karvan.launch.role_commands import module_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-_INDEX = typer.Option(0, envvar="REPLICA_INDEX", help="The index of this process among those of its role.")
+_INDEX = typer.Option(0, envvar="REPLICA_INDEX", help="The index of this process within its role.")
 _SIZE = typer.Option(1, envvar="REPLICA_SIZE", help="How many processes of this role the job has.")
 _EMBEDDING = typer.Option(None, envvar=EMBEDDING_CONFIG, help="The path of embedding_config.yml.")
 _GLOBAL = typer.Option(None, envvar=GLOBAL_CONFIG, help="The path of global_config.yml.")

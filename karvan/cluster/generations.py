@@ -50,8 +50,8 @@ class Generations:
         if not self._registry:
             if generation != self.newest:
                 raise RefusedError(
-                    f"expected generation {self.newest}, with which this service was started, got "
-                    f"{generation}: a job without a registry changes it by restarting its services."
+                    f"expected generation {self.newest}, as when this service started, got {generation}: "
+                    "a job without a registry changes its generation by restarting its services."
                 )
             return generation
         if generation > self.newest:

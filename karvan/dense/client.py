@@ -215,7 +215,7 @@ def _trained(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> di
     trained = {name: each for name, each in parameters.items() if id(each) in ids}
     if len(trained) != len(ids):
         raise ValueError(
-            f"The optimizer has {len(ids)} parameters, of which {len(ids) - len(trained)} are not the "
-            "model's: expected an optimizer of the model's parameters."
+            f"The optimizer has {len(ids)} parameters, but {len(ids) - len(trained)} do not belong to the "
+            "model: expected an optimizer of the model's parameters."
         )
     return trained

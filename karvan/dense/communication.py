@@ -80,8 +80,8 @@ class DenseCommunication:
             )
         if self.average_every > 1 and self.dense_reduce != "mean":
             raise ValueError(
-                f"dense_reduce={self.dense_reduce!r} is for gradients, of which none is sent with "
-                f"average_every={self.average_every}: expected one of the two."
+                f"dense_reduce={self.dense_reduce!r} is for gradients, but "
+                f"average_every={self.average_every} sends none: expected one of the two."
             )
         if self.powersgd is not None and self.find_unused_parameters:
             raise ValueError(
@@ -123,6 +123,6 @@ class DenseCommunication:
             )
         if scaled and (self.powersgd is not None or self.average_every > 1):
             raise ValueError(
-                f"{names} cannot be used with precision 'fp16', whose loss has a scale that changes from "
-                "step to step: expected precision 'bf16' or 'fp32'."
+                f"{names} cannot be used with precision 'fp16', because its loss scale changes from step "
+                "to step: expected precision 'bf16' or 'fp32'."
             )

@@ -157,7 +157,7 @@ class Registry(Service):
             if generation > self._generation:
                 raise RefusedError(
                     f"{key[0]} {key[1]} expected to be of generation {self._generation} or an older one, "
-                    f"got {generation}, which the launcher has not started."
+                    f"got {generation}: the launcher has not started it."
                 )
             before = self._entries.get(key)
             if before is not None and generation < before.generation:

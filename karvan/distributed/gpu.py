@@ -33,8 +33,8 @@ def require_gpu(wanted: str) -> None:
         )
     if find_spec("triton") is None:
         raise ValueError(
-            f"{wanted} expects triton, whose kernels work on the rows, but it is not installed: "
-            'pip install "triton>=3.6" (torch for CUDA comes with it).'
+            f'{wanted} needs triton, which is not installed: pip install "triton>=3.6" (torch for CUDA '
+            "comes with it)."
         )
 
 

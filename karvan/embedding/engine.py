@@ -197,8 +197,8 @@ class EmbeddingEngine(nn.Module):
         if inputs.remote:
             names = ", ".join(f"'{name}'" for name in self._part(self._reads))
             raise ValueError(
-                f"Features with read_only=True ({names}) expect their ids at the trainer, got a batch whose "
-                "ids are on embedding workers; run the job without embedding workers."
+                f"Features with read_only=True ({names}) expect their ids at the trainer, got a batch "
+                "with ids on embedding workers: run the job without embedding workers."
             )
         trained = inputs.part(self._trains) if replayed is None else replayed.inputs
         outs = _lookup(next(iter(self._handles.values())).anchor, self, trained, prepared, replayed)
@@ -270,8 +270,8 @@ class EmbeddingEngine(nn.Module):
                 return self._inputs(dict.fromkeys(self.features, none))
             if not self.store.takes_references:
                 raise ValueError(
-                    "A batch whose ids are on embedding workers expects an engine that was created after "
-                    f'connect("remote", workers=…), got one on a {type(self.store).__name__}.'
+                    "The ids of this batch are on embedding workers: expected an engine that was created "
+                    f'after connect("remote", workers=…), got one on a {type(self.store).__name__}.'
                 )
             return Inputs([Output(table) for table in self.features.values()], reference)
         inputs: list[FeatureInput] = []

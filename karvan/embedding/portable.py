@@ -104,8 +104,8 @@ def _keeps_rows(
     if engine.step in (0, step):
         return False
     _log.warning(
-        "load_state_dict restored the dense parameters of step %d, but not the rows, which remain those of "
-        "step %d, because state_dict() does not contain them. Tables: %s. To restore both, load a checkpoint "
+        "load_state_dict restored the dense parameters of step %d, but the rows are still from step %d, "
+        "because state_dict() does not contain them. Tables: %s. To restore both, load a checkpoint "
         "(kv.checkpoint.find(folder).load(model)), or include small tables with "
         "engine.state_dict(rows=True).",
         step,

@@ -137,8 +137,8 @@ class FeatureEngine(nn.Module):
                 found.append(self._absent(name, column, batch))
             else:
                 raise KeyError(
-                    f"Feature '{name}' needs column '{column}', which is not in the batch; "
-                    f"it has: {listed(column, batch)} With missing 'empty' a feature is empty then."
+                    f"Feature '{name}' needs column '{column}', which is not in the batch; it has: "
+                    f"{listed(column, batch)} With missing='empty' the feature is empty in such a batch."
                 )
             _check_kind(name, column, found[-1])
         return tuple(found)
@@ -156,7 +156,7 @@ class FeatureEngine(nn.Module):
                 found = find_kind(lambda entry: alone(dict.fromkeys(columns, entry)), text)
             if found is None:
                 raise ValueError(
-                    f"Feature '{name}' needs column '{column}', which is not in the batch, and its steps do "
+                    f"Feature '{name}' needs column '{column}', but the batch lacks it, and its steps do "
                     "not take an empty one: expected the column, or steps for samples without values."
                 )
             kind = self._absent_kinds[name] = found
@@ -292,16 +292,17 @@ class FeatureEngine(nn.Module):
         state = {name: fit_state for name, fit_state in state.items() if name != STEPS}
         if set(state) != set(self._fitted):
             raise ValueError(
-                f"FeatureEngine '{self.name}' expects statistics of {_listed(self._fitted)}, "
-                f"but received those of {_listed(state)}."
+                f"FeatureEngine '{self.name}' expects statistics of {_listed(self._fitted)}, but received "
+                f"statistics of {_listed(state)}."
             )
         for name, step in self._fitted.items():
             own = self._steps_of(name, step + 1)
             if state[name] is not None and steps.get(name, own) != own:
                 raise ValueError(
-                    f"Feature '{name}' of FeatureEngine '{self.name}' expects statistics of the steps {own}, "
-                    f"but received those of {steps[name]}. Keep the steps that the statistics were fitted "
-                    "with, or give the feature another name and fit the engine again, for a new model."
+                    f"Feature '{name}' of FeatureEngine '{self.name}' expects statistics of the steps "
+                    f"{own}, but received statistics of {steps[name]}. Keep the steps that the statistics "
+                    "were fitted with, or give the feature another name and fit the engine again, for a "
+                    "new model."
                 )
         fitted: dict[str, FittedOp] = {}
         for name, fit_state in state.items():

@@ -100,7 +100,7 @@ def _parts(text: str) -> tuple[str, str, list[str], str]:
         if name in ("", ".", "..") or any(mark in name for mark in "*?[]%#\0"):
             raise ValueError(
                 f"Expected a URL with plain names, such as s3://bucket/run, got {safe!r}: {name!r} is empty, "
-                "or has one of . .. * ? [ ] % #, which have a meaning of their own in URLs."
+                "or has one of . .. * ? [ ] % #. These have a meaning of their own in URLs."
             )
     return found[1].lower(), user + at, names, query
 

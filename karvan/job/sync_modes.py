@@ -114,8 +114,8 @@ class _Async(SyncMode):
     def check_server_loss(self, chosen: ServerLoss) -> None:
         if chosen is ServerLoss.RELOAD:
             raise ValueError(
-                "on_server_loss reload is for modes sync and hybrid: in mode async a lost server has dense "
-                "parameters as well, which only a rollback restores."
+                "on_server_loss reload is for modes sync and hybrid. In mode async a lost server has "
+                "dense parameters as well, and only a rollback restores them."
             )
 
     def gradients_per_step(self, trainers: int, dense: DenseSettings) -> int:

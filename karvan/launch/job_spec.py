@@ -188,7 +188,7 @@ class TLS(Section):
     @model_validator(mode="after")
     def _mutual_has_a_ca(self) -> TLS:
         if self.mutual and self.ca is None:
-            raise ValueError("mutual needs the ca by which certificates of clients are checked")
+            raise ValueError("mutual needs a ca, to check the certificates of clients")
         return self
 
 
@@ -280,7 +280,7 @@ class JobSpec(Section):
             raise ValueError("loader_entry is set, but roles.loaders has no replicas")
         mode.check_server_loss(self.on_server_loss)
         if self.on_server_loss is ServerLoss.RELOAD and self.checkpoints is None:
-            raise ValueError("on_server_loss reload needs checkpoints, from which rows are restored")
+            raise ValueError("on_server_loss reload needs checkpoints, to restore rows from")
         self._check_sharding()
         return self
 
@@ -296,7 +296,9 @@ class JobSpec(Section):
                 "roles.parameter_servers: 0": not roles.parameter_servers.replicas,
             }
             if given := [name for name, is_given in only_dynamic.items() if is_given]:
-                raise ValueError(f"{given[0]} needs sharding: dynamic, in which trainers lease their records")
+                raise ValueError(
+                    f"{given[0]} needs sharding: dynamic, because only then do trainers lease their records"
+                )
             return
         if MODES[self.mode].dense_on_servers:
             self._check_dynamic_async()
@@ -304,9 +306,9 @@ class JobSpec(Section):
             roles.parameter_servers.replicas and roles.loaders.replicas
         ):
             raise ValueError(
-                "embedding_workers look rows up at parameter_servers, for batches whose ids loaders send: "
-                "expected both roles, got "
-                f"parameter_servers: {roles.parameter_servers.replicas}, loaders: {roles.loaders.replicas}"
+                "embedding_workers look up rows at parameter_servers, for batches that loaders send: "
+                f"expected both roles, got parameter_servers: {roles.parameter_servers.replicas}, "
+                f"loaders: {roles.loaders.replicas}"
             )
         if self.on_server_loss is ServerLoss.RELOAD:
             raise ValueError("sharding: dynamic goes back to a checkpoint if a server is lost, got reload")

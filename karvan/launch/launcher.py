@@ -130,7 +130,7 @@ class Launcher:
         folder.clear()
         for place in open_import_folders(spec):
             self._logs.say(
-                f"WARNING: programs of the job import modules from {place}, to which every user may write: "
+                f"WARNING: programs of the job import modules from {place}, where every user may write: "
                 "their modules would run as you. Move the program, or remove the folder from PYTHONPATH."
             )
         if spec.token_file is None:

@@ -113,8 +113,9 @@ class RunFolder:
                 return folder
             folder.rmdir()
         raise RunFolderError(
-            f"Services of a job expect a folder for their sockets, got {self.path}, {tempfile.gettempdir()} "
-            f"and /tmp, whose paths are too long, or which have no sockets. Set {JOBS} to another folder."
+            f"Services of a job need a folder for their sockets. The paths of {self.path}, "
+            f"{tempfile.gettempdir()} and /tmp are too long, or these folders cannot hold sockets. Set "
+            f"{JOBS} to another folder."
         )
 
     @property
@@ -346,7 +347,7 @@ def make_private(folder: Path) -> None:
 
 def _shared_error(folder: Path, status: os.stat_result) -> RunFolderError:
     return RunFolderError(
-        f"Jobs expect a folder in which other users cannot rename files, got {folder} with mode "
+        f"Jobs expect a folder where other users cannot rename files, got {folder} with mode "
         f"{stat.S_IMODE(status.st_mode):o} of user {status.st_uid}. Set {JOBS} to a folder of your own."
     )
 

@@ -261,7 +261,7 @@ def away_error(folder: Path) -> OSError:
     """The error of a folder whose file system was unmounted: an outage."""
     return OSError(
         errno.ESTALE,
-        "expected the file system on which this run started, got none or another one; is it mounted?",
+        "expected the file system that this run started on, got none or another one; is it mounted?",
         str(folder),
     )
 

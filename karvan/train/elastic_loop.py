@@ -111,7 +111,7 @@ class ElasticLoop:
         self._group = current().group if group is None else group
         if self._group is not None and engines_of(model):
             raise ValueError(
-                "ElasticLoop expects a model without embedding tables, whose rows would differ between "
+                "ElasticLoop expects a model without embedding tables, because rows would differ between "
                 "trainers: use a kv.Trainer."
             )
         self._begun = False  # whether this trainer has the state of the others

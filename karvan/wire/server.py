@@ -208,7 +208,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         number, received = call.head.get("number"), call.head.get("received")
         within = call.head.get("within")  # seconds, if more than the deadline in the caller's hello
         if type(number) is not int or type(received) is not int:
-            raise RefusedError("expected a call with its number and that of the last answer received.")
+            raise RefusedError("expected a call with its number and the number of the last answer received.")
         service, most = self._server.service, self._server.most_bytes
 
         def do() -> Packed:

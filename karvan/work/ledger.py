@@ -358,7 +358,7 @@ class Ledger:
         for task in tasks:
             in_part = task.first + task.records <= records.get(task.path, -1)
             if task.kind is not TaskKind.TRAIN or not in_part or task.done > task.records:
-                raise ValueError(f"it has {task}, of which {task.done} are done, got data without them")
+                raise ValueError(f"it has {task} with {task.done} records done, got data without them")
         now = LedgerPosition(**{**state["position"], "failure": None, "evaluation": 0})
         self._return_to(now._replace(token=max(now.token, self._position.token)), tasks)
 

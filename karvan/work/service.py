@@ -401,7 +401,7 @@ class WorkService(Service):
 
     def _require_running(self, holder: str) -> None:
         if process_of(holder) in self._ended:
-            text = f"expected a process of the job that runs, got {holder}, whose tasks others have now."
+            text = f"expected a process of the running job, got {holder}: others have its tasks now."
             raise mark(RefusedError(text), True)
 
     def _forget(self, tokens: Iterable[int]) -> None:

@@ -141,5 +141,5 @@ def test_one_trainer_with_dense_parameters_on_servers_has_the_bits_of_memory(tmp
 def test_a_loop_of_ones_own_cannot_compute_a_step_again():
     with serving(1) as addresses:
         distributed.connect("remote", servers=addresses, mode="async", tolerance=1)
-        with pytest.raises(ValueError, match=r"cannot compute again.*kv\.Trainer"):
+        with pytest.raises(ValueError, match=r"cannot compute it again.*kv\.Trainer"):
             context()

@@ -217,7 +217,9 @@ def test_a_program_of_one_epoch_ends_when_its_trainers_have_left():
     with Loaders(1, "once", 30, 4) as loaders:
         one = loaders.stream()
         assert ids_of([take(one)]) == list(range(30))
-        with pytest.raises(RuntimeError, match=r"loader 0: expected epochs up to 0 .* got 1; .*data.epochs"):
+        with pytest.raises(
+            RuntimeError, match=r"loader 0: expected a request for epochs up to 0 .* got 1; .*data.epochs"
+        ):
             take(one)
         one.close()
         code, said = loaders.wait(0)

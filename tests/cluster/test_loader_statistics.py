@@ -195,7 +195,9 @@ def test_several_loaders_and_an_engine_of_the_trainer_have_the_same_statistics(d
         engine = features()
         fit_stream(loaders, tmp_path / "run", eval_data=read(days[1], engine))
         assert statistics(engine) == saved(tmp_path / "run") == statistics(fitted(days[0]))
-        with pytest.raises(ValueError, match="'features' of this process has other statistics than that of"):
+        with pytest.raises(
+            ValueError, match="'features' of this process and of the loaders have different statistics"
+        ):
             fit_stream(loaders, tmp_path / "other", eval_data=read(days[1], fitted(days[1])))
 
 

@@ -63,7 +63,7 @@ def test_a_lookup_that_another_caller_repeats_is_answered_as_before(peers):
 
 def test_a_lookup_is_not_repeated_with_other_keys(peers):
     pull(peers[0], [3, 4])
-    with pytest.raises(RefusedError, match="the keys with which the batch was looked up before"):
+    with pytest.raises(RefusedError, match="the same keys as in the batch's lookup"):
         pull(peers[1], [3, 5])
 
 

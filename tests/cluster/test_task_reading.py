@@ -132,7 +132,7 @@ def test_tasks_of_other_data_are_refused():
     service = TaskReadingService()
     service.offer(shared_data(Numbers([10])))
     for wrong in ({"path": "1"}, {"first": 1}, {"done": 10}, {"skipped": tuple(range(10))}):
-        with pytest.raises(RefusedError, match="expected a task of the data with records that are left"):
+        with pytest.raises(RefusedError, match="expected a task with unread records"):
             ask(service, one_task(**wrong))
     service.close()
 

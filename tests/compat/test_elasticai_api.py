@@ -470,7 +470,7 @@ def test_wrong_calls_say_what_is_expected(master, monkeypatch):
         service.fetch_shard()
     with pytest.raises(UnsupportedError, match="compression='fp16'"):
         DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0), None, "fp16")
-    with pytest.raises(UnsupportedError, match="use that of the controller"):
+    with pytest.raises(UnsupportedError, match="use the controller's"):
         service.get_current_epoch()
     with pytest.raises(UnsupportedError, match="leased for training"):
         build_data_shard_service(4, 1, 10, False, False, TaskType.EVALUATION)

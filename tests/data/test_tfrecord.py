@@ -189,7 +189,7 @@ def test_cut_off_files_name_the_record(tmp_path):
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (b"KVRECORD\1\0\0\0", "KVRECORD file, a format of earlier versions.*version that wrote it.*TFRecord"),
+        (b"KVRECORD\1\0\0\0", "KVRECORD file of an earlier version.*version that wrote it.*TFRecord"),
         (b"PAR1", "By its first bytes it is Parquet"),
         (b"\x04\x03\x02\x01", "By its first bytes it is RecordIO"),
         (b"id,label\n", "damaged, or of another format"),

@@ -203,7 +203,7 @@ def test_wrong_trainers():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="at least one server"):
         AsyncDense(model, optimizer, [], trainer="a")
-    with pytest.raises(ValueError, match="has 6 parameters, of which 6 are not the model's"):
+    with pytest.raises(ValueError, match="has 6 parameters, but 6 do not belong to the model"):
         AsyncDense(make_model(), optimizer, make_servers(1), trainer="a")
     dense = AsyncDense(model, optimizer, make_servers(1), trainer="a")
     with pytest.raises(RuntimeError, match=r"expected join\(\) first"):

@@ -44,7 +44,7 @@ def test_other_features_on_another_rank_are_an_error(fitted):
 
 def test_statistics_that_differ_between_ranks_are_an_error_before_training(fitted):
     for made in fitted:
-        assert "expected fit after kv.connect" in made["fitted apart"]
+        assert "Call fit after kv.connect" in made["fitted apart"]
 
 
 def test_columns_of_other_kinds_on_another_rank_are_an_error_on_all(fitted):

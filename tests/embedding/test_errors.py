@@ -239,7 +239,7 @@ def test_ftrl_refuses_a_learning_rate_that_a_scheduler_brought_to_zero(engine):
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     before = everything(engine)["goods vectors"]
     sum(each.sum() for each in engine(good()).values()).backward()
-    with pytest.raises(ValueError, match=r"divides by lr, which is 0\.0 now"):
+    with pytest.raises(ValueError, match=r"divides by lr, but lr is 0\.0 now"):
         optimizer.step()
     assert torch.equal(everything(engine)["goods vectors"], before)
 

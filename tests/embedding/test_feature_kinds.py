@@ -101,7 +101,7 @@ def test_an_engine_that_reads_alone_creates_no_rows():
 
 def test_features_that_read_alone_need_their_ids():
     engine = kv.EmbeddingEngine({"x": kv.Table(2, read_only=True), "y": kv.Table(2)})
-    with pytest.raises(ValueError, match=r'expects an engine that was created after connect\("remote"'):
+    with pytest.raises(ValueError, match=r'expected an engine that was created after connect\("remote"'):
         engine({REFERENCE: IdsReference(0, "a", 2)})
 
 

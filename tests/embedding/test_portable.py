@@ -111,7 +111,7 @@ def test_a_state_of_an_earlier_step_leaves_rows_and_step_as_they_are_and_says_so
     before = rows(model)
     model.load_state_dict(best)
     (record,) = caplog.records
-    assert "dense parameters of step 2, but not the rows, which remain those of step 5" in record.getMessage()
+    assert "dense parameters of step 2, but the rows are still from step 5" in record.getMessage()
     assert "Tables: user, item." in record.getMessage()
     assert (rows(model), model.embeddings.step) == (before, 5)
 
@@ -121,7 +121,7 @@ def test_the_state_of_before_training_leaves_rows_and_step_as_they_are_and_says_
     first = through_a_file(model.state_dict())
     train(model, [(1, 2), (3, 2)])
     model.load_state_dict(first)
-    assert "dense parameters of step 0, but not the rows" in caplog.text
+    assert "dense parameters of step 0, but the rows are still from step" in caplog.text
     assert model.embeddings.step == 2
 
 
@@ -139,7 +139,7 @@ def test_rows_of_a_snapshot_belong_to_the_next_state_and_to_no_earlier_one(caplo
     train(second, [(3, 4)], sparse)
     assert not caplog.records
     second.load_state_dict(own)
-    assert "dense parameters of step 1, but not the rows, which remain those of step 2" in caplog.text
+    assert "dense parameters of step 1, but the rows are still from step 2" in caplog.text
 
 
 def test_models_that_began_with_the_same_state_are_different_once_they_are_trained():

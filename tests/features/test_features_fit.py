@@ -49,7 +49,7 @@ def test_statistics_are_part_of_the_state_dict_and_not_of_the_modules_type():
     with pytest.raises(ValueError, match="Feature 'p', normalise: there are no statistics yet"):
         fresh(x)
     with pytest.raises(
-        ValueError, match=r"'features' expects statistics of nothing, but received those of 'p'"
+        ValueError, match=r"'features' expects statistics of nothing, but received statistics of 'p'"
     ):
         FeatureEngine([Feature("p")]).load_state_dict(engine.state_dict())
 

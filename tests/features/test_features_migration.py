@@ -313,5 +313,5 @@ def test_the_same_engine_takes_batches_with_and_without_a_column():
         engine({})
     with pytest.raises(ValueError, match="expects missing 'error' or 'empty', but received 'zero'"):
         Feature("x", missing="zero")
-    with pytest.raises(KeyError, match="With missing 'empty' a feature is empty"):
+    with pytest.raises(KeyError, match="With missing='empty' the feature is empty"):
         FeatureEngine([Feature("x").mod(3)])({"user": torch.tensor([1])})

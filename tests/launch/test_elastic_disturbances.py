@@ -97,4 +97,4 @@ def test_checkpoints_that_vanish_are_an_error(tmp_path):
         assert job.process.wait(120) == 75
         text = job.log.read_text()
     assert "Traceback" not in text
-    assert "expected the file system on which this run started" in text[text.rindex("\nerror: ") :]
+    assert "expected the file system that this run started on" in text[text.rindex("\nerror: ") :]

@@ -50,7 +50,7 @@ WRONG = {
         "roles: {trainers: {env: {KARVAN_ROLE: x}}}",
         "roles.trainers.env: the launcher sets KARVAN_ROLE",
     ),
-    "mutual TLS without a CA": ("tls: {cert: c, key: k, mutual: true}", "mutual needs the ca"),
+    "mutual TLS without a CA": ("tls: {cert: c, key: k, mutual: true}", "mutual needs a ca"),
     "half of TLS": ("tls: {cert: c}", "'tls.key' is missing"),
     "a key twice": ("mode: sync\nmode: sync", "the key 'mode' appears twice"),
 }
@@ -241,7 +241,7 @@ ELASTIC = {
     ),
     "embedding workers without loaders": (
         "sharding: dynamic\nroles: {embedding_workers: 1}",
-        "for batches whose ids loaders send: expected both roles, got parameter_servers: 1, loaders: 0",
+        "for batches that loaders send: expected both roles, got parameter_servers: 1, loaders: 0",
     ),
     "embedding workers without servers": (
         "sharding: dynamic\nroles: {embedding_workers: 1, loaders: 1, parameter_servers: 0}",

@@ -349,7 +349,7 @@ def test_what_is_called_in_the_wrong_place_is_an_error(tmp_path):
 
 def test_the_batches_of_a_step_belong_together(tmp_path):
     with context(gradient_accumulation_steps=2) as ctx:
-        with pytest.raises(RuntimeError, match="gradient_accumulation_steps=2 is for batches of"):
+        with pytest.raises(RuntimeError, match="gradient_accumulation_steps=2 needs batches of"):
             ctx.forward(batches(1)[0])
         steps = []
         for batch in ctx.loader(batches(3)):

@@ -129,7 +129,7 @@ def test_another_order_in_the_middle_of_an_epoch_has_two_ways_out(tmp_path, capl
         return made(checkpoints=tmp_path, callbacks=[StopAt(stop_at)]).fit(data, epochs=2, **options)
 
     assert fit(1, stop_at=15).epoch == 1
-    with pytest.raises(ValueError, match="valid for the same data and order only") as caught:
+    with pytest.raises(ValueError, match="only valid for the same data in the same order") as caught:
         fit(2)
     assert "Continue with the settings that the checkpoint's fit had" in str(caught.value)
     assert "drop_unfinished=True" in str(caught.value)

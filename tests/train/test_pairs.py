@@ -173,7 +173,7 @@ def test_cross_entropy_is_minus_the_logarithm_of_the_class_probability(count, cl
     [
         ([0.0, 3.0], "has 1 of 2 labels outside of 0 to 2, such as 3, .*: number classes from 0 on"),
         ([0.0, -1.0], "has 1 of 2 labels outside of 0 to 2, such as -1"),
-        ([0.0, 0.5], "has labels such as 0.5, but CrossEntropy needs the numbers of classes"),
+        ([0.0, 0.5], "has labels such as 0.5, but CrossEntropy needs whole numbers: the numbers of classes"),
         ([0.0, math.nan], "has NaN in 1 of 2 samples"),
     ],
 )

@@ -68,5 +68,5 @@ def test_a_metric_that_cannot_be_merged_is_an_error_before_training():
         def update(self, output, batch):
             pass
 
-    with pytest.raises(TypeError, match=r"Own has no merge\(state\), which a metric needs"):
+    with pytest.raises(TypeError, match=r"Own has no merge\(state\): a metric needs it"):
         SharedMetrics({"own": Own()})

@@ -125,7 +125,7 @@ def test_a_process_that_was_taken_for_dead_gets_no_more_tasks(tmp_path):
         assert lease(client, f"{silent} loader-1")["answer"] == "tasks"
         assert len(work.release_process(silent)) == 1
         for holder in (silent, f"{silent} loader-1"):
-            with pytest.raises(RefusedError, match="whose tasks others have now"):
+            with pytest.raises(RefusedError, match="others have its tasks now"):
                 lease(client, holder)
         assert lease(client, other)["answer"] == "tasks"
         assert {each.holder for each in ledger.leases} == {other}
@@ -146,7 +146,7 @@ def test_a_process_that_was_taken_for_dead_changes_nothing_any_more(tmp_path, re
             "begin_export": {},
             "begin_evaluation": {"evaluation": 1, "parts": parts, "records_per_task": 5},
         }.items():
-            with pytest.raises(RefusedError, match="whose tasks others have now") as refused:
+            with pytest.raises(RefusedError, match="others have its tasks now") as refused:
                 client.call(method, {"holder": silent, **head})
             assert refused.value.temporary  # a process that replaces it can go on
         assert ledger.state_dict() == before

@@ -170,8 +170,8 @@ class PersiaContents(Contents):
         if len(fits) > 1:
             raise CheckpointError(
                 self.source,
-                f"the state of its rows may be that of {' or '.join(fits)}, which are equally large for a "
-                "dim of 1: say which optimizer it is.",
+                f"the state of its rows fits {' and '.join(fits)} equally well where the dim is 1: say "
+                "which optimizer it is.",
             )
         return fits[0]
 
@@ -200,9 +200,9 @@ class PersiaContents(Contents):
                 if not 0 <= number < len(names):
                     raise CheckpointError(
                         path,
-                        f"expected ids of the {len(names)} feature groups of {self.groups.path}, got the id "
-                        f"{mine['id'][0]}, whose prefix is {number + 1}: is it the embedding_config.yml of "
-                        "this checkpoint?",
+                        f"expected ids of the {len(names)} feature groups of {self.groups.path}, got the "
+                        f"id {mine['id'][0]} with the prefix {number + 1}: is it the embedding_config.yml "
+                        "of this checkpoint?",
                     )
                 dim = self.groups.dims[names[number]]
                 if (wrong := mine["dim"] != dim).any() or mine["values"].shape[1] < dim:
@@ -260,9 +260,9 @@ def _done(folder: Path) -> tuple[int, int]:
         old = next((each.name for each in folder.glob("**/*.emb") if _OLD_FILE.match(each.name)), None)
         raise CheckpointError(
             path,
-            "expected num_shards and num_internal_shards, got an empty file: it is of an early version of "
-            f"PERSIA{f', as is {old}' if old else ''}, whose files are not read. Load it with a version that "
-            "writes these numbers, and save it again.",
+            "expected num_shards and num_internal_shards, got an empty file: an early version of PERSIA "
+            f"wrote it{f', and {old}' if old else ''}. Karvan does not read files of that version. Load "
+            "them with a version of PERSIA that writes these numbers, and save again.",
         )
     keys = ("num_shards", "num_internal_shards")
     counts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in keys]

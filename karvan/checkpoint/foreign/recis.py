@@ -230,8 +230,8 @@ def _plan(
         several = _listed(slot for each in found for slot in each)
         raise CheckpointError(
             folder,
-            f"table '{name}' has the state of several optimizers, {several}: expected that of one; import it "
-            "without optimizer state.",
+            f"table '{name}' has the state of several optimizers, {several}: expected the state of one. "
+            "Import it without optimizer state.",
         )
     slots = found[0] if found else ()
     kind = _OPTIMIZERS[slots] if slots else None

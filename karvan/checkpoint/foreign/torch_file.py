@@ -26,8 +26,8 @@ def read_torch(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CodeInFileError(
             path,
-            "expected a file of torch.save with tensors and plain values alone, which is read without "
-            f"running any code of it, got: {_first_line(error)}",
+            "expected a file of torch.save with tensors and plain values alone, because Karvan runs no "
+            f"code of a checkpoint, got: {_first_line(error)}",
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise DamagedCheckpointError(

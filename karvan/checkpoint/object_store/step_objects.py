@@ -183,7 +183,7 @@ def try_writing(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             folder,
-            f"checkpoints cannot be written here: {error.strerror or error}. Expected a URL at which this "
+            f"checkpoints cannot be written here: {error.strerror or error}. Expected a URL where this "
             "process may write, list and delete objects.",
             temporary=is_temporary(error),
         ) from None  # the text says everything

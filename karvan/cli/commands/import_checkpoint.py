@@ -36,7 +36,7 @@ def import_checkpoint(
     embedding_config: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="persia: the job's embedding_config.yml, by which ids are divided into tables.",
+        help="persia: the job's embedding_config.yml, which says how ids are divided into tables.",
         show_default=False,
         callback=no_url,
     ),
@@ -49,7 +49,7 @@ def import_checkpoint(
     betas: tuple[float, float] | None = typer.Option(
         None,
         metavar="BETA1 BETA2",
-        help="recis: those of the sparse Adam, to find its number of steps; by default 0.9 0.999.",
+        help="recis: the betas of the sparse Adam, to find its number of steps; by default 0.9 0.999.",
         show_default=False,
     ),
     optimizer_state: bool = typer.Option(

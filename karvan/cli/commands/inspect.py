@@ -33,7 +33,7 @@ def inspect(
         None, metavar="TABLE KEY", help="Show one key's row.", show_default=False
     ),
     verify: bool = typer.Option(
-        False, "--verify", help="Check every file, of a run's folder those of all checkpoints."
+        False, "--verify", help="Check every file; for a run's folder, the files of all checkpoints."
     ),
     top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
     json_path: str | None = JSON_PATH,

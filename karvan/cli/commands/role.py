@@ -28,7 +28,7 @@ def role(
     ),
     port: int | None = typer.Option(None, help="The port; 0, the default, is any.", show_default=False),
     advertise: str | None = typer.Option(
-        None, metavar="HOST", help="The host at which others reach it.", show_default=False
+        None, metavar="HOST", help="The host name under which other processes reach it.", show_default=False
     ),
     registry: str | None = typer.Option(
         None, metavar="ADDRESS", help="The job's registry, host:port or unix:/PATH.", show_default=False

@@ -161,8 +161,8 @@ class LoaderContext:
         while (start := self._service.begin()) is not None:
             if start.index:  # the position is of a program that had positions
                 raise RuntimeError(
-                    f"Epoch {start.epoch} was started by a loader with positions, "
-                    "which a program that sends batches itself cannot continue from."
+                    f"A loader with positions started epoch {start.epoch}. A program that sends batches "
+                    "itself cannot continue it: restart the epoch, or use a loader that reads data."
                 )
             self._started = self._open = True
             yield start.epoch

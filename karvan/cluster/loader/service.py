@@ -275,8 +275,8 @@ class LoaderService(Service):
             raise self._failure()
         if self._beyond(epoch):
             raise RuntimeError(
-                f"expected epochs up to {self._last_epoch} to be asked for, which is all that its program "
-                f"sends, got {epoch}; a program for several has `for epoch in data.epochs()`."
+                f"expected a request for epochs up to {self._last_epoch}, because its program sends no "
+                f"more, got {epoch}. To send several, write `for epoch in data.epochs()`."
             )
         missing = sorted(set(range(self._world)) - set(self._trainers))
         return Message({"wait": missing})

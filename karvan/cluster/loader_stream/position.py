@@ -82,7 +82,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"States to merge must have the same {name}, got {expected} and {got}.")
     ranks = sorted({rank for state in states for rank in state["ranks"]})
     if len(ranks) != first["trainers"]:
-        raise ValueError(f"merge needs the states of all {first['trainers']} trainers, got those of {ranks}.")
+        raise ValueError(
+            f"merge needs the states of all {first['trainers']} trainers, got only the states of {ranks}."
+        )
     loaders = [
         _merged(
             [state["loaders"][index] for state in states], index, len(first["loaders"]), first["trainers"]

@@ -411,9 +411,9 @@ class LoaderStream:
         if self._digest is not None and digest != self._digest:
             raise ValueError(
                 f"{channel.name} transforms batches with other statistics than when training started: its "
-                "process was replaced, and fitted its engine to data that changed since. Expected the same "
-                "statistics: name the folder of checkpoints in the job (checkpoints), from which data.read "
-                "of the loader program takes them, or fit to data that does not change."
+                "process was replaced, and fitted its engine to data that has changed. Expected the same "
+                "statistics. Name the folder of checkpoints in the job (checkpoints), so that data.read "
+                "of the loader program loads them, or fit to data that does not change."
             )
 
     def _next_epoch(self) -> None:

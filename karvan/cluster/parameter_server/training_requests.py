@@ -320,7 +320,7 @@ class Batches:
 
 
 def _refuse_commits(call: Request) -> Message:
-    raise RefusedError("expected an elastic run, whose steps are committed, got one that applies each push.")
+    raise RefusedError("expected an elastic run, which commits steps, got one that applies each push.")
 
 
 def _expect_no_commit(call: Request, of_push: bool) -> None:
@@ -345,7 +345,7 @@ def expect_same_keys(
     size = sum(counts)
     same = known_tables == tables and known_counts == counts
     if not same or not np.array_equal(known_keys[:size], keys[:size]):
-        raise RefusedError("expected the keys with which the batch was looked up before, got others.")
+        raise RefusedError("expected the same keys as in the batch's lookup, got others.")
 
 
 def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:

@@ -181,8 +181,8 @@ class TaskReadingService(Service):
         records = self._records.get(task.path)
         if records is None or task.first + task.records > records or not len(places_of(task)):
             raise RefusedError(
-                f"expected a task of the data with records that are left, got {task}, of which {task.done} "
-                f"are done, and {'no such file' if records is None else f'{records} records in the file'}."
+                f"expected a task with unread records, got {task}: {task.done} are done, and there is "
+                f"{'no such file' if records is None else f'{records} records in the file'}."
             )
 
     def _begin(

@@ -177,8 +177,9 @@ class TaskStream:
         if head["digest"] != self._digest:
             raise ValueError(
                 f"loader {loader} reads other data, or transforms it with other statistics, than when "
-                "training started: its process was replaced, and files have changed since, or its engine was "
-                "fitted again. Expected the same: do not change files, and name the folder of checkpoints in "
-                "the job (checkpoints), from which data.read of the loader program takes the statistics."
+                "training started: its process was replaced, and files have changed since, or its engine "
+                "was fitted again. Expected the same. Do not change files, and name the folder of "
+                "checkpoints in the job (checkpoints), so that data.read of the loader program loads the "
+                "statistics."
             )
         return answer

@@ -52,8 +52,8 @@ class SavedModelExporter:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         raise ContractError(
-            "SavedModelExporter writes models of TensorFlow: leave it out, and name a folder with --output, "
-            "from which evaluate and predict load the model."
+            "SavedModelExporter writes models of TensorFlow: leave it out, and name a folder with "
+            "--output. evaluate and predict load the model from there."
         )
 
 

@@ -383,7 +383,7 @@ def _sums_of(gradients: Iterable[NamedGradient]) -> dict[str, Any]:
     for each in gradients:
         if getattr(each, "indices", None) is not None:
             raise ContractError(
-                f"Gradients of single rows are those of tables: expected '{each.name}' in edl_grads."
+                f"Only tables have gradients of single rows: expected '{each.name}' in edl_grads."
             )
         values = _tensor(each.values)
         sums[each.name] = sums[each.name] + values if each.name in sums else values

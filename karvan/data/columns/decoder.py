@@ -78,7 +78,8 @@ class Decoder:
             raise DataError("The column is declared twice.", column=twice[0])
         if unknown := [name for name in self.labels if name not in names]:
             raise DataError(
-                f"Labels must be columns that are read, which are: {', '.join(names)}.", column=unknown[0]
+                f"Labels must be columns that are read. The columns are: {', '.join(names)}.",
+                column=unknown[0],
             )
         self._plan: tuple[pa.Schema, list[tuple[str, int, _Read]]] | None = None
         self._has_structs: bool | None = None  # whether records have structs whose fields are columns

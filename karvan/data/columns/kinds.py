@@ -84,8 +84,8 @@ def require_equal(before: Mapping[str, ColumnKind], now: Mapping[str, ColumnKind
                 'and options={"nulls": ["", "n/a"]} names cells without a value.'
             )
         raise DataError(
-            f"Expected {trained.kind}, as in {trained.where}, with which the model is trained, got {kind}: "
-            f"the same values would have other ids. {advice} Omit the column from columns=[…] if no feature "
+            f"Expected {trained.kind}, as in {trained.where} when the model was trained, got {kind}: the "
+            f"same values would have other ids. {advice} Omit the column from columns=[…] if no feature "
             "uses it.",
             path=where,
             column=name,

@@ -99,7 +99,7 @@ def check_defaults(
         if not math.isfinite(default) or default != int(default) or not low <= default <= high:
             kind = dtype or (torch.bool if types.is_boolean(stored) else torch.int64)
             raise DataError(
-                f"The default {default} is no value of the column, which has the type {stored} and becomes "
+                f"The default {default} does not fit the column: its type is {stored}, which becomes "
                 f"{kind}. For numbers with a fraction, declare Fixed('{column}', dtype=torch.float32, "
                 f"default={default}).",
                 column=column,

@@ -176,5 +176,5 @@ def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], whose:
     if different:
         detail = ", ".join(f"{name} {received.get(name)!r} (here {settings[name]!r})" for name in different)
         raise ValueError(
-            f"A position is valid for the same data and order only, but {whose} differs: {detail}."
+            f"A position is only valid for the same data in the same order, but {whose} differs: {detail}."
         )

@@ -187,7 +187,7 @@ class Windows:
         if self._resumed is not None:
             if self._after not in names:
                 raise FileNotFoundError(
-                    f"The position is in window '{self._after}', which is not in the root."
+                    f"The position is in window '{self._after}', but the root has no such window."
                 )
             return self._after
         later = [name for name in names if name > self._after]

@@ -67,7 +67,7 @@ class FTRL(SparseOptimizer):
         """Return the rule "ftrl"."""
         if not group["lr"] > 0:  # a scheduler may have changed it
             raise ValueError(
-                f"FTRL divides by lr, which is {group['lr']} now: expected a scheduler that stays above 0."
+                f"FTRL divides by lr, but lr is {group['lr']} now: expected a scheduler that stays above 0."
             )
         rule = Rule("ftrl")
         rule.beta1 = group["beta"]

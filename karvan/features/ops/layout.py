@@ -52,7 +52,7 @@ def describe(entry: Entry) -> str:
         return f"a Tensor of {entry.dtype} and shape {tuple(entry.shape)}"
     kind = type(entry).__name__
     if isinstance(entry, OptionalText):
-        return 'strings of which some are missing (Raw(…, default="") makes them empty)'
+        return 'strings with missing values (Raw(…, default="") makes them empty)'
     if is_text(entry):
         return f"a {kind} of bytes (strings)"
     weighted = " with weights" if isinstance(entry, Ragged) and entry.weights is not None else ""

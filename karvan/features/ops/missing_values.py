@@ -73,7 +73,7 @@ def _without(output: Entry, missing: Tensor) -> Entry:
     if output.dim() == 1:
         return OptionalRagged(output[~missing], offsets_from((~missing).to(torch.int64)))
     raise ValueError(
-        f"expected a number in each position of {describe(output)}, but received NaN, which has no id; "
-        'fill_missing(…) before it replaces NaN by a number, and to_ragged(pad=float("nan")) makes '
-        "lists without NaN."
+        f"expected a number in each position of {describe(output)}, but received NaN, which has no id. "
+        'Put fill_missing(…) before it to replace NaN by a number, or to_ragged(pad=float("nan")) to '
+        "make lists without NaN."
     )

@@ -120,7 +120,7 @@ class ToDense(RowOp):
         if isinstance(entry, Tensor):
             raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:
-            raise ValueError("expected a Ragged without weights, which a Tensor cannot carry.")
+            raise ValueError("expected a Ragged without weights, because a Tensor cannot carry them.")
         if isinstance(self.fill, float) and not entry.values.is_floating_point():
             raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.fill}.")
         check_rows(entry)

@@ -31,7 +31,9 @@ def check_engine(name: str, spec: JobSpec, address: str | None = None) -> None:
     if name not in ENGINES:
         raise ValueError(f"--engine expects one of {', '.join(ENGINES)}, got {name!r}.")
     if name == "local" and address is not None:
-        raise ValueError("--address is that of a Ray cluster: expected --engine ray, got --engine local.")
+        raise ValueError(
+            "--address is the address of a Ray cluster: expected --engine ray, got --engine local."
+        )
     if name == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError('--engine ray needs: pip install "karvan[ray]"')
     if name == "ray" and is_open_to_all(folder := Path.cwd()):
@@ -163,8 +165,7 @@ def uses_network(spec: JobSpec, cluster: RayCluster) -> bool:
         return not is_loopback(spec.host)
     if is_loopback(spec.host):
         raise ValueError(
-            "The Ray cluster has several machines, so roles reach each other over the network, which needs a "
-            "host in the job at which all nodes reach its master: expected an address of this machine, got "
-            f"host: {spec.host}."
+            "The Ray cluster has several machines, so the job needs a host that all nodes can reach: "
+            f"expected an address of this machine, got host: {spec.host}."
         )
     return True

@@ -67,8 +67,8 @@ def check_machine(spec: JobSpec) -> None:
     for role in START_ORDER:
         if spec.of_role(role).resources:
             raise ValueError(
-                f"{_SECTIONS[role]}.resources names resources of a cluster's nodes, which this machine alone "
-                "does not have: expected --engine ray with the --address of a running cluster."
+                f"{_SECTIONS[role]}.resources names resources of a cluster's nodes, but this machine "
+                "alone has none: expected --engine ray with the --address of a running cluster."
             )
     wanted = {
         "cpus": sum(spec.most_of(role) * (spec.of_role(role).cpus or 0.0) for role in START_ORDER),

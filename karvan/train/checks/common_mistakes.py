@@ -41,13 +41,14 @@ def check_data(call: str, data: Any) -> None:
         raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format('columns')}.")
     if isinstance(getattr(data, "dataset", data), ElasticDataset):
         raise TypeError(
-            f"{call} expects batches that nobody has to acknowledge, got kv.data.elastic, which is for plain "
-            f"loops: give it {read.format('files')}."
+            f"{call} expects batches that need no acknowledgement, got kv.data.elastic, which is for "
+            f"plain loops: give it {read.format('files')}."
         )
     if _gives_samples(data):
         raise TypeError(
-            f"{call} expects batches, got the dataset {kind}: give it torch.utils.data.DataLoader(dataset, "
-            "batch_size=1024), whose batches are mappings of names to tensors."
+            f"{call} expects batches, got the dataset {kind}: give it "
+            "torch.utils.data.DataLoader(dataset, batch_size=1024). Its batches should map names to "
+            "tensors."
         )
     iterable = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, torch.Tensor) or not iterable:
@@ -120,8 +121,8 @@ def _check_optimizers(dense: Any, sparse: Any) -> None:
         )
     if issubclass(kind, torch.optim.Optimizer):
         raise TypeError(
-            f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {kind.__name__} of torch, "
-            "which is for parameters: give it as dense_optimizer."
+            f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}. torch's {kind.__name__} is for "
+            "parameters: give it as dense_optimizer."
         )
     raise TypeError(f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {_text_of(sparse)}.")
 

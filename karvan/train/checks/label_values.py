@@ -125,8 +125,8 @@ def check_whole(loss: str, batch: AnyBatch, label: str) -> None:
     broken = labels != labels.round()
     if bool(broken.any()):
         raise ValueError(
-            f"Column '{label}' has labels such as {labels[broken][0].item():g}, but {loss} needs the numbers "
-            "of classes, which are whole."
+            f"Column '{label}' has labels such as {labels[broken][0].item():g}, but {loss} needs whole "
+            "numbers: the numbers of classes."
         )
 
 

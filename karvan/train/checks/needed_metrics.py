@@ -55,8 +55,8 @@ class NeededMetrics:
             for name in names:
                 if name in metrics and math.isnan(metrics[name]):
                     raise ValueError(
-                        f"The evaluation at step {step} gives NaN for '{name}', by which "
-                        f"{_named(who, 'the')} decides." + (nonfinite or _hint(name))
+                        f"The evaluation at step {step} gives NaN for '{name}', but {_named(who, 'the')} "
+                        "needs it to decide." + (nonfinite or _hint(name))
                     )
 
 

@@ -53,7 +53,8 @@ def _check_connected(connection: Connection) -> None:
         return
     raise ValueError(
         f"{who}, but it has not called kv.connect, so each process would train all data by itself: call "
-        f'kv.connect("{kind}") before the model is made, or kv.connect("memory") if that is what you want.'
+        f'kv.connect("{kind}") before the model is made. To train separately on purpose, call '
+        'kv.connect("memory").'
     )
 
 
@@ -97,13 +98,13 @@ def _check_tables(model: nn.Module, update: OptimizerStep, frozen: Frozen) -> No
     if "sparse" not in update.optimizers:
         raise ValueError(
             "These tables would not be trained, because there is no sparse_optimizer: "
-            f"{names_text(missing)}. Give one, such as sparse_optimizer=kv.optim.Adagrad(lr=0.05), or say "
-            f"that they are not to be trained: frozen={_listed(missing)}."
+            f"{names_text(missing)}. Give one, such as sparse_optimizer=kv.optim.Adagrad(lr=0.05), or "
+            f"exclude them from training: frozen={_listed(missing)}."
         )
     raise ValueError(
         "These tables would not be trained, because the sparse_optimizer is attached to others: "
-        f"{names_text(missing)}. Give one that is not attached, which gets all tables, or say that they are "
-        f"not to be trained: frozen={_listed(missing)}."
+        f"{names_text(missing)}. Give an optimizer that is not attached yet, which then gets all tables, or "
+        f"exclude them from training: frozen={_listed(missing)}."
     )
 
 

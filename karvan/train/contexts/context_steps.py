@@ -94,8 +94,8 @@ class ContextSteps:
         """The output for a batch, and the batch on the model's device."""
         if self._pass is not None:
             raise RuntimeError(
-                "forward was called twice: expected backward(loss) in between. Outputs that are not trained "
-                "on are those of ctx.eval()."
+                "forward was called twice: expected backward(loss) in between. For outputs without "
+                "training, use ctx.eval()."
             )
         if not self._setup.runs.model.training:
             raise RuntimeError("forward trains, but the model is in eval mode: expected train mode.")
@@ -117,8 +117,8 @@ class ContextSteps:
         gradient_accumulation_steps = self._setup.passes.gradient_accumulation_steps
         if gradient_accumulation_steps > 1:
             raise RuntimeError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps} is for batches of "
-                "ctx.loader, which knows those of a step, got another one."
+                f"gradient_accumulation_steps={gradient_accumulation_steps} needs batches of ctx.loader, "
+                "which counts them for each step, got another batch."
             )
         channel = self._setup.runs.connection.main
         every = samples if channel.world_size == 1 else int(channel.sum(torch.tensor([samples]))[0])

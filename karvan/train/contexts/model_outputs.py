@@ -42,6 +42,6 @@ def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
     if name not in batch:
         raise KeyError(
             f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch.keys()))}. "
-            "Name others with label=, or set it to None for none."
+            "Name the right column with label=, or set label=None if there is none."
         )
     return refuse_missing(name, batch[name]).to(device)

@@ -125,8 +125,8 @@ class TrainContext:
     ) -> None:
         if distributed.current().settings.dense.rejects:
             raise ValueError(
-                "With grads_to_wait or tolerance servers may reject a step, which a custom loop cannot "
-                "compute again: expected mode async without them, or a kv.Trainer."
+                "With grads_to_wait or tolerance servers may reject a step, and a custom loop cannot "
+                "compute it again: expected mode async without them, or a kv.Trainer."
             )
         if distributed.current().group is not None:
             raise ValueError(

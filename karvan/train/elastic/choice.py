@@ -44,14 +44,14 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
         )
     if parts.setup.passes.count != 1:
         raise ValueError(
-            "gradient_accumulation_steps is for fixed numbers of trainers, but those of a job with sharding: "
-            "dynamic come and go: expected 1."
+            "gradient_accumulation_steps needs a fixed number of trainers, but with sharding: dynamic "
+            "they come and go: expected 1."
         )
     communication = parts.setup.communication
     if communication.dense_reduce != "mean" or communication.average_every != 1:
         raise ValueError(
-            "dense_reduce and average_every are for fixed numbers of trainers, but those of a job with "
-            "sharding: dynamic come and go: expected neither."
+            "dense_reduce and average_every need a fixed number of trainers, but with sharding: dynamic "
+            "they come and go: expected neither."
         )
     job = JobEnvironment.read()
     client = _connect(connection.group)

@@ -89,8 +89,8 @@ class LeasedWork:
         batches = self._parts.counts.batches
         if batches and (position is None or position["global_batches"] != self._of_step):
             raise ValueError(
-                "The checkpoint is in the middle of an epoch whose records were divided in another way: "
-                f"expected sharding: dynamic and global_batches: {self._of_step or 'none'}, got "
+                "The checkpoint is in the middle of an epoch, and its records were divided in another "
+                f"way: expected sharding: dynamic and global_batches: {self._of_step or 'none'}, got "
                 f"{'sharding: static' if position is None else position['global_batches'] or 'none'}. "
                 "Finish the epoch with the settings it began with."
             )

@@ -62,8 +62,8 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
     if isinstance(entry, IdsReference):
         return {"kind": "reference"}
     raise TypeError(
-        f"Column '{name}': expected a Tensor, Ragged or NestedRagged, of which a rank whose data has ended "
-        f"can make one without samples, got {type(entry).__name__}."
+        f"Column '{name}': expected a Tensor, Ragged or NestedRagged, got {type(entry).__name__}. A rank "
+        "that runs out of data needs an empty batch, and cannot make one of this type."
     )
 
 

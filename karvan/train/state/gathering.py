@@ -41,7 +41,7 @@ def require_merge(metric: MetricLike) -> Callable[[Any], None]:
     merge: Callable[[Any], None] | None = getattr(metric, "merge", None)
     if merge is None:
         raise TypeError(
-            f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
+            f"{type(metric).__name__} has no merge(state): a metric needs it to train on several ranks."
         )
     return merge
 

@@ -78,8 +78,8 @@ def _warn_unused(name: str, kind: str, given: list[dict[str, Any]], used: list[d
     if different:
         listed = ", ".join(f"{s}={after!r} (given: {value!r})" for s, (value, after) in different.items())
         _log.warning(
-            "The %s optimizer, %s, continues with the checkpoint's settings: %s. fit(…, new_settings=True) "
-            "takes those that are given.",
+            "The %s optimizer, %s, continues with the checkpoint's settings: %s. To use your program's "
+            "settings, call fit(…, new_settings=True).",
             name,
             kind,
             listed,

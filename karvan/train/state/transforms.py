@@ -147,10 +147,10 @@ class Transforms:
         state = self._saved[name]
         if name in self._streamed and not _equal(self._streamed[name], state):
             raise ValueError(
-                f"The loaders' transform '{name}' has other statistics than the checkpoint that the model "
-                "comes from: expected the same. Name the trainers' folder of checkpoints in the job "
-                "(checkpoints), from which data.read(…, transform=…) of the loader program takes them, or "
-                "have that program call kv.checkpoint.find(folder).load_transforms(engine) after fit."
+                f"The loaders' transform '{name}' has other statistics than the model's checkpoint: "
+                "expected the same. Name the trainers' folder of checkpoints in the job (checkpoints), "
+                "so that data.read(…, transform=…) of the loader program loads them, or have that "
+                "program call kv.checkpoint.find(folder).load_transforms(engine) after fit."
             )
         if name in self._found:
             replace_statistics(self._found[name], state)
@@ -159,8 +159,8 @@ class Transforms:
         fitted = name in self._streamed or not getattr(self._found[name], "unfitted", ())
         if fitted and distributed.current().rank == 0:
             _log.warning(
-                "The checkpoint has no statistics of transform '%s': the model may have been trained with "
-                "others than those that the data has now. Checkpoints saved from now on have them.",
+                "The checkpoint has no statistics of transform '%s': the model may have been trained "
+                "with other statistics than the data has now. Checkpoints saved from now on have them.",
                 name,
             )
 
@@ -177,9 +177,9 @@ class Transforms:
                 transform.load_state_dict(state)
             elif not _equal(transform.state_dict(), state):
                 raise ValueError(
-                    f"Transform '{name}' of this process has other statistics than that of the loaders: "
-                    "expected the same. Do not fit the one of this process, so that it takes those of "
-                    "the loaders, or give it another name, FeatureEngine(…, name=…)."
+                    f"Transform '{name}' of this process and of the loaders have different statistics: "
+                    "expected the same. Do not fit it in this process, so that it takes the loaders' "
+                    "statistics, or give it another name: FeatureEngine(…, name=…)."
                 )
 
     def state(self) -> dict[str, Any]:
@@ -211,6 +211,6 @@ class Transforms:
         gathered = channel.gather_json(digest)
         if others := [rank for rank, each in enumerate(gathered) if each != digest]:
             raise ValueError(
-                f"Features of rank {channel.rank} have other statistics than those of rank {others[0]}: "
-                "expected fit after kv.connect, on all ranks, which merges them, or those of a checkpoint."
+                f"Features of rank {channel.rank} and rank {others[0]} have different statistics. Call "
+                "fit after kv.connect, on all ranks, which merges them, or load them from a checkpoint."
             )

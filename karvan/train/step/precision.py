@@ -90,8 +90,9 @@ class Autocast(Precision):
         self._slow = device.type == "cpu" and not fast_bf16()
         if self._slow:
             warnings.warn(
-                "This CPU has no instructions for bf16: products are computed in fp32 from operands rounded "
-                "to bf16. The numbers are those of bf16, the speed is at most that of fp32.",
+                "This CPU has no instructions for bf16: products are computed in fp32 from operands "
+                "rounded to bf16. The numbers are the same as with such instructions, the speed is at "
+                "most that of fp32.",
                 stacklevel=5,
             )
 

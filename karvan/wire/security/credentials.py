@@ -89,7 +89,7 @@ class Security:
                 return b""
             read = Path(path).read_bytes()
             if not read.strip():  # a job that was meant to be protected must not be open
-                raise ValueError(f"{name} expects a file with something in it, got {path}, which is empty.")
+                raise ValueError(f"{name} expects a file that is not empty, got the empty file {path}.")
             return read
 
         return cls(

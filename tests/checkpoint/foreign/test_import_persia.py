@@ -172,9 +172,7 @@ def test_a_dim_of_one_does_not_tell_the_optimizer(tmp_path):
     slots = config(tmp_path, {"slots_config": {"price": {"dim": 1}}})
     rows = [(sign_of(key, 0), numbers(1), numbers(1)) for key in range(3)]
     source = write_persia(tmp_path / "dump", rows)
-    with pytest.raises(
-        CheckpointError, match="Adagrad or Adagrad by row, which are equally large for a dim of 1"
-    ):
+    with pytest.raises(CheckpointError, match="Adagrad and Adagrad by row equally well where the dim is 1"):
         import_persia(source, tmp_path / "out", slots)
     made = import_persia(source, tmp_path / "out", slots, optimizer="adagrad_by_row")
     assert made.tables[0].optimizer == "Adagrad by row"
@@ -214,7 +212,7 @@ def broken(dump, tmp_path, what):
         return "s1: expected a PERSIA checkpoint, with the file 'embedding_dump_done'"
     if what == "empty marker":
         (dump / "embedding_dump_done").write_text("")
-        return "expected num_shards and num_internal_shards, got an empty file: it is of an early version"
+        return "expected num_shards and num_internal_shards, got an empty file: an early version"
     if what == "marker of nonsense":
         (dump / "embedding_dump_done").write_text("num_shards: many\n")
         return "expected num_shards and num_internal_shards of at least 1, got"
@@ -288,11 +286,11 @@ def test_what_is_not_whole_is_refused_and_nothing_is_left(dump, tmp_path, what):
     [
         (
             {"slots_config": {"user": {"dim": 2}}},
-            "ids of the 1 feature groups of .* whose prefix is 2: is it the",
+            "ids of the 1 feature groups of .* with the prefix 2: is it the",
         ),
         ({"slots_config": {"user": {"dim": 2}, "item": {"dim": 2}}}, "rows of 'item' of dim 2, as .* got 3"),
         ({"slots_config": {"item": {"dim": 3}, "user": {"dim": 2}}}, "rows of 'item' of dim 3, as .* got 2"),
-        ({"feature_index_prefix_bit": 16}, "whose prefix is 256"),
+        ({"feature_index_prefix_bit": 16}, "with the prefix 256"),
     ],
 )
 def test_the_configuration_of_another_job_is_refused(dump, tmp_path, change, text):

@@ -311,7 +311,7 @@ def test_a_claim_of_what_nobody_sent_is_an_error_that_says_so(job):
 def test_a_store_in_memory_takes_no_references():
     kv.connect("memory")
     engine = kv.EmbeddingEngine({"user": kv.Table(4)})
-    with pytest.raises(ValueError, match='expects an engine that was created after connect\\("remote"'):
+    with pytest.raises(ValueError, match='expected an engine that was created after connect\\("remote"'):
         engine({kv.ragged.REFERENCE: kv.ragged.IdsReference(0, "x", 3)})
     empty = engine({kv.ragged.REFERENCE: kv.ragged.IdsReference(0, "", 0)})
     assert empty["user"].shape == (0, 4)

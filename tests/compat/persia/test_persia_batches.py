@@ -140,7 +140,9 @@ def test_sqrt_scaling_hash_stacks_and_groups(configure):
 
 
 def test_an_unknown_feature_is_named(configure):
-    with pytest.raises(KeyError, match="'shop', which is no slot of the embedding configuration: user, item"):
+    with pytest.raises(
+        KeyError, match="'shop', but the embedding configuration has no such slot, only: user, item"
+    ):
         looked_up(make_batch({"shop": ids([1])}))
 
 

@@ -156,9 +156,9 @@ WARNINGS = {
     "common_config.metrics_config.push_interval_sec": "seconds between two pushes",
     "infer_config=": "InferContext",
     "num_hashmap_internal_shards=1": "32 shards",
-    "incremental_buffer_size=5000000": "deltas of kv.Checkpoints",
-    "embedding_parameter_server_config.incremental_channel_capacity": "deltas of kv.Checkpoints",
-    "incremental_dir='x'": "deltas of kv.Checkpoints",
+    "incremental_buffer_size=5000000": "kv.Checkpoints(folder, full_every=n)",
+    "embedding_parameter_server_config.incremental_channel_capacity": "kv.Checkpoints(folder, full_every=n)",
+    "incremental_dir='x'": "kv.Checkpoints(folder, full_every=n)",
     "embedding_parameter_server_config.capcity": "it is no key of PERSIA",
 }
 

@@ -191,7 +191,7 @@ def test_a_launched_job_reads_its_configurations_before_anything_starts(job):
     assert "job_type: Infer, and infer_config of PERSIA is not supported" in ended.stderr
     ended = launch(job, PERSIA_EMBEDDING_CONFIG="")
     assert ended.returncode == 2
-    assert "PERSIA_EMBEDDING_CONFIG, or a job whose embedding worker has it" in ended.stderr
+    assert "PERSIA_EMBEDDING_CONFIG, or a job that gives it to its embedding worker" in ended.stderr
 
 
 def is_running(process):

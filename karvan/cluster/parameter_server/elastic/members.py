@@ -34,7 +34,7 @@ class Members:
         if member in self._abandoned or member in self.fenced:
             how = "abandoned" if member in self._abandoned else "fenced off"
             raise _left_behind(
-                f"expected a member of the run, got member {member}, which the others have {how}."
+                f"expected a member of the run, got member {member}, {how} by the others."
             )
 
     def enter_round(self, number: int) -> None:

@@ -97,8 +97,8 @@ class OwnStepBatches(ElasticBatches):
         whose = self._whose(call.head)
         if whose != member and whose not in self._members.fenced:
             raise RefusedError(
-                f"expected a commit of member {member}'s own step, or of one that is fenced off, got member "
-                f"{whose}."
+                f"expected a commit of member {member}'s own step, or of a member that is fenced off, got "
+                f"member {whose}."
             )
         self._members.note(member)
         super()._commit(member, call)

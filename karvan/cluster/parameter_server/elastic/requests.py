@@ -194,8 +194,8 @@ class ElasticBatches:
             committed = self._committed_step(member if self.own_steps else None)
             if step <= committed:
                 raise RefusedError(
-                    f"expected a push of a step after {committed}, which is committed without it, got "
-                    f"step {step}."
+                    f"expected a push of a step after {committed}, got step {step}: steps up to "
+                    f"{committed} are committed without it."
                 )
             self._members.note(member)
             self._staged.add(self._staged_push(member, call))
@@ -339,7 +339,9 @@ class ElasticBatches:
         """The member whose step it is; None for a step of all members."""
         member: int | None = head.get("member")
         if self.own_steps and member is None:
-            raise RefusedError("expected the member whose step it is, as in all elastic runs of mode async.")
+            raise RefusedError(
+                "expected the member that made the step, as in all elastic runs of mode async."
+            )
         if not self.own_steps and member is not None:
             raise RefusedError(f"expected a step of all members, got one of member {member} alone.")
         return member

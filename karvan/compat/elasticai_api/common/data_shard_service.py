@@ -285,11 +285,11 @@ class DataShardService:
 
     def get_current_epoch(self) -> NoReturn:
         """An error: it says what to use."""
-        raise UnsupportedError("get_current_epoch of a service", "use that of the controller.")
+        raise UnsupportedError("get_current_epoch of a service", "use the controller's.")
 
     def get_tf_dataset(self, *arguments: Any) -> NoReturn:
         """An error: it says what to use."""
-        raise UnsupportedError("get_tf_dataset", "loops are those of PyTorch: use record_index_gen().")
+        raise UnsupportedError("get_tf_dataset", "loops are written in PyTorch: use record_index_gen().")
 
     def close(self) -> None:
         """Give back what was not reported, and disconnect."""
@@ -458,7 +458,9 @@ class _LoaderBatches:
         """Notice that the DataLoader begins again: it has dropped what it has not delivered."""
         iteration, last = self._workers.get(worker, (0, -1))
         if seed in self._former_seeds:
-            raise UsageError("Workers of one DataLoader at a time fetch records, got those of two.")
+            raise UsageError(
+                "Only the workers of one DataLoader at a time can fetch records, got workers of two."
+            )
         if seed == self._seed and (batch > last or iteration < self._iteration):
             return
         if self._seed is not None and seed != self._seed:

@@ -2,7 +2,7 @@
 
 from karvan.compat.unsupported import missing_names
 
-_SHARDS = "a DataShardService finds its master by MASTER_ADDR, or that of its job: give it no client."
+_SHARDS = "a DataShardService finds its master by MASTER_ADDR or from its job: give it no client."
 
 __getattr__ = missing_names(
     "elasticai_api.common.master_client",

@@ -69,8 +69,8 @@ class EmbeddedModel(nn.Module):
         for name in self._order:
             if name not in self.embeddings.features:
                 raise KeyError(
-                    f"The batch has the feature '{name}', which is no slot of the embedding configuration: "
-                    f"{', '.join(self.embeddings.features)}."
+                    f"The batch has the feature '{name}', but the embedding configuration has no such "
+                    f"slot, only: {', '.join(self.embeddings.features)}."
                 )
         found = self.embeddings(self._with_absent(batch))
         return non_ids_of(batch), [_shown(found[name]) for name in self._order]

@@ -39,8 +39,8 @@ class SlotConfig(Foreign):
     """A feature of ids."""
 
     unused: ClassVar = {
-        "index_prefix": "it is the upper bits of the slot's ids; a slot has its own table, or that of its "
-        "group.",
+        "index_prefix": "it is the upper bits of the slot's ids; a slot has its own table, or shares the "
+        "table of its group.",
         "capacity": "it is how many rows the slot has; capacity in embedding_parameter_server_config of "
         "global_config.yml limits the rows of all slots of a server.",
         "is_pid": "it marks a slot; all slots are alike.",
@@ -84,7 +84,7 @@ class Slots(Foreign):
 
     older: ClassVar = {"slot_configs": "slots_config", "slot_config": "slots_config"}
     unused: ClassVar = {
-        "forward_buffer_size": "it is a queue of embedding workers, whose length is in global_config.yml.",
+        "forward_buffer_size": "it is a queue of embedding workers; global_config.yml sets its length.",
         "target_config": "it makes labels of features; a batch has its labels.",
     }
     slots_config: dict[str, SlotConfig]
@@ -124,8 +124,9 @@ def read_slots(path: str | os.PathLike[str] | None = None) -> Slots:
         if store is not None and store.check([_PUBLISHED]):
             return _parsed(store.get(_PUBLISHED))
     raise SettingsError(
-        f"Expected the path of embedding_config.yml in the environment variable {VARIABLE}, or a job whose "
-        "embedding worker has it: persia-launcher embedding-worker --embedding-config PATH, got none."
+        f"Expected the path of embedding_config.yml in the environment variable {VARIABLE}, or a job that "
+        "gives it to its embedding worker: persia-launcher embedding-worker --embedding-config PATH, got "
+        "neither."
     )
 
 

@@ -25,7 +25,7 @@ _INTERVAL = 10
 _WRITERS = "it is how many threads write a checkpoint; checkpointing_config.num_workers says that."
 _INFER = "it is for job_type: Infer; kv.InferContext(model, checkpoint) serves a model."
 _NO_INCREMENTS = (
-    "it is for incremental updates; deltas of kv.Checkpoints(folder, full_every=n) are those of Karvan."
+    "it is for incremental updates; kv.Checkpoints(folder, full_every=n) saves deltas in Karvan's format."
 )
 
 
@@ -116,12 +116,12 @@ class GlobalConfig(Foreign):
         if common.job_type == "Infer":
             raise unsupported(
                 "global_config.common_config.job_type: Infer, and infer_config",
-                "use kv.InferContext(model, checkpoint), whose unknown ids give zeros and insert nothing.",
+                "use kv.InferContext(model, checkpoint), where unknown ids give zeros and insert nothing.",
             )
         if server.enable_incremental_update:
             raise unsupported(
                 "global_config.embedding_parameter_server_config.enable_incremental_update",
-                "use kv.Checkpoints(folder, full_every=n), whose deltas have the rows that changed.",
+                "use kv.Checkpoints(folder, full_every=n), which saves the rows that changed.",
             )
         warn_of_tuning(
             Tuning(

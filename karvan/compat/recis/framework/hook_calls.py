@@ -47,7 +47,7 @@ class HookCalls(Callback):
         if hasattr(hook, "after_backward"):
             raise UnsupportedError(
                 f"after_backward of {type(hook).__name__}",
-                "clip gradients by ClipGradNormHook, or those of rows by kv.optim.AdamW(clip_norm=…).",
+                "clip gradients by ClipGradNormHook, or gradients of rows by kv.optim.AdamW(clip_norm=…).",
             )
         for moment, names in _MOMENTS.items():
             if (method := getattr(hook, moment, None)) is not None:

@@ -45,7 +45,7 @@ _METHODS = {
 _ATTRIBUTES = {
     **_METHODS,
     **dict.fromkeys(("saver", "checkpoint_manager"), _SAVES),
-    "accelerator": "the model, the optimizers and the data are those that the Trainer was given.",
+    "accelerator": "the Trainer already has the model, the optimizers and the data.",
 }
 
 

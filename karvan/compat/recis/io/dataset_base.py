@@ -177,7 +177,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
             made = made[0]
         if not isinstance(made, Mapping):
             raise TypeError(
-                "transform_fn expects functions whose result is a mapping of names to entries, got "
+                "transform_fn expects functions that return a mapping of names to entries, got "
                 f"{type(made).__name__}."
             )
         return {name: to_karvan(entry) for name, entry in made.items()}

@@ -6,4 +6,4 @@ from karvan.compat.unsupported import missing_names
 
 __all__ = ["AUROC", "Gauc"]
 
-__getattr__ = missing_names("recis.metrics", {"GAUC": "use Gauc, whose forward has labels first."})
+__getattr__ = missing_names("recis.metrics", {"GAUC": "use Gauc: its forward takes labels first."})

@@ -102,8 +102,8 @@ class CsvSource(FileSource):
         for option, mark in (("delimiter", delimiter), ("quote", quote or '"')):
             if not isinstance(mark, str) or len(mark) != 1 or not mark.isascii() or mark in "\r\n":
                 raise ValueError(
-                    f"Expected one ASCII character as {option}, got {mark!r}. Numbers may have spaces around "
-                    "them; Feature(…).strip() removes those of text."
+                    f"Expected one ASCII character as {option}, got {mark!r}. Spaces around numbers are "
+                    "ignored; Feature(…).strip() removes them from text."
                 )
         if isinstance(nulls, str) or isinstance(hexadecimal, str):
             raise TypeError("nulls and hexadecimal must be lists of strings, but one is a single string.")
@@ -273,8 +273,8 @@ class CsvSource(FileSource):
         is_first = path == self._files.paths[0]  # others are like it, and a search of all takes long
         if is_first and (cell := self._spaced_null(head)) is not None:
             _log.warning(
-                "%s has cells '%s', which are values, because spaces belong to a cell. If they are missing, "
-                "name them in options: nulls=['%s'].",
+                "%s has cells '%s'. They count as values, because spaces belong to a cell. If they are "
+                "missing values, name them in options: nulls=['%s'].",
                 path,
                 cell,
                 cell,
@@ -494,7 +494,7 @@ def _declare(name: str) -> str:
 def _require_single_bytes(path: str, head: bytes) -> None:
     """Raise a DataError for text in UTF-16 or UTF-32, by its mark or the zeros of its first letter."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:
-        raise DataError(f"Expected text in UTF-8, got bytes as those of UTF-16. {_CONVERT}", path=path)
+        raise DataError(f"Expected text in UTF-8, got bytes that look like UTF-16. {_CONVERT}", path=path)
 
 
 def _scan(

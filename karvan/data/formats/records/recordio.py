@@ -41,8 +41,8 @@ _COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
 _CHUNK = 1 << 20
 _MOST, _MOST_TIMES = 32 << 20, 32  # bytes of a chunk, once decompressed; Snappy cannot reach them
 _OTHER_ORDER = (
-    "The header has the fields in the order of PaddlePaddle's C++ writer or of an early Python writer "
-    "(count, checksum, compressor, size), which is unsupported. Write the records with "
+    "Expected the header that kv.data.RecordIOWriter writes, got fields in the order of PaddlePaddle's "
+    "C++ writer or of an early Python writer (count, checksum, compressor, size). Write the records with "
     "kv.data.RecordIOWriter."
 )
 

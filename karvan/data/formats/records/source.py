@@ -78,9 +78,7 @@ class RecordSource(FileSource):
         if content not in ("example", "bytes"):
             raise ValueError(f"content must be 'example' or 'bytes', but is {content!r}.")
         if content == "bytes" and schema is not None:
-            raise ValueError(
-                "schema is for tf.Example records; for bytes, the columns are those that decode= returns."
-            )
+            raise ValueError("schema is for tf.Example records; for bytes, decode= decides the columns.")
         if content == "example" and decode is not None:
             raise ValueError("decode is for content='bytes'; tf.Example records are decoded automatically.")
         if isinstance(schema, pa.Schema):
@@ -145,7 +143,7 @@ class RecordSource(FileSource):
             found = {} if first is None else examples.summarise(first.head(_SAMPLE))
             return pa.schema(list(found.items()))
         if first is None:
-            raise DataError("The file has no record from which decode= could infer the columns.")
+            raise DataError("The file is empty, so decode= cannot show which columns its records have.")
         assert self._decode is not None
         return self._decode(first.head(1).to_list()).schema
 
@@ -187,8 +185,8 @@ class RecordSource(FileSource):
         """The message for a file that begins differently."""
         if start.startswith(b"KVRECORD"):
             return (
-                "This is a KVRECORD file, a format of earlier versions of Karvan, which is no longer "
-                "supported. Read it with the version that wrote it, and write Parquet or TFRecord."
+                "This is a KVRECORD file of an earlier version of Karvan, which is no longer supported. "
+                "Read it with the version that wrote it, and write Parquet or TFRecord."
             )
         for magic, name in _OTHERS.items():
             if start.startswith(magic) and name != self.format_name:

@@ -27,9 +27,9 @@ def runtime_environment(folder: Path, without: Iterable[Path] = ()) -> dict[str,
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
         parts = ", ".join(f"{name} ({_megabytes(sizes[name])})" for name in largest)
         raise ValueError(
-            f"Nodes get a copy of {folder}, the folder in which the job is launched: expected at most "
+            f"Nodes get a copy of {folder}, because the job is launched there: expected at most "
             f"{_megabytes(MOST_BYTES)}, got {_megabytes(size)}; the largest: {parts}. Launch from a folder "
-            "with programs alone, or name what they do not need in a file .rayignore."
+            "that has only programs, or list the other files in a file .rayignore."
         )
     return {"working_dir": str(folder), "excludes": excludes}
 

@@ -110,7 +110,7 @@ class DynamicEmbedding(nn.Module):
 
     def __init__(self, emb_opt: EmbeddingOption, pg: Any = None) -> None:
         super().__init__()
-        require_default("pg", pg, None, "Karvan's ranks are those of torch's default group.")
+        require_default("pg", pg, None, "Karvan uses the ranks of torch's default group.")
         connect_ranks(emb_opt.grad_reduce_by or "worker", emb_opt.device)
         self._option = emb_opt
         self.engine = make_engine({"ids": emb_opt.table()})

@@ -23,7 +23,7 @@ def initialiser_of(given: init.Initialiser | str) -> init.Initialiser:
         return given
     if given not in _NAMES:
         raise ContractError(
-            f"There is no initialiser {given!r}; there are those of kv.init, and by name: "
+            f"There is no initialiser {given!r}. Expected one of kv.init, or a name: "
             f"{listed(str(given), _NAMES)}"
         )
     return _NAMES[given]
