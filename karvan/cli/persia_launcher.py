@@ -134,8 +134,9 @@ def _join(role: Role, index: int, count: int, port: int | None = None) -> None:
     set_variables(os.environ, {"role": role, "index": index, "count": count, "port": port})
     if not join_job():
         raise ValueError(
-            "Expected the address of the job's registry, which stands for NATS, in PERSIA_NATS_URL, such as "
-            "localhost:4222, got none. Start one: karvan role master --port 4222 --checkpoints FOLDER."
+            "Expected the address of the job's registry in PERSIA_NATS_URL, such as localhost:4222, got "
+            "none. The registry takes the place of NATS. Start one: karvan role master --port 4222 "
+            "--checkpoints FOLDER."
         )
 
 

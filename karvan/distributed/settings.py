@@ -52,8 +52,8 @@ class ConnectionSettings:
             )
         if self.dense.rejects:
             raise ValueError(
-                "An elastic run has neither grads_to_wait nor tolerance: gradients that wait for others are "
-                "lost with their trainer."
+                "An elastic run has neither grads_to_wait nor tolerance, because gradients that wait for "
+                "others are lost when their trainer dies."
             )
 
 

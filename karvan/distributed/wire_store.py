@@ -149,7 +149,7 @@ class WireStore(Store):
         except WireError as error:
             self._drop(peer)
             raise dist.DistStoreError(
-                f"The job's registry, which holds the trainers' store, is lost: {error}"
+                f"The connection to the job's registry is lost, and with it the trainers' store: {error}"
             ) from error
 
     def _poll(self, ask: Callable[[], bool], keys: Sequence[str], timeout: timedelta) -> None:

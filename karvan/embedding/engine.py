@@ -431,9 +431,9 @@ class EmbeddingEngine(nn.Module):
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            "An EmbeddingEngine can be neither copied nor pickled: its rows live in a store. For a copy, "
-            "make a second model and load_state_dict(…) into it what engine.state_dict(rows=True) gives; "
-            "save a model with kv.checkpoint.save(path, {}, model), and load it with "
+            "An EmbeddingEngine can be neither copied nor pickled: its rows live in a store. To copy it, "
+            "make a second model and load engine.state_dict(rows=True) into it by load_state_dict(…). To "
+            "save a model, call kv.checkpoint.save(path, {}, model), and load it with "
             "kv.checkpoint.find(path).load(model)."
         )
 

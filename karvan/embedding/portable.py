@@ -96,8 +96,8 @@ def _keeps_rows(
         return engine.step > 0
     if other:
         raise ValueError(
-            "This state_dict has no rows, and the engine has rows of another model or of another run: the "
-            f"saved parameters would be used with vectors they were not trained with. {_advice(expected)}"
+            "This state_dict has no rows, and the engine's rows come from another model or another run. "
+            f"The saved parameters were not trained with these vectors. {_advice(expected)}"
         )
     if content is None and _is_whole(engine):  # a state of an earlier version, or of ranks
         return False
@@ -133,8 +133,8 @@ def _require_rows(engine: EngineState, expected: Mapping[str, int | None]) -> No
     if not lacking or (not _is_whole(engine) and any(sizes.values())):  # a rank may own no row of a table
         return
     raise ValueError(
-        "This state_dict has no rows, and the engine has none either: the model would have new vectors in "
-        f"place of the saved ones. {_advice(lacking)}"
+        "This state_dict has no rows, and the engine has none either, so all vectors would be new "
+        f"instead of the saved ones. {_advice(lacking)}"
     )
 
 

@@ -313,7 +313,7 @@ class JobSpec(Section):
         if self.on_server_loss is ServerLoss.RELOAD:
             raise ValueError("sharding: dynamic goes back to a checkpoint if a server is lost, got reload")
         if self.global_batches is not None and self.mode != "sync":
-            raise ValueError(f"global_batches gives the same bits in mode sync alone, got {self.mode}")
+            raise ValueError(f"global_batches fixes the bits only in mode sync, got {self.mode}")
         fixed = {"max_task_tries": self.max_task_tries, "skip_bad_records": self.skip_bad_records}
         if self.global_batches is not None and (given := [name for name, n in fixed.items() if n]):
             raise ValueError(

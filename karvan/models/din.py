@@ -88,7 +88,7 @@ class DIN(nn.Module):
         for name, target in self.sequences.items():
             if target not in self.ids or name in self.ids:
                 raise ValueError(
-                    "DIN expects histories of one of the ids, and not among them; "
+                    "DIN expects each history to belong to one of the ids, and not to be one of them; "
                     f"got '{name}' of '{target}', and ids {', '.join(self.ids)}."
                 )
             shared = tables[target].name or target

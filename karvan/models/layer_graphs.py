@@ -85,8 +85,8 @@ class GraphedLayers:
         """The gradients of `x`, if it needs one, and of the weights."""
         if self._turn is None or self._turn() is not turn:
             raise RuntimeError(
-                "Backward came a second time for an output of `Layers`, after the next forward pass had "
-                "replaced the values that it needs. Sum the losses, and call backward once."
+                "Backward was called a second time for an output of `Layers`, but the next forward pass "
+                "has replaced the values that it needs. Sum the losses, and call backward once."
             )
         turn.done = True
         self._gradient.copy_(gradient)

@@ -72,8 +72,8 @@ def read_entries(path: Path) -> list[Entry]:
     entries = _entries(_json_rows(text) if text.lstrip().startswith("{") else _csv_rows(text))
     if not entries:
         raise HistoryError(
-            f"{file} has no reports: expected lines with kind, step and numbers, as a history, a "
-            "JSONLinesLogger or a CSVLogger has. A run reports every log_every steps."
+            f"{file} has no reports: expected lines with kind, step and numbers, as in a history or in "
+            "the files of JSONLinesLogger and CSVLogger. A run reports every log_every steps."
         )
     return entries
 
@@ -109,7 +109,7 @@ def _file_of(path: Path) -> Path:
     inside = sorted(file.parent for file in path.glob(f"*/{FILE}"))
     hint = f" These folders inside have one: {', '.join(map(str, inside[:5]))}." if inside else ""
     raise HistoryError(
-        f"{path} has no {FILE}, which a Trainer with checkpoints writes into its run folder.{hint}"
+        f"{path} has no {FILE}. A Trainer with checkpoints writes it into its run folder.{hint}"
     )
 
 

@@ -212,7 +212,7 @@ class Store(ABC):
         scale: by how much the gradients are too large; stores that take tensors divide by it. Those on a GPU
         take it as a float there, too, which they read when the gradients are applied.
         """
-        raise TypeError(f"{type(self).__name__} takes no gradients of outputs that it has not made.")
+        raise TypeError(f"{type(self).__name__} takes gradients only for outputs that it has made.")
 
     def update(
         self,

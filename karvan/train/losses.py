@@ -257,7 +257,7 @@ class LogitCheck:
                 name = "" if part.output is None else f" '{part.output}'"
                 _log.warning(
                     "The model's output%s %s. BinaryCrossEntropy expects logits and applies a sigmoid "
-                    "itself: if the model ends in one, remove it.",
+                    "itself: if the model ends in a sigmoid, remove it.",
                     name,
                     "ends in a sigmoid" if ends else f"was from 0 to 1 in all of the first {steps} steps",
                 )

@@ -207,8 +207,8 @@ class Trainer:
         self.callbacks = Callbacks(callbacks)
         if self.callbacks.has_averages and average_every != 1:
             raise ValueError(
-                f"With average_every={average_every} ranks have different parameters, which EMA cannot "
-                "average: expected average_every=1, or no EMA."
+                f"With average_every={average_every} ranks have different parameters, and EMA cannot "
+                "average them: expected average_every=1, or no EMA."
             )
         first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
         self.log_every = log_every or 100
@@ -475,7 +475,8 @@ class Trainer:
             newest = self.saver.latest()
             if newest is not None and self.connection.rank == 0:
                 _log.warning(
-                    "%s uses the model as it was created, although there is %s: call trainer.load() before.",
+                    "%s uses the model as it was created, although there is %s. To use the checkpoint, "
+                    "call trainer.load() before.",
                     call,
                     newest.path,
                 )

@@ -159,7 +159,7 @@ def test_loaders_with_other_statistics_than_the_checkpoint_are_an_error_before_t
     folder = tmp_path / "run"
     fit(read(days[0], fitted(days[0])), folder)
     step = kv.checkpoint.find(folder).step
-    problem = r"'features' has other statistics than the checkpoint.*Name the trainers' folder"
+    problem = r"'features' has other statistics than the model.s checkpoint.*Name the trainers' folder"
     with ThreadLoaders(1, "serve", days[1]) as loaders:  # the job names no folder of checkpoints
         with pytest.raises(ValueError, match=problem):
             fit_stream(loaders, folder)

@@ -411,9 +411,7 @@ def test_a_missing_label_is_an_error_that_names_the_row(column, values, row):
 def test_a_declared_default_is_a_label():
     records = pa.record_batch({"x": pa.array([None, 1])})
     assert Decoder([Fixed("x", default=0)], labels=["x"])(records)["x"].tolist() == [0, 1]
-    with pytest.raises(
-        DataError, match="column 'y': Labels must be columns that are read. The columns are: x"
-    ):
+    with pytest.raises(DataError, match=r"column 'y': Labels must .*\. The columns are: x"):
         Decoder([Fixed("x")], labels=["y"])
 
 

@@ -103,7 +103,7 @@ def test_a_mix_that_would_lose_something_is_an_error_that_names_both_files(tmp_p
 
 
 def test_integers_that_pandas_has_made_floats_are_named_as_such(tmp_path):
-    with pytest.raises(DataError, match=r"pandas makes floats of integers.*Int64"):
+    with pytest.raises(DataError, match=r"pandas turns integers into floats.*Int64"):
         kv.data.read(write(tmp_path, pa.array([1]), pa.array([1.0, None])), 2)
 
 

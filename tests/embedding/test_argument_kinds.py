@@ -109,7 +109,7 @@ UNCLEAR = {
     "a scheduler": (lambda: _trainer(scheduler={"dense": "cosine"}), "scheduler expects .* got 'cosine'"),
     "a scheduler of another optimizer": (
         lambda: _trainer(scheduler=_scheduler(torch.optim.SGD([torch.zeros(1)], 0.1))),
-        "moves another one's learning rates",
+        "changes the learning rates of another optimizer",
     ),
     "a scheduler too early": (lambda: _scheduler(kv.optim.SGD(lr=0.1)), r"call attach\(engine\)"),
     "a copy": (lambda: copy.copy(kv.optim.SGD(_engine(), lr=0.1)), "neither copied nor pickled"),

@@ -191,7 +191,7 @@ def _fitted(*features):
         (
             [Feature("q").select("p").normalise()],
             [Feature("q").select("p").normalise(), Feature("p").log(2.0)],
-            ["steps [p.log(2.0)].normalise()", "those of p.normalise()"],
+            ["steps [p.log(2.0)].normalise()", "statistics of p.normalise()"],
         ),
         (
             [Feature("w").vocabulary(oov=2)],

@@ -219,7 +219,7 @@ ELASTIC = {
     "fixed batches of fixed shares": ("global_batches: 2", "global_batches needs sharding: dynamic"),
     "fixed batches in mode hybrid": (
         "sharding: dynamic\nglobal_batches: 2",
-        "global_batches gives the same bits in mode sync alone",
+        "global_batches fixes the bits only in mode sync",
     ),
     "tries of fixed shares": ("max_task_tries: 2", "max_task_tries needs sharding: dynamic"),
     "bad records of fixed shares": ("skip_bad_records: 0", "skip_bad_records needs sharding: dynamic"),
@@ -237,7 +237,7 @@ ELASTIC = {
     ),
     "mode async with fixed batches": (
         "sharding: dynamic\nmode: async\nglobal_batches: 2",
-        "global_batches gives the same bits in mode sync alone",
+        "global_batches fixes the bits only in mode sync",
     ),
     "embedding workers without loaders": (
         "sharding: dynamic\nroles: {embedding_workers: 1}",

@@ -100,7 +100,7 @@ def test_a_loss_that_is_never_finite_says_that_no_column_is_why():
     def loss(output, batch):
         return output.mean() * NAN
 
-    with pytest.raises(FloatingPointError, match="No column of the first batch has any: check the loss"):
+    with pytest.raises(FloatingPointError, match="No column of the first batch has any. Check the loss"):
         trainer(loss=loss).fit(batches(3))
 
 

@@ -256,7 +256,7 @@ def test_a_trainer_made_before_connect_is_refused_when_it_fits(sharded):
         model(), dense_optimizer=torch.optim.Adam, sparse_optimizer=kv.optim.SGD(lr=0.1)
     )
     sharded()
-    says = r'connection \(kv\.connect\("memory"\)\) than the program has now \(kv\.connect\("sharded"\)\)'
+    says = r'connection \(kv\.connect\("memory"\)\) than the present one \(kv\.connect\("sharded"\)\)'
     with pytest.raises(ValueError, match=says):
         made.fit(batches(1))
     with pytest.raises(ValueError, match=says), entered:

@@ -105,12 +105,12 @@ def test_accumulated_batches_count_alike():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("loss", 1.0, "a name that no other number has, got 'loss'"),
-        ("rows/user", 1.0, "a name that no other number has, got 'rows/user'"),
+        ("loss", 1.0, "a name that is not used yet, got 'loss'"),
+        ("rows/user", 1.0, "a name that is not used yet, got 'rows/user'"),
         ("", 1.0, "expects a name, got ''"),
         ("x", torch.zeros(2), r"one number for 'x', such as a mean, got shape \(2,\)"),
         ("x", "1", "expects a number for 'x', got str"),
-        ("auc", 1.0, "names that no metric of the Trainer has, got 'auc'"),
+        ("auc", 1.0, "names that differ from the Trainer's metrics, got 'auc'"),
     ],
 )
 def test_what_cannot_be_reported_is_an_error(name, value, message):

@@ -104,7 +104,7 @@ def test_a_fit_from_scratch_refuses_a_folder_with_checkpoints(tmp_path):
 def test_data_that_is_shorter_than_what_was_trained_is_an_error(tmp_path):
     trainer(checkpoints=tmp_path, callbacks=[StopAt(8)]).fit(batches())
     fit = trainer(checkpoints=tmp_path)
-    with pytest.raises(ValueError, match="must give the 8 batches of this epoch that were trained before"):
+    with pytest.raises(ValueError, match="has trained 8 batches before, and the data must give them again"):
         fit.fit(batches(5))
 
 

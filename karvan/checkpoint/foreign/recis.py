@@ -161,9 +161,9 @@ class RecisContents(Contents):
                 cut.append(name)
         if cut:
             self.notes.append(
-                f"Ids of {_listed(cut)} seem to be cut to {_MERGED_BITS} bits, which RecIS does to merge "
-                f"tables. Take the ids of data modulo 2^{_MERGED_BITS} before the model, or their rows are "
-                f"not found: kv.Feature(…).mod(2**{_MERGED_BITS}), or RecIS's Mod(2**{_MERGED_BITS})."
+                f"Ids of {_listed(cut)} seem to be cut to {_MERGED_BITS} bits, as RecIS does to merge "
+                f"tables. Take the ids of data modulo 2^{_MERGED_BITS} before the model, or their rows "
+                f"are not found: kv.Feature(…).mod(2**{_MERGED_BITS}), or RecIS's Mod(2**{_MERGED_BITS})."
             )
 
     def _slots(self, name: str) -> list[str]:

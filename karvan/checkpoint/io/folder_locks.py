@@ -140,7 +140,7 @@ def _refused(path: Path, error: OSError) -> OSError:
 def _foreign(path: Path, owner: int) -> PermissionError:
     return PermissionError(
         errno.EACCES,
-        f"The lock file belongs to uid {owner}, expected one of uid {os.geteuid()}, which runs this process; "
+        f"The lock file belongs to uid {owner}, expected uid {os.geteuid()}, the user of this process; "
         "remove it, and let nobody else write to the folder",
         str(path),
     )

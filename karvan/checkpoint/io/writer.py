@@ -326,8 +326,9 @@ def _check_shares(tables: Mapping[str, TableHandle], rank: int, world: int) -> N
         received = handle.store.share
         if received != (rank, world):
             raise ValueError(
-                f"Expected table '{name}' to hold the share of rank {rank} of {world}, got that of rank "
-                f"{received[0]} of {received[1]}: create engines after kv.connect, and save while connected."
+                f"Expected table '{name}' to hold the share of rank {rank} of {world}, got the share of "
+                f"rank {received[0]} of {received[1]}: create engines after kv.connect, and save while "
+                "connected."
             )
 
 

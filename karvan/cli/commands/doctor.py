@@ -164,7 +164,7 @@ def _native(folder: Path) -> Iterator[Finding]:
             "kernels",
             "slow",
             used,
-            "This CPU has neither AVX2 nor AVX-512, for which there are faster kernels.",
+            "This CPU has neither AVX2 nor AVX-512. Karvan's faster kernels need one of them.",
         )
     else:
         yield Finding("kernels", "ok", f"{used} (of {', '.join(_native.kernel_names())})")

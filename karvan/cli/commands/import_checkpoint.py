@@ -60,14 +60,14 @@ def import_checkpoint(
     dense_prefix: str | None = typer.Option(
         None,
         metavar="PREFIX",
-        help="Comes before the names of dense tensors; by default none for recis, 'net.' for persia.",
+        help="A prefix for the names of dense tensors; by default none for recis, 'net.' for persia.",
         show_default=False,
     ),
     step: int | None = typer.Option(
         None,
         min=0,
         max=2**32 - 1,
-        help="The checkpoint's step; by default that of recis, and 0 for persia.",
+        help="The checkpoint's step; by default the step of RecIS, and 0 for PERSIA.",
         show_default=False,
     ),
     json_path: str | None = JSON_PATH,

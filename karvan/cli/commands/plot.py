@@ -72,7 +72,7 @@ def _history_of(run: str) -> Path:
     with explained(folder):
         fetch(folder / FILE)
     if not (folder / FILE).exists():
-        raise CommandError(f"{shown(folder)} has no {FILE}, which is saved with each checkpoint.", DAMAGED)
+        raise CommandError(f"{shown(folder)} has no {FILE}. It is saved with each checkpoint.", DAMAGED)
     return folder
 
 

@@ -48,7 +48,10 @@ def role(
     capacity: int | None = typer.Option(
         None,
         metavar="ROWS",
-        help="How many rows a parameter server has over all tables; least recently used ones are evicted.",
+        help=(
+            "How many rows a parameter server holds over all tables; beyond that, the least recently "
+            "used rows are evicted."
+        ),
         show_default=False,
     ),
     token_file: Path | None = typer.Option(

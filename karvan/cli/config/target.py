@@ -127,8 +127,8 @@ def _arguments(
     for name in options:
         if name not in known and not open_ended:
             raise CommandError(
-                f"--{_option(name)} sets the parameter '{name}' of job(), which {path} does not have; "
-                f"it has: {listed}."
+                f"--{_option(name)} sets the parameter '{name}' of job(), but job() of {path} has no such "
+                f"parameter; it has: {listed}."
             )
     for name in settings:
         if name not in known and not open_ended:

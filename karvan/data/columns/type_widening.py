@@ -43,8 +43,8 @@ def common_type(
 def _hint(a: pa.DataType, b: pa.DataType) -> str:
     if _is_mix(a, b):
         return (
-            " (pandas makes floats of integers where one is missing; its type Int64 does not), or declare "
-            "their type, Fixed(…, dtype=torch.int64)"
+            " (pandas turns integers into floats where one is missing; its type Int64 does not), or "
+            "declare their type, Fixed(…, dtype=torch.int64)"
         )
     return ""
 

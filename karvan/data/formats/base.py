@@ -177,7 +177,7 @@ class FileSource(ABC):
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """The records of a split in order."""
         if split.path not in self._files.paths:
-            raise DataError("The split is of a file that this source does not have.", path=split.path)
+            raise DataError("The split names a file that this source does not have.", path=split.path)
         layout = self._layout(split.path)
         first, end = split.first, split.first + split.count
         if not 0 <= first <= end <= layout.records:

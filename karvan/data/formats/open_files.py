@@ -180,8 +180,9 @@ def _format(filesystem: fs.FileSystem, path: str) -> str:
         return "tfrecord"
     if start.lstrip()[:1] in (b"{", b"["):
         raise DataError(
-            "There is no format for JSON. Lines of JSON are a table by pyarrow.json.read_json(FILE), which "
-            "kv.data.read takes in place of a path; to read many files again and again, write it as Parquet.",
+            "JSON is not supported as a format. Read lines of JSON by pyarrow.json.read_json(FILE), and "
+            "give the table to kv.data.read in place of a path. To read many files again and again, "
+            "write them as Parquet.",
             path=path,
         )
     raise DataError(

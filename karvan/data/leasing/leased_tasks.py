@@ -87,8 +87,8 @@ class LeasedTasks:
             waited += _POLL
             if self._kind is TaskKind.TRAIN and waited - _POLL < _LONG <= waited:
                 _log.warning(
-                    "There was no task for %d s: others still work on this epoch. If nobody does, a "
-                    "DataLoader with several workers lacks in_order=False, or nobody acknowledges batches.",
+                    "There was no task for %d s: others still work on this epoch. If nobody does, set "
+                    "in_order=False in a DataLoader with several workers, or acknowledge batches.",
                     _LONG,
                 )
 

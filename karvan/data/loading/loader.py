@@ -402,9 +402,9 @@ class Loader:
         endless = self._until is None or self._steps_per_epoch is not None
         if endless and not self._batches(self._epoch_records):
             raise ValueError(
-                f"Rank {self._rank} of {self._world_size} must get at least one batch of {self._batch_size} "
-                f"from an epoch, but gets {self._epoch_records} records. "
-                "There must be more data, or fewer ranks, or batch_size must be smaller."
+                f"Rank {self._rank} of {self._world_size} must get at least one batch of "
+                f"{self._batch_size} from an epoch, but gets {self._epoch_records} records. Use more "
+                "data, fewer ranks, or a smaller batch_size."
             )
         for epoch in count(position.epoch) if endless else range(position.epoch, self._until or 0):
             handed_out = position.records if epoch == position.epoch else 0

@@ -96,8 +96,8 @@ class Position(NamedTuple):
             return self.earlier, positions[rank]
         if len(positions) != self.now.world_size:
             raise ValueError(
-                f"Rank {rank} of {world} needs its own position or the merged one of all ranks, "
-                f"but received that of ranks {sorted(positions)} of {self.now.world_size}."
+                f"Rank {rank} of {world} needs its own position or the merged one of all ranks, but "
+                f"received the position of ranks {sorted(positions)} of {self.now.world_size}."
             )
         first = self.now.first_epoch
         earlier = tuple(division for division in (*self.earlier, self.now) if division.reaches(first))

@@ -33,7 +33,7 @@ def mismatch(saved: str | None, given: str | None) -> str:
         setting = f", by roles.loaders: {before.split()[2]} in the job"
     return (
         f"The position is of {before}, but the data is {now}. Finish the epoch with "
-        f"{saved or 'the data that it began with'}{setting}, or "
-        "begin it again with drop_unfinished=True of fit (karvan train --drop-unfinished): it then starts at "
-        "its first batch, and what was trained of it is trained a second time."
+        f"{saved or 'the data that it began with'}{setting}, or begin it again with drop_unfinished=True "
+        "of fit (karvan train --drop-unfinished). The epoch then starts at its first batch and trains "
+        "the earlier batches a second time."
     )

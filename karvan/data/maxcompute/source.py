@@ -80,7 +80,9 @@ class MaxComputeSource:
                         column=name,
                     )
         if all(name in self._values(first) for name in names):
-            raise DataError("At least one column must not be of the partition, but all are.", path=first)
+            raise DataError(
+                "Expected at least one column that is not in the partition, but all are.", path=first
+            )
         return pa.schema(types.items())
 
     def parts(self) -> list[Part]:
@@ -96,7 +98,7 @@ class MaxComputeSource:
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """See `Source.read`."""
         if split.path not in self._tables:
-            raise DataError("The split is of a table that this source does not have.", path=split.path)
+            raise DataError("The split names a table that this source does not have.", path=split.path)
         download = self._download(split.path)
         if not 0 <= split.first <= split.first + split.count <= download.records:
             raise DataError(
@@ -150,8 +152,8 @@ class MaxComputeSource:
                 )
             if known[name] is None:
                 raise DataError(
-                    f"Columns of type {download.type_names[name]} cannot be read: name the columns to read, "
-                    "without it.",
+                    f"Columns of type {download.type_names[name]} cannot be read: name the columns to "
+                    "read, and leave this one out.",
                     path=path,
                     column=name,
                 )

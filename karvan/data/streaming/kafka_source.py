@@ -129,9 +129,9 @@ class KafkaSource:
             ranges = self.ranges()
             given = [{name: each[end] for name, each in ranges.items()} for end in range(2)]
             raise ValueError(
-                "A job with sharding: dynamic leases ranges of offsets, which must be the same for every "
-                "process, whenever it starts: expected since= and until= of KafkaSource. Those of now are "
-                f"since={given[0]}, until={given[1]}."
+                "With sharding: dynamic, trainers lease ranges of offsets, and every process must see "
+                "the same ranges, whenever it starts: expected since= and until= of KafkaSource. The "
+                f"present ones are since={given[0]}, until={given[1]}."
             )
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
@@ -269,9 +269,9 @@ class _Consumer:
         if message.offset() != expected or value is None:
             what = "The message has no value" if message.offset() == expected else "There is no message"
             raise DataError(
-                f"{what}. A range of offsets must have a message with a value at each of them, which topics "
-                "that are compacted, or written in transactions, do not have: read them with KafkaReader, in "
-                "a job with sharding: static.",
+                f"{what}. Each offset of a range must have a message with a value. Compacted topics and "
+                "topics written in transactions have gaps: read them with KafkaReader, in a job with "
+                "sharding: static.",
                 path=name,
                 place=f"offset {expected}",
             )

@@ -220,7 +220,8 @@ class ToText(RowOp):
             raise TypeError(f"expected integers in plain rows, but received {describe(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:
             raise ValueError(
-                f"expected integers without weights, which strings lack, but received {describe(entry)}."
+                "expected integers without weights, because strings cannot carry them, but received "
+                f"{describe(entry)}."
             )
 
     def run_rows(self, *entries: Entry) -> Entry:

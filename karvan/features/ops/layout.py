@@ -63,7 +63,7 @@ def describe_for_lists(entry: Entry) -> str:
     """The entry as errors of steps that need lists describe it, with how to make lists."""
     if isinstance(entry, Tensor) and entry.dim() == 1:
         return (
-            f"{describe(entry)}, one value per sample; fill_missing(…) fills samples that lack it, and "
+            f"{describe(entry)}, one value per sample. fill_missing(…) fills samples without a value, and "
             "to_ragged() before this step makes lists of at most one value"
         )
     return describe(entry)

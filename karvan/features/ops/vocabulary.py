@@ -151,7 +151,5 @@ def _index(vocabulary: Vocabulary, device: torch.device) -> tuple[Tensor, Tensor
         items = Ragged(text, lengths.cumsum(0)).to(device)
         farm, index = torch.sort(ids.farm(items))
         if bool((farm.diff() == 0).any()):
-            raise ValueError(
-                "vocabulary holds two words of the same FarmHash, which cannot be distinguished."
-            )
+            raise ValueError("vocabulary has two words with the same FarmHash, so it cannot tell them apart.")
         return farm, ids.murmur(items)[index], index

@@ -102,8 +102,8 @@ def check_column(
     if not bool(finite.all()):
         count, kind = int((~finite).sum()), "NaN" if bool(labels.isnan().any()) else "infinity"
         raise ValueError(
-            f"Column '{label}' has {kind} in {count} of {labels.numel()} samples, but {loss} needs a number "
-            "as the label of each: drop such samples, or give the column a default."
+            f"Column '{label}' has {kind} in {count} of {labels.numel()} samples, but {loss} needs a "
+            "number as every label: drop such samples, or give the column a default."
         )
     outside = (labels < lowest) | (labels > highest)
     weights = None if weight is None else batch.get(weight)

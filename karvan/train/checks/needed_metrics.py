@@ -66,6 +66,6 @@ def _named(who: str, article: str) -> str:
 
 def _hint(name: str) -> str:
     return (
-        f" Look at the evaluation data and at the model's outputs: '{name}' is NaN if one of them is, and "
-        "metrics such as AUC also if all labels are equal."
+        f" Look at the evaluation data and at the model's outputs: a NaN in either makes '{name}' NaN. "
+        "Metrics such as AUC are also NaN if all labels are equal."
     )

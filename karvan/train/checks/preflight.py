@@ -25,8 +25,8 @@ def check_trained(model: nn.Module, update: OptimizerStep, frozen: Frozen, conne
     now = distributed.current()
     if not _same(connection, now):
         raise ValueError(
-            f"The Trainer or TrainContext was made under another connection ({_under(connection)}) than the "
-            f"program has now ({_under(now)}): make it, and its model, after the last kv.connect."
+            f"The Trainer or TrainContext was made under another connection ({_under(connection)}) than "
+            f"the present one ({_under(now)}): make it, and its model, after the last kv.connect."
         )
     check_not_terminated(connection.main)
     _check_connected(connection)
@@ -80,8 +80,8 @@ def check_connection(model: nn.Module, connection: Connection) -> None:
                 f'this process and no other sees them: call kv.connect("{kind}") first, then make the model.'
             )
         raise ValueError(
-            f"The rows of the tables {names} belong to a connection that has ended ({_under(made)}); the "
-            f"program has another one now ({_under(connection)}). Make the model after the last kv.connect."
+            f"The rows of the tables {names} belong to a connection that has ended ({_under(made)}). The "
+            f"present one is {_under(connection)}: make the model after the last kv.connect."
         )
 
 
@@ -120,14 +120,14 @@ def _check_parameters(model: nn.Module, update: OptimizerStep, frozen: Frozen) -
     if "dense" not in update.optimizers:
         raise ValueError(
             "These parameters would not be trained, because there is no dense_optimizer: "
-            f"{names_text(missing)}. Give one, such as dense_optimizer=torch.optim.Adam, or say that they "
-            f"are not to be trained, by requires_grad=False or frozen={_listed(missing)}."
+            f"{names_text(missing)}. Give one, such as dense_optimizer=torch.optim.Adam, or exclude them "
+            f"from training, by requires_grad=False or frozen={_listed(missing)}."
         )
     raise ValueError(
         "These parameters would not be trained, because the dense_optimizer does not have them: "
-        f"{names_text(missing)}. Make it of all parameters of this model, or give a function that does, such "
-        "as dense_optimizer=torch.optim.Adam, or say that they are not to be trained, by requires_grad=False "
-        f"or frozen={_listed(missing)}."
+        f"{names_text(missing)}. Make it of all parameters of this model, give a function that does, such "
+        "as dense_optimizer=torch.optim.Adam, or exclude them from training, by requires_grad=False or "
+        f"frozen={_listed(missing)}."
     )
 
 

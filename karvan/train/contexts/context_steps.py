@@ -134,7 +134,7 @@ class ContextSteps:
         loss = self._routine.add_loss(made, losses)
         if not loss.requires_grad:
             raise ValueError(
-                "The loss depends on nothing that is trained: expected one that is computed from the output "
+                "The loss depends on nothing that is trained: expected a loss computed from the output "
                 "of forward, without detach, item or torch.no_grad."
             )
         self._pass = None

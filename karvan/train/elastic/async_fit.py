@@ -79,7 +79,8 @@ class AsyncFit(ElasticFit):
             raise mark(
                 RuntimeError(
                     f"All trainers that have trained the first {trained.batches} batches of the job are "
-                    "gone, and there is no checkpoint: expected that the job begins again, on empty servers."
+                    "gone, and there is no checkpoint: start the job again from the beginning, on empty "
+                    "servers."
                 ),
                 temporary=True,
             )

@@ -34,13 +34,13 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     require_evaluable(goal.eval_data, "eval_data")
     if engines_of(parts.model) and connection.servers is None:
         raise ValueError(
-            "Rows that are sharded over trainers die with them, but trainers of a job with sharding: dynamic "
-            'come and go: keep them on parameter servers, kv.connect("remote"), or use sharding: static.'
+            "With sharding: dynamic, trainers come and go, and rows that are sharded over them would go "
+            'with them: keep rows on parameter servers, kv.connect("remote"), or use sharding: static.'
         )
     if parts.setup.runs.precision.always_checks:
         raise ValueError(
-            "precision fp16 scales the loss by what every trainer has seen, but trainers of a job with "
-            "sharding: dynamic come and go: expected fp32 or bf16."
+            "precision fp16 needs a loss scale that all trainers share, but with sharding: dynamic "
+            "trainers come and go: expected fp32 or bf16."
         )
     if parts.setup.passes.count != 1:
         raise ValueError(
@@ -96,11 +96,12 @@ def require_leased(data: object) -> LeasedData:
     endless = ""
     if isinstance(data, KafkaReader | Stream):
         endless = (
-            " A stream has no end, and no records that several trainers could share: lease ranges of offsets "
-            "of Kafka topics, kv.data.read(kv.data.KafkaSource(…, since=…, until=…), batch_size)."
+            " A stream has no end, and several trainers cannot share its records. Lease ranges of "
+            "offsets of Kafka topics instead: kv.data.read(kv.data.KafkaSource(…, since=…, until=…), "
+            "batch_size)."
         )
     raise TypeError(
-        "A job with sharding: dynamic trains on data that its trainers lease, kv.data.read(…) or "
+        "With sharding: dynamic, trainers lease their data: expected kv.data.read(…) or "
         f"kv.data.from_loaders() after kv.connect, got {type(data).__name__}.{endless}"
     )
 

@@ -111,8 +111,8 @@ class LeasedPrediction:
                 yield self._prediction(predictor, taken)
                 if self._client.acknowledge(taken.done):
                     _log.warning(
-                        "Records of a prediction were given to another trainer as well: nothing was heard of "
-                        "this one for too long."
+                        "This trainer did not answer for too long, so others were given records of its "
+                        "prediction."
                     )
         finally:
             feed.close()

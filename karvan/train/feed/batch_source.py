@@ -95,8 +95,8 @@ def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Genera
         skipped = sum(1 for _ in islice(batches, skip))
         if skipped < skip:
             raise ValueError(
-                f"The data must give the {skip} batches of this epoch that were trained before, to skip "
-                f"them, but ended after {skipped}: it is not the data that training started with."
+                f"This epoch has trained {skip} batches before, and the data must give them again to be "
+                f"skipped, but it ended after {skipped}: it is not the data that training started with."
             )
         for batch in batches:
             position = position_of(data)

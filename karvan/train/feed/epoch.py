@@ -102,8 +102,8 @@ class Epoch:
                 self.complete = True
                 return
         raise ValueError(
-            f"Epoch {counts.epoch} must have at least one batch, but the data gave none. Something that can "
-            "be iterated only once, like a generator, is good for one epoch."
+            f"Epoch {counts.epoch} must have at least one batch, but the data gave none. A generator, or "
+            "anything else that can be iterated only once, lasts for one epoch."
         )
 
     def _begin_feed(self) -> Feed:

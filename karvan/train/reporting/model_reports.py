@@ -47,7 +47,7 @@ class Reported:
         """The entries that travel with the losses; an error if one has the name of a metric."""
         if self._sums and (both := sorted(set(self._sums) & set(metrics))):
             raise ValueError(
-                f"kv.train.report expects names that no metric of the Trainer has, got '{both[0]}'."
+                f"kv.train.report expects names that differ from the Trainer's metrics, got '{both[0]}'."
             )
         made: dict[str, Tensor] = {}
         for name, total in self._sums.items():
@@ -96,7 +96,7 @@ def report(name: str, value: Any) -> None:
     if not isinstance(name, str) or not name:
         raise TypeError(f"kv.train.report expects a name, got {name!r}.")
     if name in _TAKEN or name.startswith(_TAKEN_STARTS):
-        raise ValueError(f"kv.train.report expects a name that no other number has, got '{name}'.")
+        raise ValueError(f"kv.train.report expects a name that is not used yet, got '{name}'.")
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(

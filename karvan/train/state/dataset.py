@@ -210,8 +210,8 @@ def nothing_to_do(
     """The line that says why a fit trains nothing; a warning if that may not be intended."""
     if identity is None:
         _log.warning(
-            "%s has no identity, so it is taken as the data of the checkpoint, which was trained to its end: "
-            "nothing to do. Name new data: fit(data, data_name=…).",
+            "%s has no identity, so Karvan takes it for the data of the checkpoint. That was trained to "
+            "its end: nothing to do. For new data, give it a name: fit(data, data_name=…).",
             type(data).__name__,
         )
     label = "this data" if identity is None else f"this data ({identity.label})"

@@ -38,8 +38,9 @@ def restore_optimizer(
     before = state.get(KINDS, {}).get(name, kind)
     if before != kind:
         raise ValueError(
-            f"The {name} optimizer of the checkpoint is {before}, got {kind}, which cannot continue with its "
-            "state: expected the same one, or a warm start (kv.checkpoint.warm_start) into another folder."
+            f"The {name} optimizer of the checkpoint is {before}, got {kind}, which cannot use the saved "
+            "state: expected the same kind, or a warm start (kv.checkpoint.warm_start) into another "
+            "folder."
         )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]

@@ -100,8 +100,8 @@ def restore_trained(
     """
     if ORIGIN in state:
         raise ValueError(
-            f"The checkpoint was imported from {state[ORIGIN]['system']}, and has no state of a run that "
-            "could continue: expected kv.checkpoint.warm_start for a new run, or Trainer.load to evaluate."
+            f"The checkpoint was imported from {state[ORIGIN]['system']}, so it has no run to continue: "
+            "expected kv.checkpoint.warm_start for a new run, or Trainer.load to evaluate."
         )
     setup.runs.model.load_state_dict(state["model"])
     warns = setup.runs.connection.rank == 0

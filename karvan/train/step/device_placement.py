@@ -158,8 +158,8 @@ class CudaPlacement(Placement):
         if not self._warned:
             self._warned = True
             _log.warning(
-                "Column '%s' is on a GPU, but becomes ids or features on the CPU, so it is copied back: read "
-                "the data without device=, and the Trainer copies the columns that the GPU needs.",
+                "Column '%s' is on a GPU, but becomes ids or features on the CPU, so it is copied back. "
+                "Read the data without device=; the Trainer then copies the columns that the GPU needs.",
                 name,
             )
         return entry.to("cpu")

@@ -37,8 +37,9 @@ class Schedule:
                 raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
             if not any(scheduler.optimizer is each for each in optimizers.values()):
                 raise ValueError(
-                    f"scheduler expects schedulers of this Trainer's optimizers, but the "
-                    f"{type(scheduler).__name__} moves another one's learning rates: give it a function."
+                    "scheduler expects schedulers of this Trainer's optimizers, but the "
+                    f"{type(scheduler).__name__} changes the learning rates of another optimizer: give it "
+                    "a function."
                 )
 
     @property

@@ -61,8 +61,8 @@ class Skips:
 
     def _error(self, what: str) -> FloatingPointError:
         hint = self._found or (
-            " No column of the first batch has any: check the loss, at the learning rates, and at inputs "
-            "that are very large."
+            " No column of the first batch has any. Check the loss, the learning rates, and inputs that "
+            "are very large."
         )
         return FloatingPointError(
             f"{what}, because a gradient was NaN or infinite, so nothing was learned.{hint}"

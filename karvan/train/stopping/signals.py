@@ -56,9 +56,9 @@ def check_not_terminated(channel: CollectiveChannel) -> None:
     if any(channel.gather_json(_Termination.received)):
         note_termination()
         raise TerminatedError(
-            "SIGTERM has ended the training of this program, so nothing more is trained: the fit that it "
-            "stopped has saved a checkpoint if it has a folder for them, and running the program again "
-            "resumes from it. To train on purpose, call karvan.train.reset_termination() first."
+            "SIGTERM has ended the training of this program, so nothing more is trained. The stopped fit "
+            "has saved a checkpoint if it has a folder for them; run the program again to resume from "
+            "it. To train on purpose, call karvan.train.reset_termination() first."
         )
 
 

@@ -392,9 +392,7 @@ def test_a_trainer_evaluates_it_and_refuses_to_continue_it(tmp_path):
         assert torch.equal(model({"item": torch.tensor(keys)}), net(slots["embedding"])[:, 0])
     with (
         kv.TrainContext(model, sparse_optimizer=kv.optim.Adagrad(lr=0.1), frozen="net.*") as ctx,
-        pytest.raises(
-            ValueError, match="was imported from RecIS, and has no state of a run that could continue"
-        ),
+        pytest.raises(ValueError, match="was imported from RecIS, so it has no run to continue"),
     ):
         ctx.load(tmp_path / "out")
 

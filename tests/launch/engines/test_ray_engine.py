@@ -174,7 +174,7 @@ def test_checkpoints_in_a_folder_that_a_node_does_not_see_are_refused(make_ray, 
         owner.release()
     [line] = runs[1].lines
     assert line.startswith("error: checkpoints expects a folder that all nodes see, such as one of a network")
-    assert f"got {another}, which node " in line
+    assert f"got {another}: node " in line
 
 
 class Driver:

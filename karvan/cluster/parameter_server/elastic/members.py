@@ -33,9 +33,7 @@ class Members:
         """A RefusedError if a member is fenced or abandoned."""
         if member in self._abandoned or member in self.fenced:
             how = "abandoned" if member in self._abandoned else "fenced off"
-            raise _left_behind(
-                f"expected a member of the run, got member {member}, {how} by the others."
-            )
+            raise _left_behind(f"expected a member of the run, got member {member}, {how} by the others.")
 
     def enter_round(self, number: int) -> None:
         """A member has entered a round; a RefusedError if others have entered a newer one."""

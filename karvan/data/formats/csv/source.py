@@ -242,7 +242,7 @@ class CsvSource(FileSource):
         try:
             decoded = line.decode().rstrip("\r")
         except UnicodeDecodeError:
-            raise DataError(f"The header is no text in UTF-8. {_CONVERT}", path=path) from None
+            raise DataError(f"The header is not text in UTF-8. {_CONVERT}", path=path) from None
         cells = text_csv.reader(
             [decoded],
             delimiter=self._parsing.delimiter,
@@ -281,7 +281,7 @@ class CsvSource(FileSource):
             )
         if bytes_ := [name for name, type_ in found.items() if type_ == pa.binary()]:
             _log.warning(
-                "Column '%s' of %s is no text in UTF-8, so its bytes are read as they are: the same text in "
+                "Column '%s' of %s is not text in UTF-8, so its bytes are read as they are. The same text in "
                 "another encoding would have other ids.",
                 bytes_[0],
                 path,
@@ -291,8 +291,8 @@ class CsvSource(FileSource):
             for name, column in zip(integers, cells_of(integers, integers), strict=True):
                 if differ_only_in_zeros(column.combine_chunks(), name):
                     _log.warning(
-                        "Column '%s' of %s has cells that differ in leading zeros only, and are one number. "
-                        "If they are different ids: %s",
+                        "Column '%s' of %s has cells that differ only in leading zeros, so they become "
+                        "the same number. If they are different ids: %s",
                         name,
                         path,
                         _declare(name),

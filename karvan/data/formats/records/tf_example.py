@@ -209,7 +209,9 @@ def _stored(flat: pa.Array, kind: str) -> tuple[Bytes, NDArray[np.int32]]:
     wide = flat.to_numpy(zero_copy_only=False)
     narrow = wide.astype(np.float32)
     if not np.array_equal(narrow.astype(wide.dtype), wide, equal_nan=True):
-        raise DataError("tf.Example has 32-bit floats, which would round these. Cast them to float32 first.")
+        raise DataError(
+            "tf.Example stores 32-bit floats and would round these values. Cast them to float32 first."
+        )
     return np.ascontiguousarray(narrow).view(np.uint8), none
 
 

@@ -90,8 +90,8 @@ class Order:
         folder, owner = self._checkpoints(), self.process.environment.get(_OWNER, "")
         if folder is not None and owner and not _is_owned(folder / FILE, owner):
             return (
-                f"checkpoints expects a folder that all nodes see, such as one of a network file system, got "
-                f"{folder}, which node {address} does not see, or sees as another folder."
+                "checkpoints expects a folder that all nodes see, such as one of a network file system, "
+                f"got {folder}: node {address} does not see it, or sees another folder there."
             )
         return ""
 
