@@ -125,8 +125,8 @@ class _NotComparable:
 
     def _problem(self) -> str:
         return (
-            f"A {type(self).__name__} is no tensor. Compute with its values, or compare rows with equal(). "
-            "Text becomes numbers by kv.Feature(…).vocabulary([…])."
+            f"A {type(self).__name__} is not a tensor. Compute with its values, or compare rows with "
+            "equal(). Text becomes numbers by kv.Feature(…).vocabulary([…])."
         )
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -358,7 +358,7 @@ class OptionalRagged(Ragged):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in Ragged.__slots__:  # of an object that is being made
             raise AttributeError(name)
-        raise AttributeError(f"{self._problem()} It is no tensor, and has no '{name}'.")
+        raise AttributeError(f"{self._problem()} It is not a tensor, and has no '{name}'.")
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:

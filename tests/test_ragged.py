@@ -206,6 +206,6 @@ def test_rows_of_lists_say_how_many_they_have():
 @pytest.mark.parametrize("rows", [Ragged.from_lists([[1], [2]]), rows_of_lists()])
 @pytest.mark.parametrize("use", [lambda x: x == "Male", lambda x: x != 1, lambda x: torch.ones(2) == x])
 def test_rows_of_lists_and_text_are_not_equal_to_a_value_without_a_word(rows, use):
-    with pytest.raises(TypeError, match=r"is no tensor.*vocabulary"):
+    with pytest.raises(TypeError, match=r"is not a tensor.*vocabulary"):
         use(rows)
     assert rows in {rows}

@@ -247,7 +247,7 @@ class TrainerGroup(Service):
     def _admit(self, process: str) -> int:
         member = self._member_of(process)
         if member in self._gone:
-            text = f"The trainers have continued without {process}: it left, or nothing was heard of it."
+            text = f"The trainers have continued without {process}: it left, or did not answer."
             raise mark(RefusedError(text), True)
         if member is None:
             if len(self._processes) - len(self._gone) >= MOST_TRAINERS:

@@ -128,7 +128,8 @@ def test_a_stream_without_end_is_not_leased(cluster):
         with pytest.raises(TypeError, match=r"A stream has no end.* lease ranges of offsets"):
             require_leased(endless)
     with pytest.raises(
-        TypeError, match=r"lease, kv.data.read\(…\) or kv.data.from_loaders\(\).*, got list\.$"
+        TypeError,
+        match=r"lease their data: expected kv.data.read\(…\) or kv.data.from_loaders\(\).*, got list\.$",
     ):
         require_leased([])
 

@@ -96,7 +96,9 @@ def test_a_state_without_rows_is_refused_by_a_model_with_rows_of_another(other):
     train(model, [(1, 2), (3, 2)])
     train(fresh, other)
     before = rows(fresh)
-    with pytest.raises(ValueError, match=r"rows of another model.*Tables: user \(2 rows\), item \(1 rows\)"):
+    with pytest.raises(
+        ValueError, match=r"rows come from another model.*Tables: user \(2 rows\), item \(1 rows\)"
+    ):
         fresh.load_state_dict(through_a_file(model.state_dict()))
     assert rows(fresh) == before
 
@@ -147,7 +149,7 @@ def test_models_that_began_with_the_same_state_are_different_once_they_are_train
     second.load_state_dict(model.state_dict())
     train(model, [(1, 2)])
     train(second, [(3, 4)])
-    with pytest.raises(ValueError, match="rows of another model"):
+    with pytest.raises(ValueError, match="rows come from another model"):
         second.load_state_dict(model.state_dict())
 
 
@@ -175,7 +177,7 @@ def test_a_model_of_a_checkpoint_is_the_same_content_as_the_one_that_was_saved(t
     assert not caplog.records
     third = Model()
     train(third, [(7, 7)])
-    with pytest.raises(ValueError, match="rows of another model"):
+    with pytest.raises(ValueError, match="rows come from another model"):
         second.load_state_dict(third.state_dict())
 
 

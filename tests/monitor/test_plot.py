@@ -214,7 +214,7 @@ def test_what_cannot_be_plotted_is_an_error_without_a_traceback(tmp_path, capsys
     write_history(tmp_path / "group" / "inside", [entry("train", 1, loss=1.0)])
     for name, code, words in (
         ("none", 3, "there is no such run folder or log file"),
-        ("empty", 3, "has no history.jsonl, which a Trainer with checkpoints writes"),
+        ("empty", 3, "has no history.jsonl. A Trainer with checkpoints writes"),
         ("log.csv", 3, "has no reports"),
         ("log.jsonl", 3, "has no reports"),
         ("notes.txt", 3, "has no reports"),

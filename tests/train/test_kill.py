@@ -128,7 +128,7 @@ def test_after_sigterm_no_other_fit_trains_a_step():
     optimizers = {"dense_optimizer": torch.optim.Adam, "sparse_optimizer": kv.optim.Adagrad(lr=0.1)}
     context = kv.TrainContext(net, **optimizers)
     assert trainer(callbacks=[Raise(5, signal.SIGTERM)]).fit(batches()).stopped == "terminate"
-    with pytest.raises(kv.train.TerminatedError, match=r"resumes from it.*reset_termination\(\)"):
+    with pytest.raises(kv.train.TerminatedError, match=r"resume from it.*reset_termination\(\)"):
         trainer(model()).fit(batches(seed=1))
     with pytest.raises(kv.train.TerminatedError), context:
         pass

@@ -100,7 +100,7 @@ def test_a_loss_that_is_never_finite_says_that_no_column_is_why():
     def loss(output, batch):
         return output.mean() * NAN
 
-    with pytest.raises(FloatingPointError, match="No column of the first batch has any. Check the loss"):
+    with pytest.raises(FloatingPointError, match=r"No column of the first batch has any\. Check the loss"):
         trainer(loss=loss).fit(batches(3))
 
 
@@ -228,7 +228,9 @@ def test_a_nan_metric_that_early_stopping_needs_is_an_error_that_names_the_colum
 def test_a_nan_metric_that_keep_best_needs_is_an_error(tmp_path):
     kept = kv.Checkpoints(tmp_path, keep_best=("auc", "max"))
     ones = [kv.Batch({**batch, "label": torch.ones(16)}) for batch in batches(2)]
-    with pytest.raises(ValueError, match=r"NaN for 'auc', by which keep_best decides.*all labels are equal"):
+    with pytest.raises(
+        ValueError, match=r"NaN for 'auc', but keep_best needs it to decide.*all labels are equal"
+    ):
         trainer(metrics={"auc": kv.metrics.AUC()}, checkpoints=kept).fit(batches(4), eval_data=ones)
 
 

@@ -50,7 +50,7 @@ def read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
         )
     if left:
         listed = ", ".join(f"'{name}'" for name in left)
-        notes.append(f"{path.name}: not imported, because it is no tensor: {listed}.")
+        notes.append(f"{path.name}: not imported, because it is not a tensor: {listed}.")
     if tensors and all(name.startswith(_DDP) for name in tensors):
         tensors = {name.removeprefix(_DDP): value for name, value in tensors.items()}
     return tensors

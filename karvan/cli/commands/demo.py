@@ -277,7 +277,7 @@ def _show(result: dict[str, Any]) -> None:
     )
     print(
         f"{_CROSS} refuses the first use of a key: MinCount({_LEAST}).\n"
-        f"It has at most {_CAPACITY:,} rows and evicts those not used for longest: LRU.\n"
+        f"It has at most {_CAPACITY:,} rows and evicts the least recently used: LRU.\n"
     )
     gap = result["best_auc"] - result["auc"]
     same = "the same AUC" if result["reloaded_auc"] == result["auc"] else f"AUC {result['reloaded_auc']:.4f}"

@@ -119,8 +119,8 @@ class Saving:
             raise ValueError(f"expected a capture that is held, got {number}.")
         if url_of(folder) is None and not folder.is_dir():
             raise ValueError(
-                f"expected to see {folder}, which the trainer has made, got nothing: checkpoints must be on "
-                "storage that all roles share."
+                f"expected to see {folder} of the trainer, got nothing: checkpoints must be on storage "
+                "that all roles share."
             )
         held = self._open[number]
         if missing := [name for name in tables if name not in held.extras]:

@@ -46,7 +46,7 @@ def _check_slots(
     known: dict[torch.Size, dict[str, str]] = {}
     for name, its in slots.items():
         if name not in parameters:
-            raise ValueError(f"Slots for '{name}', which is none of the parameters.")
+            raise ValueError(f"Slots for '{name}', which is not a parameter.")
         if not isinstance(its, Mapping):
             raise ValueError(f"Expected slots by name for '{name}', got {type(its).__name__}.")
         if not its:  # no step has been made yet

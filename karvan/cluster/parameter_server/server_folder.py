@@ -48,8 +48,8 @@ class ServerFolder:
             return found
         if not found.is_dir():
             raise ValueError(
-                f"{self._name} expected to see {folder}, which the trainer has made, got nothing: "
-                "checkpoints must be on storage that all roles share."
+                f"{self._name} expected to see {folder} of the trainer, got nothing: checkpoints must be "
+                "on storage that all roles share."
             )
         if not os.access(found, os.W_OK | os.X_OK):
             raise ValueError(f"{self._name} expected to be allowed to write into {folder}, but it is not.")

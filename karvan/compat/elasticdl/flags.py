@@ -28,7 +28,7 @@ _WITHOUT_MEANING = (
     *("evaluator_resource_request", "evaluator_resource_limit", "evaluator_pod_priority"),
     *("enable_automate_memory", "launch_worker_after_ps_running", "need_tf_config", "local_pkg_dir"),
 )
-_AS_EVER = "a process that ends with an error or hangs is replaced, and what it held is done by others"
+_AS_EVER = "a process that ends with an error or hangs is replaced, and others do its work"
 # Of how a job recovers; the values are those that mean what happens here, for others there is a warning.
 _OF_RECOVERY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "task_fault_tolerance": (("true",), _AS_EVER),
@@ -245,7 +245,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "--training_data", required=True, help="a folder or file of RecordIO or CSV, or what the reader takes"
+        "--training_data",
+        required=True,
+        help=("a folder or file of RecordIO or CSV, or any source that the reader takes"),
     )
     add("--validation_data", "--evaluation_data", dest="validation_data", default="")
     add("--num_epochs", type=int, default=1, help="0 for no end")

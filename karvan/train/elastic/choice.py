@@ -110,6 +110,6 @@ def require_evaluable(data: object, name: str) -> None:
     """A TypeError if data for evaluations or predictions is read by loaders, before anything is trained."""
     if isinstance(data, LeasedData) and not isinstance(data, SharedData):
         raise TypeError(
-            "The loaders of a job with sharding: dynamic read what is trained: expected kv.data.read(…) as "
-            f"{name}, got {type(data).__name__}."
+            "The loaders of a job with sharding: dynamic read the training data: expected "
+            f"kv.data.read(…) as {name}, got {type(data).__name__}."
         )

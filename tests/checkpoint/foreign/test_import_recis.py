@@ -204,7 +204,7 @@ def test_code_in_extra_is_not_run_and_the_step_may_be_given(tmp_path):
     made = import_recis(source, tmp_path / "out")
     assert (made.step, made.dense) == (0, ["weight"])
     assert any("extra.pt has objects of RecIS's code, which does not run here" in note for note in made.notes)
-    assert "model.pt: not imported, because it is no tensor: '_extra_state'." in made.notes
+    assert "model.pt: not imported, because it is not a tensor: '_extra_state'." in made.notes
     assert import_recis(source, tmp_path / "other", step=12).step == 12
     with pytest.raises(ValueError, match="step expects a number from 0 to"):
         import_recis(source, tmp_path / "third", step=-1)

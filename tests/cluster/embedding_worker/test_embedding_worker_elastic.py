@@ -152,7 +152,7 @@ def test_a_fenced_member_is_refused_through_a_worker_too(start):
     its = zombie.stage(1, 1)
     its.wait()
     survivor.commits.fence(1)
-    with pytest.raises(RefusedError, match="got member 1, which the others have fenced off"):
+    with pytest.raises(RefusedError, match="got member 1, fenced off by the others"):
         zombie.stage(2, 0).wait()
     mine = survivor.stage(1, 0)
     commit([survivor], 1, [mine])

@@ -162,7 +162,7 @@ class OwnStepStates(RuleBasedStateMachine):
         commit = self.steps[number][0] if number in self.steps else {"member": number, "step": 10**6}
         commit = {"parts": [], "scale": 1.0, "ack": None, **commit}
         for server in servers:
-            with pytest.raises(RefusedError, match=f"member {number}, which the others have"):
+            with pytest.raises(RefusedError, match=f"member {number}, .* by the others"):
                 zombie.clients[server].call("commit", commit)
 
     @precondition(lambda self: self.zombies)
@@ -242,7 +242,7 @@ def test_a_commit_must_be_staged_whole(run):
 
 def test_nobody_commits_for_a_member_that_is_not_fenced_off(run):
     commit = stage(run.member(1), 1, *BATCH_OF_ONE)
-    with pytest.raises(RefusedError, match="own step, or of one that is fenced off, got member 1"):
+    with pytest.raises(RefusedError, match="own step, or of a member that is fenced off, got member 1"):
         run.member(2).clients[0].call("commit", commit)
 
 
@@ -274,7 +274,7 @@ def test_a_member_that_has_missed_a_round_is_not_told_who_the_members_are(run):
     slow, joiner = run.member(1), run.member(2)
     assert [answer.head["members"] for answer in slow.all("members", {"round": 4})] == [[1], [1]]
     assert [answer.head["members"] for answer in joiner.all("members", {"round": 5})] == [[1, 2], [1, 2]]
-    with pytest.raises(RefusedError, match="expected a member of round 5, which the others have entered"):
+    with pytest.raises(RefusedError, match="expected a member of round 5, like the others"):
         slow.all("members", {"round": 4})
 
 

@@ -39,8 +39,7 @@ class Members:
         """A member has entered a round; a RefusedError if others have entered a newer one."""
         if number < self._round:
             raise _left_behind(
-                f"expected a member of round {self._round}, which the others have entered, got one of round "
-                f"{number}."
+                f"expected a member of round {self._round}, like the others, got one of round {number}."
             )
         self._round = number
 

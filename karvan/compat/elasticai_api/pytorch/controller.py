@@ -139,7 +139,7 @@ class PyTorchAllReduceController:
         if self._loop is None:
             if self._model is None or self._optimizer is None:
                 raise UsageError(
-                    "Workers train together what they name: call set_broadcast_model and "
+                    "Workers must name what they train together: call set_broadcast_model and "
                     "set_broadcast_optimizer before the first batch."
                 )
             batches = getattr(self._optimizer, GLOBAL_BATCHES, None)
