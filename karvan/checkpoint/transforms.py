@@ -49,7 +49,7 @@ def load_transforms(path: str | os.PathLike[str], state: Mapping[str, Any], *tra
             raise CheckpointError.mismatch(
                 path,
                 f"the statistics of transform '{name_of(transform)}'",
-                ", ".join(f"those of '{name}'" for name in saved) or "those of none",
+                "statistics of " + (", ".join(f"'{name}'" for name in saved) or "no transform"),
             )
     for transform in transforms:
         try:

@@ -130,4 +130,6 @@ def expect_declared_names(tables: Mapping[str, Mapping[str, Any]]) -> None:
     """A RefusedError unless each table has the name of its spec."""
     for name, table in tables.items():
         if table["spec"]["name"] != name:
-            raise RefusedError(f"expected the spec of table '{name}', got that of '{table['spec']['name']}'.")
+            raise RefusedError(
+                f"expected the spec of table '{name}', got the spec of '{table['spec']['name']}'."
+            )

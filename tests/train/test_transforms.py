@@ -106,7 +106,9 @@ def test_another_name_or_other_features_than_the_checkpoints_are_an_error(tmp_pa
     with pytest.raises(ValueError, match=r"transform 'features', but the data has transform 'renamed'"):
         trainer(checkpoints=tmp_path).fit(read(fitted(name="renamed")), max_steps=3)
     found = kv.checkpoint.find(tmp_path)
-    with pytest.raises(CheckpointError, match="statistics of transform 'renamed', got those of 'features'"):
+    with pytest.raises(
+        CheckpointError, match="statistics of transform 'renamed', got statistics of 'features'"
+    ):
         found.load_transforms(features("renamed"))
     with pytest.raises(
         CheckpointError, match=r"transform 'features' is another: .* expects statistics of 'label'"

@@ -224,7 +224,7 @@ class LoaderStream:
         if not merged and (state["trainers"] != world or rank not in state["ranks"]):
             raise ValueError(
                 f"Trainer {rank} of {world} expects its own state or the merged one of all, "
-                f"got that of {state['ranks']} of {state['trainers']}."
+                f"got the state of {state['ranks']} of {state['trainers']}."
             )
         if not self._finished and state == self.state_dict():
             return
