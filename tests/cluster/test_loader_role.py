@@ -218,7 +218,7 @@ def test_a_program_of_one_epoch_ends_when_its_trainers_have_left():
         one = loaders.stream()
         assert ids_of([take(one)]) == list(range(30))
         with pytest.raises(
-            RuntimeError, match=r"loader 0: expected a request for epochs up to 0, .* got 1; .*data.epochs"
+            RuntimeError, match=r"loader 0: expected a request for epochs up to 0, .* got 1\. .*data.epochs"
         ):
             take(one)
         one.close()

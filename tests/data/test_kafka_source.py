@@ -125,7 +125,7 @@ def test_a_range_that_grows_is_not_leased_and_the_error_says_what_to_give(cluste
 
 def test_a_stream_without_end_is_not_leased(cluster):
     for endless in (KafkaReader("x", cluster.config), Stream(iter([]))):
-        with pytest.raises(TypeError, match=r"A stream has no end.* lease ranges of offsets"):
+        with pytest.raises(TypeError, match=r"A stream has no end.* Lease ranges of offsets"):
             require_leased(endless)
     with pytest.raises(
         TypeError,
