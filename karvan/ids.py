@@ -1,11 +1,9 @@
 """Ids from strings and ids from ids: the hashes and the arithmetic that other recommendation systems use.
 
-An id is a 64-bit pattern. torch has no unsigned 64-bit arithmetic, so ids travel as int64 tensors, and every
+An id is a 64-bit pattern. torch has no unsigned 64-bit arithmetic, so ids are int64 tensors, and every
 function here reads them as unsigned: -1 is 2**64 - 1. The results equal those of the named systems, bit for
-bit, because a trained row can only be found under the id it was trained with.
-
-The native core computes with tensors on a CPU, the kernels of `karvan.kernels` with those on a GPU: the same
-bits, and nothing waits for the GPU.
+bit, because a trained row can only be found under the id it was trained with. Tensors on a GPU are computed
+there.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from karvan.native import _native
 from karvan.public_names import publish
 
 __all__ = [
+    "farm",
+    "murmur",
+    "hash_strings",
     "HASHES",
     "bucket",
-    "farm",
-    "hash_stack",
-    "hash_strings",
     "mod",
-    "murmur",
     "prefix",
+    "hash_stack",
 ]
 
 # Not Sequence: a str is one as well, and would be hashed letter by letter.
@@ -53,10 +51,22 @@ def farm(data: bytes | str) -> int: ...
 @overload
 def farm(data: Strings | ByteRagged) -> Tensor: ...
 def farm(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
-    """FarmHash Fingerprint64 (RecIS `Hash("farm")`): one int64 for a string, a tensor of them for several.
+    """Hash strings by FarmHash Fingerprint64, as RecIS `Hash("farm")`.
 
-    Several are a list, a numpy array, a Series or an Arrow array of text or bytes, or bytes with offsets.
     Text is hashed as UTF-8. Pass the result through `bucket` where ids must not be negative.
+
+    Args:
+        data: A string; or several as a list, a numpy array, a Series or an Arrow array of text or bytes; or
+            bytes with offsets, such as a `Ragged` of uint8.
+
+    Returns:
+        An int for one string, an int64 tensor for several.
+
+    Example:
+        >>> kv.ids.farm(["user-7", "user-8"]).shape
+        torch.Size([2])
+        >>> kv.ids.farm("user-7") == kv.ids.farm(["user-7"]).item()
+        True
     """
     if isinstance(data, bytes | str):
         return _native.farm64(_encode(data))
@@ -68,7 +78,18 @@ def murmur(data: bytes | str) -> int: ...
 @overload
 def murmur(data: Strings | ByteRagged) -> Tensor: ...
 def murmur(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
-    """MurmurHash64A with seed 0 (RecIS `Hash("murmur")`), for the same kinds of data as `farm`."""
+    """Hash strings by MurmurHash64A with seed 0, as RecIS `Hash("murmur")`.
+
+    Args:
+        data: One string or several, as of `farm`.
+
+    Returns:
+        An int for one string, an int64 tensor for several.
+
+    Example:
+        >>> kv.ids.murmur(["user-7", "user-8"]).dtype
+        torch.int64
+    """
     if isinstance(data, bytes | str):
         return _native.murmur64a(_encode(data), 0)
     return _hash_rows("murmur", data, None)
@@ -79,9 +100,25 @@ HASHES = ("farm", "murmur", "farm63", "murmur63")
 
 
 def hash_strings(data: Strings | ByteRagged, kind: str, size: int | None = None) -> Tensor:
-    """The ids of strings by a hash of `HASHES`; with a bucket size, `bucket` of them.
+    """Hash strings by a hash of `HASHES`.
 
-    `Varlen(hash=…, bucket=…)` and `Feature.hash` give a string the same id.
+    `kv.data.Varlen` and `kv.Feature.hash` give a string the same id.
+
+    Args:
+        data: Several strings, as of `farm`.
+        kind: "farm" or "murmur"; "farm63" and "murmur63" drop the sign bit.
+        size: Ids are below this; 0 drops the sign bit only.
+
+    Returns:
+        The ids.
+
+    Raises:
+        ValueError: The kind is unknown, or may have no buckets.
+
+    Example:
+        >>> ids = kv.ids.hash_strings(["berlin", "rome"], "farm", size=100)
+        >>> bool((ids < 100).all())
+        True
     """
     check_hash(kind, size)
     if kind.endswith("63"):
@@ -100,9 +137,21 @@ def check_hash(kind: str, size: int | None) -> None:
 
 
 def bucket(hashes: Tensor, size: int = 0) -> Tensor:
-    """Hashes as non-negative ids: below `size`, or by dropping the sign bit where size is 0.
+    """Make non-negative ids of hashes, as RecIS does while reading.
 
-    This is how RecIS turns a hashed column into ids while reading; size 0 makes "farm63" of "farm".
+    Args:
+        hashes: The hashes.
+        size: Ids are below this. 0 drops the sign bit, which makes "farm63" of "farm".
+
+    Returns:
+        The ids.
+
+    Raises:
+        ValueError: `size` is negative.
+
+    Example:
+        >>> kv.ids.bucket(torch.tensor([-1, 12]), 10)
+        tensor([5, 2])
     """
     if size < 0:
         raise ValueError(f"A bucket size must be 0 (no buckets) or positive, but is {size}.")
@@ -110,9 +159,18 @@ def bucket(hashes: Tensor, size: int = 0) -> Tensor:
 
 
 def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
-    """The remainder of ids read as unsigned: `mod(tensor([-1]), 10)` is 5, since 2**64 - 1 ends in 5.
+    """Compute the remainder of ids, which are read as unsigned.
 
-    A tensor has a modulus for each id; its values are not checked.
+    Args:
+        ids: The ids.
+        modulus: What they are divided by; a tensor has one for each id, and is not checked.
+
+    Returns:
+        The remainders.
+
+    Example:
+        >>> kv.ids.mod(torch.tensor([-1, 12]), 10)  # -1 is 2**64 - 1
+        tensor([5, 2])
     """
     if not isinstance(modulus, Tensor):
         _check_modulus(modulus)
@@ -133,11 +191,25 @@ def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
 
 
 def prefix(ids: Tensor, group: int, bits: int) -> Tensor:
-    """Ids of a feature group, distinct from those of other groups by group + 1 in the upper `bits` bits.
+    """Put the number of a feature group into the upper bits of ids.
 
-    This is PERSIA's `feature_index_prefix_bit`: features of one group share rows, others never do. The lower
-    bits hold the id modulo 2**(64 - bits) - 1. A group that needs more bits is an error; PERSIA let it wrap
-    around to prefix 0, where it collided with ids without a prefix.
+    This is PERSIA's `feature_index_prefix_bit`. Features of one group share rows, others never do. The upper
+    bits hold group + 1, the lower ones the id modulo 2**(64 - bits) - 1.
+
+    Args:
+        ids: The ids.
+        group: The number of the group, from 0.
+        bits: How many bits it takes.
+
+    Returns:
+        The new ids.
+
+    Raises:
+        ValueError: The group needs more bits.
+
+    Example:
+        >>> kv.ids.prefix(torch.tensor([7]), group=0, bits=8) == 7 + (1 << 56)
+        tensor([True])
     """
     if not 1 <= bits <= 63:
         raise ValueError(f"A prefix must have from 1 to 63 bits, but has {bits}.")
@@ -161,10 +233,26 @@ def check_hash_stack(rounds: int, size: int) -> None:
 
 
 def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
-    """For each id, the `rounds` rows of a table of rounds * size rows that together represent it.
+    """Compute the rows that together represent each id in a table of rounds * size rows.
 
-    The result has the ids' shape and one more dimension, of `rounds`. Hashing in rounds (PERSIA's
-    `hash_stack_config`) bounds a table's size, and ids that collide in one round seldom collide in all.
+    Hashing in rounds, PERSIA's `hash_stack_config`, bounds a table's size. Ids that collide in one round
+    seldom collide in all.
+
+    Args:
+        ids: The ids.
+        rounds: How many rows an id has.
+        size: How many rows there are for each round.
+
+    Returns:
+        The rows, with the ids' shape and one more dimension, of `rounds`.
+
+    Raises:
+        ValueError: `rounds` or `size` is out of range.
+
+    Example:
+        >>> kv.ids.hash_stack(torch.tensor([12, 23]), rounds=2, size=10)
+        tensor([[ 2, 18],
+                [ 5, 10]])
     """
     check_hash_stack(rounds, size)
     if kernels.on_gpu(_ids(ids)):

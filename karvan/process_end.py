@@ -22,6 +22,28 @@ from typing import NoReturn
 _LONGEST_CLOSE = 10.0  # seconds: another thread may be stuck in a file
 
 
+class PreparedThread(threading.Thread):
+    """A daemon thread that has started, and calls its function after `begin`.
+
+    While the interpreter ends, Python 3.12 and later start no threads.
+    """
+
+    def __init__(self, function: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._function = function
+        self._begun = threading.Event()
+        self.start()
+
+    def begin(self) -> None:
+        """Call the function now; `join` waits until it has returned."""
+        self._begun.set()
+
+    def run(self) -> None:
+        """Wait for `begin`."""
+        self._begun.wait()
+        self._function()
+
+
 def run_to_end(main: Callable[[], int]) -> NoReturn:
     """Run a program and end the process with its exit code."""
     try:
@@ -30,15 +52,15 @@ def run_to_end(main: Callable[[], int]) -> NoReturn:
         if end.code is not None and not isinstance(end.code, int):
             raise  # with a text, which the interpreter prints
         code = end.code or 0
-    atexit.register(_end, code)  # the last one that is registered is the first that is called
+    closing = PreparedThread(_close_files, "karvan-close")
+    atexit.register(_end, code, closing)  # the last one that is registered is the first that is called
     sys.exit(code)
 
 
-def _end(code: int) -> None:
+def _end(code: int, closing: PreparedThread) -> None:
     atexit.unregister(_end)
     atexit._run_exitfuncs()
-    closing = threading.Thread(target=_close_files, daemon=True)
-    closing.start()
+    closing.begin()
     closing.join(_LONGEST_CLOSE)
     os._exit(code & 0xFF)
 

@@ -14,9 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from karvan.notebook import html_table
+
 
 class Padded(NamedTuple):
-    """Rows truncated or padded to one length: values (B, L, dim), and a mask (B, L), True on real entries."""
+    """Rows truncated or padded to one length.
+
+    Attributes:
+        values: The vectors, (B, L, dim); zeros where a row is shorter.
+        mask: (B, L), True on real entries.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine(
+        ...     {"history": kv.Table(dim=4, combiner="sequence")}
+        ... )
+        >>> history = kv.Ragged.from_lists([[1, 2], [3]])
+        >>> values, mask = engine({"history": history})["history"]
+        >>> mask
+        tensor([[ True,  True],
+                [ True, False]])
+    """
 
     values: Tensor
     mask: Tensor
@@ -26,10 +43,19 @@ class Padded(NamedTuple):
 class IndexedRows:
     """Vectors of distinct ids, and which of them each sample has: what the combiner "index" gives.
 
-    vectors: (U + 1, dim), of the U distinct ids of the batch in ascending order, as int64. They come after
-    row 0, which is zeros and stands for padding.
-    index: (B, L), int64, rows of `vectors`: those of a sample's ids in their order, then 0.
-    weights: (B, L), those of the ids, then 0; None if the ids have none. `vectors` are without them.
+    Attributes:
+        vectors: (U + 1, dim): row 0 is zeros and stands for padding; then come the U distinct ids of the
+            batch in ascending order. They are without weights.
+        index: (B, L), int64: for each sample the rows of `vectors` in the order of its ids, then 0.
+        weights: (B, L): the weights of the ids, then 0; None if the ids have none.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"history": kv.Table(4, combiner="index")})
+        >>> history = kv.Ragged.from_lists([[7, 9, 7], [9]])
+        >>> rows = engine({"history": history})["history"]
+        >>> rows.vectors.shape, rows.index
+        (torch.Size([3, 4]), tensor([[1, 2, 1],
+                [2, 0, 0]]))
     """
 
     vectors: Tensor
@@ -42,16 +68,28 @@ class IndexedRows:
         return self.index > 0
 
     def lengths(self) -> Tensor:
-        """The number of ids of each sample, int64."""
+        """Count the ids of each sample.
+
+        Returns:
+            The counts, int64.
+        """
         return self.mask.sum(1)
 
     def to_sequence(self) -> Padded:
-        """Every vector, multiplied by its weight if there are any, as the combiner "sequence" gives them."""
+        """Return every vector in place, as the combiner "sequence" gives them, with weights applied.
+
+        Returns:
+            The padded vectors.
+        """
         values = embedding(self.index, self.vectors, padding_idx=0)
         return Padded(values if self.weights is None else values * self.weights.unsqueeze(2), self.mask)
 
     def to_ragged(self) -> Ragged:
-        """Every vector, as the combiner "ragged" gives them, but at most L of a sample."""
+        """Return every vector, as the combiner "ragged" gives them, but at most L of a sample.
+
+        Returns:
+            The vectors.
+        """
         mask = self.mask
         values = embedding(self.index[mask], self.vectors)
         if self.weights is not None:
@@ -59,7 +97,15 @@ class IndexedRows:
         return Ragged(values, pad(mask.sum(1).cumsum(0), (1, 0)))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> IndexedRows:
-        """A copy on the device, or the same tensors if they are on it already."""
+        """Move it to a device.
+
+        Args:
+            device: The device.
+            non_blocking: Whether to copy without waiting, from page-locked memory.
+
+        Returns:
+            A copy, or the same tensors if they are there already.
+        """
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         vectors, index = (each.to(device, non_blocking=non_blocking) for each in (self.vectors, self.index))
         return IndexedRows(vectors, index, weights)
@@ -93,11 +139,25 @@ class _NotComparable:
 
 
 class Ragged(_NotComparable):
-    """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`, with weights if given.
+    """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`.
 
-    `values` is (n,) or (n, d); `offsets` is int64 of rows + 1 entries, or None for exactly one value per row.
-    Construction checks types and shapes only; `validate()` also reads the offsets. A lookup checks the
-    offsets in native code as well, where that costs nothing.
+    Construction checks types and shapes only; `validate()` also reads the offsets.
+
+    Args:
+        values: The values of all rows, one after the other: (n,) or (n, d).
+        offsets: Where rows begin, int64, rows + 1 entries. None means exactly one value per row.
+        weights: A weight for each value, (n,).
+
+    Raises:
+        ValueError: A shape does not fit.
+        TypeError: The offsets are not int64, or the weights not floating point.
+
+    Example:
+        >>> ragged = kv.Ragged.from_lists([[1, 2], [], [3]])
+        >>> ragged.values, ragged.offsets
+        (tensor([1, 2, 3]), tensor([0, 2, 2, 3]))
+        >>> ragged.lengths()
+        tensor([2, 0, 1])
     """
 
     __slots__ = ("offsets", "values", "weights")
@@ -137,7 +197,19 @@ class Ragged(_NotComparable):
         weights: Sequence[Sequence[float]] | None = None,
         dtype: torch.dtype = torch.int64,
     ) -> Ragged:
-        """Build from one list per row, and optionally the weights in the same nesting."""
+        """Build it from one list per row.
+
+        Args:
+            lists: The values of each row.
+            weights: The weights of the values, in the same nesting.
+            dtype: The type of the values.
+
+        Returns:
+            The rows.
+
+        Raises:
+            ValueError: The weights are nested differently.
+        """
         lengths = [len(row) for row in lists]
         flat_weights = None
         if weights is not None:
@@ -164,13 +236,21 @@ class Ragged(_NotComparable):
         return int(self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1)
 
     def lengths(self) -> Tensor:
-        """The number of values in each row, int64."""
+        """Count the values of each row.
+
+        Returns:
+            The counts, int64.
+        """
         if self.offsets is None:
             return torch.ones(self.rows, dtype=torch.int64, device=self.values.device)
         return self.offsets.diff()
 
     def to_lists(self) -> list[list[Any]]:
-        """The values as one Python list per row."""
+        """Return the values as one Python list per row.
+
+        Returns:
+            The lists.
+        """
         flat = self.values.tolist()
         if self.offsets is None:
             return [[value] for value in flat]
@@ -178,7 +258,14 @@ class Ragged(_NotComparable):
         return [flat[start:end] for start, end in pairwise(bounds)]
 
     def validate(self) -> Ragged:
-        """Check everything, the offsets' contents included, and return self."""
+        """Check everything, including the contents of the offsets.
+
+        Returns:
+            The same object.
+
+        Raises:
+            ValueError: The offsets do not start at 0, decrease, or do not end at the number of values.
+        """
         checked = Ragged(self.values, self.offsets, self.weights)
         if checked.offsets is not None:
             first, last, n = int(checked.offsets[0]), int(checked.offsets[-1]), int(checked.values.shape[0])
@@ -194,7 +281,16 @@ class Ragged(_NotComparable):
         return self
 
     def equal(self, other: Ragged) -> bool:
-        """Whether both hold the same rows and weights; offsets None equals offsets 0, 1, 2, …."""
+        """Compare rows and weights.
+
+        No offsets equal the offsets 0, 1, 2, ….
+
+        Args:
+            other: What to compare with.
+
+        Returns:
+            Whether they are equal.
+        """
         if (self.weights is None) != (other.weights is None) or self.values.dtype != other.values.dtype:
             return False
         same_weights = (
@@ -207,15 +303,34 @@ class Ragged(_NotComparable):
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
-        """A copy on the device, or the same tensors if they are on it already."""
+        """Move it to a device.
+
+        Args:
+            device: The device.
+            non_blocking: Whether to copy without waiting, from page-locked memory.
+
+        Returns:
+            A copy, or the same tensors if they are there already.
+        """
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Ragged:
-        """A copy in page-locked memory, from which copies to a GPU can overlap with work."""
+        """Copy it to page-locked memory, from which copies to a GPU can overlap with work.
+
+        Returns:
+            The copy.
+        """
         return self.map(lambda tensor: tensor.pin_memory())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Ragged:
-        """The same rows, with each of the tensors changed."""
+        """Change each of its tensors.
+
+        Args:
+            change: A function of one tensor.
+
+        Returns:
+            The same rows with the changed tensors.
+        """
         offsets = None if self.offsets is None else change(self.offsets)
         weights = None if self.weights is None else change(self.weights)
         return type(self)(change(self.values), offsets, weights)
@@ -225,6 +340,9 @@ class Ragged(_NotComparable):
         shape = tuple(self.values.shape)
         kind = type(self).__name__
         return f"{kind}(rows={self.rows}, values={self.values.dtype}{list(shape)}{weighted})"
+
+    def _repr_html_(self) -> str:
+        return _samples_table(self)
 
 
 class OptionalRagged(Ragged):
@@ -313,6 +431,9 @@ class NestedRagged(_NotComparable):
         lists = int(self.inner.shape[0]) - 1
         return f"{type(self).__name__}(rows={self.rows}, lists={lists}, values={self.values.dtype})"
 
+    def _repr_html_(self) -> str:
+        return _samples_table(self)
+
 
 class OptionalText(NestedRagged):
     """One string per sample, or none where it is missing: what a column of strings with nulls becomes.
@@ -355,7 +476,24 @@ Entry: TypeAlias = Ragged | NestedRagged | Tensor
 
 
 class Batch(Mapping[str, Entry]):
-    """Named features of the same samples, e.g. `Batch({"user": ids, "history": Ragged(...)})`."""
+    """Named features of the same samples: a mapping of names to tensors, `Ragged`s and the like.
+
+    Args:
+        entries: The features by name, each with one row per sample.
+
+    Raises:
+        ValueError: Features have different numbers of rows.
+
+    Example:
+        >>> batch = kv.Batch(
+        ...     {
+        ...         "user": torch.tensor([7, 8]),
+        ...         "history": kv.Ragged.from_lists([[1, 2], [3]]),
+        ...     }
+        ... )
+        >>> batch.samples, list(batch)
+        (2, ['user', 'history'])
+    """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
@@ -373,7 +511,15 @@ class Batch(Mapping[str, Entry]):
 
     @classmethod
     def trusted(cls, entries: dict[str, Entry], samples: int) -> Self:
-        """A batch of entries that are known to have `samples` rows each: nothing is copied or checked."""
+        """Make a batch of entries that are known to fit: nothing is copied or checked.
+
+        Args:
+            entries: The features by name.
+            samples: The number of rows that each of them has.
+
+        Returns:
+            The batch.
+        """
         batch = cls.__new__(cls)
         batch._entries = entries
         batch._samples = samples
@@ -381,19 +527,38 @@ class Batch(Mapping[str, Entry]):
 
     @property
     def samples(self) -> int:
-        """The number of samples: every entry has a row for each; 0 for a batch without entries."""
+        """The number of samples; 0 for a batch without entries."""
         return self._samples
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch with every entry on the device."""
+        """Move every entry to a device.
+
+        Args:
+            device: The device.
+            non_blocking: Whether to copy without waiting, from page-locked memory.
+
+        Returns:
+            The batch there.
+        """
         return Batch({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
 
     def pin_memory(self) -> Batch:
-        """The batch with every entry in page-locked memory."""
+        """Copy every entry to page-locked memory.
+
+        Returns:
+            The copy.
+        """
         return Batch({name: entry.pin_memory() for name, entry in self.items()})
 
     def with_entries(self, entries: Mapping[str, Any]) -> Batch:
-        """A batch of these entries, made from this one: what else a batch has stays as it is."""
+        """Replace the entries, and keep what else the batch has, such as its `meta`.
+
+        Args:
+            entries: The new features by name.
+
+        Returns:
+            The new batch.
+        """
         return Batch(entries)
 
     def __getitem__(self, name: str) -> Entry:
@@ -407,6 +572,65 @@ class Batch(Mapping[str, Entry]):
 
     def __repr__(self) -> str:
         return f"Batch(samples={self.samples}, {', '.join(self._entries)})"
+
+    def _repr_html_(self) -> str:
+        def row(item: tuple[str, Entry]) -> list[str]:
+            name, entry = item
+            return [name, _kind_of(entry), ", ".join(_first_samples(entry, _FEW))]
+
+        head = ("feature", "type", "first samples")
+        return html_table(f"Batch of {self.samples:,} samples", head, self.items(), row)
+
+
+_FEW = 4  # samples, and values of a sample, that are shown
+
+
+def _samples_table(entry: Ragged | NestedRagged) -> str:
+    """The first samples, a row each."""
+    first = _first_samples(entry, 2 * _FEW)
+    return html_table(repr(entry), ("sample", "values"), list(enumerate(first)))
+
+
+def _kind_of(entry: Entry | IdsReference) -> str:
+    if isinstance(entry, IdsReference):
+        return "on an embedding worker"
+    values = entry if isinstance(entry, Tensor) else entry.values
+    dtype = str(values.dtype).removeprefix("torch.")
+    where = "" if values.device.type == "cpu" else f", {values.device}"
+    if isinstance(entry, Tensor):
+        return f"{dtype} {list(entry.shape)}{where}"
+    return f"{type(entry).__name__} {dtype}{where}"
+
+
+def _first_samples(entry: Entry | IdsReference, count: int) -> list[str]:
+    """The first samples as text, and "…" for the others."""
+    if isinstance(entry, IdsReference):
+        return []
+    rows = _rows_of("", entry)
+    first = [_sample_text(entry, index) for index in range(min(count, rows))]
+    return first + ["…"] * (rows > count)
+
+
+def _sample_text(entry: Entry, index: int) -> str:
+    if isinstance(entry, Tensor):
+        return _values_text(entry[index])
+    if isinstance(entry, NestedRagged):
+        start, end = entry.outer[index : index + 2].tolist()
+        lists = [_sample_text(entry.lists(), each) for each in range(start, min(end, start + _FEW))]
+        return f"[{', '.join(lists + ['…'] * (end - start > _FEW))}]"
+    start, end = (index, index + 1) if entry.offsets is None else entry.offsets[index : index + 2].tolist()
+    values = entry.values[start:end]
+    if values.dtype == torch.uint8 and values.dim() == 1:  # text
+        return repr(bytes(values[: 10 * _FEW].tolist()).decode(errors="replace"))
+    return _values_text(values)
+
+
+def _values_text(values: Tensor) -> str:
+    flat = [
+        f"{value:.4g}" if isinstance(value, float) else str(value)
+        for value in values.flatten()[:_FEW].tolist()
+    ]
+    return f"[{', '.join(flat + ['…'] * (values.numel() > _FEW))}]" if values.dim() else flat[0]
 
 
 def _rows_of(name: str, entry: Entry | IdsReference) -> int:

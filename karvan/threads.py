@@ -45,16 +45,36 @@ def map_on_threads(work: Callable[[Item], Result], items: Iterable[Item], most: 
 
 
 def set_num_threads(count: int) -> None:
-    """Use `count` threads for lookups and updates; results do not depend on it.
+    """Set how many threads lookups and updates use.
+
+    Results do not depend on it.
 
     The default is the number of cores this process may run on. Processes on one machine should divide its
     cores among them.
+
+    Args:
+        count: The number of threads.
+
+    Example:
+        >>> before = kv.get_num_threads()
+        >>> kv.set_num_threads(1)
+        >>> kv.get_num_threads()
+        1
+        >>> kv.set_num_threads(before)
     """
     _native.set_thread_count(count)
 
 
 def get_num_threads() -> int:
-    """The number of threads that lookups and updates use."""
+    """Return how many threads lookups and updates use.
+
+    Returns:
+        The number of threads.
+
+    Example:
+        >>> kv.get_num_threads() >= 1
+        True
+    """
     return _native.thread_count()
 
 

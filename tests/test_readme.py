@@ -29,6 +29,8 @@ from pydantic import ValidationError
 import karvan as kv
 from karvan.cli.config.schema import Config
 from karvan.cli.main import app
+from karvan.distributed.settings import KINDS
+from karvan.launch.engines.choice import ENGINES
 from karvan.launch.job_spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +38,10 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 # Their blocks run in tests/test_walkthroughs.py.
 WALKTHROUGHS = {page for page in PAGES if page.startswith(("docs/start/", "docs/tutorials/"))}
 PROGRAMS = {
+    "conda",
+    "docker",
     "export",
+    "head",
     "make",
     "nft",
     "ray",
@@ -44,11 +49,14 @@ PROGRAMS = {
     "persia-launcher",
     "pip",
     "printf",
-    "python",
+    "python3?",
+    "source",
     "torchrun",
     "umask",
     "karvan",
     "[A-Z_]+=",
+    # What every Linux has.
+    *("cat", "cut", "echo", "for", "head", "kill", "mkdir", "sed", "tail", "timeout", "wc"),
 }
 EXTENDING = [f"docs/extending/{page}.md" for page in ("reader", "optimizer", "store")]
 _COMMAND = typer.main.get_command(app)
@@ -67,7 +75,8 @@ def _runs(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _runs(page) and page not in WALKTHROUGHS])
-def test_the_python_blocks_of_the_page_run(page):
+def test_the_python_blocks_of_the_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # pages write files
     names = {"__name__": "__main__"}
     every = blocks((ROOT / page).read_text())
     for block, after in zip(every, [*every[1:], None], strict=True):
@@ -231,6 +240,21 @@ def test_what_people_copy_fits_in_80_columns_and_asserts_nothing(page):
             assert block.language != "python" or not line.lstrip().startswith("assert "), f"{page}:{number}"
 
 
+def test_the_readme_says_what_exists_and_what_does_not():
+    """The table of what works where has every place for rows, and every engine."""
+    text = (ROOT / "README.md").read_text().partition("## What works where")[2].partition("\n## ")[0]
+    table = "".join(line for line in text.splitlines(True) if line.startswith("|"))
+    assert set(re.findall(r'kv\.connect\("(\w+)"\)', table)) == {*KINDS} - {"memory"}
+    assert set(re.findall(r"--engine (\w+)", table)) == {*ENGINES}
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+    lacking = {
+        "a server for predictions": "serve" not in _COMMAND.commands,
+        "a store on disks": "disk" not in KINDS,
+    }
+    for what, is_lacking in lacking.items():
+        assert (f"no {what.removeprefix('a ')}" in text) == is_lacking, what
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", *EXTENDING])
 def test_the_page_has_python_blocks(page):
     assert [block for block in _of(page, "python") if not block.rest]
@@ -249,6 +273,7 @@ def test_the_files_that_a_page_names_exist(page):
     named = re.findall(rf"`({folders}/[\w/]+(?:/|\.\w+))[`:]", (ROOT / page).read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
     alone = {*re.findall(r"`(\w+\.(?:py|cpp|h|toml))`", (ROOT / page).read_text())} - {"FILE.py"}
+    alone -= {*re.findall(r'^```python title="(\w+\.py)"$', (ROOT / page).read_text(), re.MULTILINE)}
     parts = [ROOT / part for part in ("karvan", "csrc", "tests", "tools", "benchmarks", "examples")]
     known = {path.name for path in (*ROOT.glob("*.*"), *(p for part in parts for p in part.rglob("*.*")))}
     assert sorted(alone - known) == []

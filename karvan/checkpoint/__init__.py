@@ -1,10 +1,11 @@
 """Checkpoints: a run's state, tables and dense, in a folder that appears complete or not at all.
 
-`Checkpoints` manages those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and
-`find` the newest of a run; `warm_start` loads parts of one into another model; `import_recis` and
-`import_persia` make one of another system's; `summary`, `row` and `verify` inspect one. `state` is any tree
-of dicts (with keys of str or int), lists, tuples, text, numbers, None and tensors, such as a `state_dict()`;
-the model's tables are saved in addition to it.
+`Checkpoints` manages those of a run; a Trainer has one. `save` and `start` write a single one; `Checkpoint`
+opens one, and `find` the newest of a run. `warm_start` loads parts of one into another model. `import_recis`
+and `import_persia` convert those of another system. `summary`, `row` and `verify` inspect one.
+
+The `state` of a checkpoint is any tree of dicts (with keys of str or int), lists, tuples, text, numbers, None
+and tensors, such as a `state_dict()`. The model's tables are saved in addition to it.
 """
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
@@ -22,31 +23,31 @@ from karvan.checkpoint.warm_start import WarmStart, warm_start
 from karvan.public_names import publish
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointError",
     "Checkpoints",
-    "Damage",
-    "DamagedCheckpointError",
-    "HotKey",
-    "ImportReport",
-    "KeyRow",
-    "Pending",
-    "Summary",
-    "Survey",
-    "TableSummary",
-    "WarmStart",
+    "Checkpoint",
     "find",
-    "import_persia",
-    "import_recis",
-    "is_imported",
-    "resume_at",
-    "row",
     "save",
     "start",
-    "summary",
-    "survey",
-    "verify",
+    "Pending",
+    "resume_at",
     "warm_start",
+    "WarmStart",
+    "summary",
+    "Summary",
+    "TableSummary",
+    "HotKey",
+    "row",
+    "KeyRow",
+    "verify",
+    "Damage",
+    "survey",
+    "Survey",
+    "import_persia",
+    "import_recis",
+    "ImportReport",
+    "is_imported",
+    "CheckpointError",
+    "DamagedCheckpointError",
 ]
 
 publish("karvan.checkpoint")

@@ -34,7 +34,20 @@ ORIGIN = "origin"  # in the state of a checkpoint of another system: the system,
 
 
 class Damage(NamedTuple):
-    """A file that is not as its checkpoint's manifest says."""
+    """A file that is not as its checkpoint's manifest says.
+
+    Attributes:
+        path: The file.
+        problem: What is wrong.
+        unread: Whether the system did not let us read it: it may be intact.
+        temporary: Whether it could not be read because of an outage.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> checkpoint = kv.checkpoint.save("one", {}, engine)
+        >>> checkpoint.verify()
+        []
+    """
 
     path: Path
     problem: str
@@ -46,13 +59,29 @@ _NO_STATE = (KeyError, ValueError, TypeError, RecursionError)  # what `decode` r
 
 
 class Checkpoint:
-    """One checkpoint; its manifest is read and checked when it is opened, its files when they are needed.
+    """One checkpoint, opened to read or load it.
 
-    A delta has what changed since the previous checkpoint. It is loaded, checked and inspected together with
-    all it builds on, so that it behaves like a full one.
+    Its manifest is read and checked at once, its files when they are needed. A delta is loaded, checked and
+    inspected together with all it builds on, so that it behaves like a full one. In a job of several ranks
+    all of them call `require_intact` and `load`; each may call the rest by itself.
 
-    In a job of several ranks all of them call `require_intact` and `load`; each may call the rest by itself.
-    manifest: given if it has been read already.
+    Args:
+        path: The checkpoint's folder, or a URL.
+        manifest: Its manifest, if it has been read already.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+        DamagedCheckpointError: The manifest is damaged.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> saved = kv.checkpoint.save("two", {"epoch": 3}, engine, step=100)
+        >>> checkpoint = kv.checkpoint.Checkpoint("two")
+        >>> checkpoint.step, checkpoint.kind, checkpoint.state()
+        (100, 'full', {'epoch': 3})
+        >>> sum(len(rows.keys) for rows in checkpoint.parts("user"))
+        2
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
@@ -62,7 +91,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """full or delta."""
+        """The kind: "full" or "delta"."""
         return self.manifest.kind
 
     @cached_property
@@ -99,9 +128,13 @@ class Checkpoint:
         return chain
 
     def verify(self, checked: Callable[[Path, int], None] | None = None) -> list[Damage]:
-        """Read every file, and those of the checkpoints it builds on; returns the damaged ones.
+        """Read every file, and those of the checkpoints it builds on.
 
-        checked: called with each file and its number of bytes, once it has been read.
+        Args:
+            checked: Called with each file and its number of bytes, once it has been read.
+
+        Returns:
+            The damaged files.
         """
         return self._verify([(one, file) for one in self.chain for file in one.manifest.files], checked)
 
@@ -133,7 +166,13 @@ class Checkpoint:
         ]
 
     def require_intact(self) -> None:
-        """Raise if any file is damaged. Ranks divide the files among them and raise the same error."""
+        """Raise if any file is damaged.
+
+        Ranks divide the files among them and raise the same error.
+
+        Raises:
+            DamagedCheckpointError: A file is missing or changed.
+        """
         channel = distributed.current().here
 
         def check() -> None:
@@ -167,7 +206,14 @@ class Checkpoint:
                     yield one, table, part
 
     def state(self) -> dict[str, Any]:
-        """The tree of state; its tensors do not share memory with anything."""
+        """Read the tree of state.
+
+        Returns:
+            The state. Its tensors do not share memory with anything.
+
+        Raises:
+            DamagedCheckpointError: It is damaged.
+        """
         path = self.path / self.manifest.dense.name
         arrays = read_arrays(self.path, self.manifest.dense)
         tensors: dict[str, Tensor] = {name: as_tensor(array) for name, array in arrays.items()}
@@ -177,24 +223,48 @@ class Checkpoint:
             raise DamagedCheckpointError.mismatch(path, "all tensors of the state", f"'{error}'") from error
 
     def parts(self, table: str, share: Range = WHOLE) -> Iterator[Rows]:
-        """All rows of a table, one range of key hashes after the other, in the order of hashes.
+        """Read all rows of a table, one range of key hashes after the other.
 
-        share: only rows with hashes in this range; only the files that have some are read.
+        Args:
+            table: The name of the table.
+            share: Only rows with hashes in this range; only the files that have some are read.
+
+        Returns:
+            An iterator of rows.
+
+        Raises:
+            CheckpointError: There is no such table.
         """
         return self._reader(table).parts(share)
 
     def row(self, table: str, key: int) -> Rows | None:
-        """The row of one key; None if it has none."""
+        """Read the row of one key.
+
+        Args:
+            table: The name of the table.
+            key: The key.
+
+        Returns:
+            The row; None if it has none.
+        """
         return self._reader(table).row(key)
 
     def load(self, model: Model) -> dict[str, Any]:
         """Replace the rows of the model's tables, and return the state.
 
         Everything is checked first: if anything is damaged or does not fit, the tables do not change.
-        Optimizer state is loaded for tables that have an optimizer, which must be of the same kind. The
-        caller loads the state: `model.load_state_dict(state["model"])` and so on.
+        Optimizer state is loaded for tables with an optimizer of the same kind. The caller loads the state:
+        `model.load_state_dict(state["model"])` and so on. Ranks that train together all call it.
 
-        Ranks that train together all call it; each reads the files that have some of its rows.
+        Args:
+            model: The model.
+
+        Returns:
+            The state.
+
+        Raises:
+            DamagedCheckpointError: A file is damaged.
+            CheckpointError: The checkpoint does not fit the model.
         """
         channel = distributed.current().here
         handles = tables_of(model)
@@ -238,7 +308,14 @@ class Checkpoint:
         return str(tree[ORIGIN]["system"]) if isinstance(tree, dict) and ORIGIN in tree else None
 
     def load_transforms(self, *transforms: Transform) -> None:
-        """Load the statistics that were saved under their names into transforms, such as FeatureEngines."""
+        """Load the statistics that were saved under their names into transforms, such as FeatureEngines.
+
+        Args:
+            *transforms: The transforms.
+
+        Raises:
+            CheckpointError: The checkpoint has no statistics of that name.
+        """
         load_transforms(self.path, self.state(), *transforms)
 
     def _extra(self, name: str, handle: TableHandle) -> Extra:

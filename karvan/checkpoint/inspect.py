@@ -24,7 +24,17 @@ from karvan.store import Rows
 
 @dataclass(frozen=True)
 class HotKey:
-    """A key, how often it was used, and the step of its last use."""
+    """A key that was used often.
+
+    Attributes:
+        key: The key.
+        count: How often it was used.
+        last_step: The step of its last use.
+
+    Example:
+        >>> kv.checkpoint.HotKey(key=7, count=120, last_step=999)
+        HotKey(key=7, count=120, last_step=999)
+    """
 
     key: int
     count: int
@@ -33,7 +43,28 @@ class HotKey:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A table of a checkpoint; of a delta, together with all it builds on."""
+    """A table of a checkpoint; of a delta, together with all it builds on.
+
+    Attributes:
+        name: The name of the table.
+        rows: How many rows it has.
+        dim: The number of elements of a vector.
+        dtype: The type of vectors.
+        optimizer: The kind of optimizer state; None without any.
+        state: How many floats of optimizer state a row has.
+        bytes: The bytes of the rows.
+        mean_norm: The mean L2 norm of vectors; 0 without rows.
+        max_norm: The largest L2 norm.
+        hottest: The keys that were used most, most first.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> saved = kv.checkpoint.save("three", {}, engine)
+        >>> (table,) = kv.checkpoint.summary("three").tables
+        >>> table.name, table.rows, table.dim
+        ('user', 2, 4)
+    """
 
     name: str
     rows: int
@@ -49,7 +80,28 @@ class TableSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A checkpoint in numbers."""
+    """A checkpoint in numbers, as `karvan inspect` shows it.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step.
+        kind: "full" or "delta".
+        created: When it was written.
+        karvan: The version that has written it.
+        metrics: The metrics it was saved with.
+        bytes: The bytes of all files, including those of the checkpoints it builds on.
+        builds_on: The steps of the checkpoints that a delta needs.
+        dense_tensors: How many dense tensors it has.
+        dense_bytes: Their bytes.
+        tables: Its tables.
+        not_whole: Other folders of the run: damaged, incomplete, abandoned.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.checkpoint.save("four", {}, engine, step=7)
+        >>> kv.checkpoint.summary("four").step
+        7
+    """
 
     path: Path
     step: int
@@ -67,7 +119,23 @@ class Summary:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """The row of one key."""
+    """The row of one key.
+
+    Attributes:
+        table: The name of the table.
+        key: The key.
+        vector: The vector.
+        state: The optimizer state.
+        count: How often the key was used.
+        last_step: The step of its last use.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> saved = kv.checkpoint.save("five", {}, engine)
+        >>> kv.checkpoint.row("five", "user", 7).count
+        1
+    """
 
     table: str
     key: int
@@ -78,9 +146,26 @@ class KeyRow:
 
 
 def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
-    """The contents of a checkpoint, or of a run's newest one that looks intact. Reads all rows.
+    """Read the contents of a checkpoint, or of a run's newest one that looks intact.
 
-    The files are checked as they are read.
+    All rows are read, and files are checked as they are read.
+
+    Args:
+        path: The checkpoint, or the run's folder.
+        hottest: How many of the most used keys of each table are listed.
+
+    Returns:
+        The checkpoint in numbers.
+
+    Raises:
+        DamagedCheckpointError: No checkpoint is intact.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> saved = kv.checkpoint.save("six", {}, engine)
+        >>> [table.rows for table in kv.checkpoint.summary("six").tables]
+        [2]
     """
     folder = local_path(path)
     others = [] if has_file(folder / NAME) else survey(folder)
@@ -141,9 +226,28 @@ def _hottest(part: Rows, before: list[HotKey], count: int) -> list[HotKey]:
 
 
 def row(path: str | os.PathLike[str], table: str, key: int) -> KeyRow | None:
-    """The row of one key, found by its hash in one part of the table; None if it has none.
+    """Read the row of one key.
 
-    The key may be given signed or unsigned.
+    Only one part of the table is read.
+
+    Args:
+        path: The checkpoint, or a run's folder for its newest one.
+        table: The name of the table.
+        key: The key, signed or unsigned.
+
+    Returns:
+        The row; None if the key has none.
+
+    Raises:
+        ValueError: The key has more than 64 bits.
+        CheckpointError: There is no such table.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> saved = kv.checkpoint.save("seven", {}, engine)
+        >>> kv.checkpoint.row("seven", "user", 7).vector.shape
+        (4,)
     """
     if not -(2**63) <= key < 2**64:
         raise ValueError(f"Expected a key of 64 bits, got {key}.")
@@ -158,9 +262,20 @@ def row(path: str | os.PathLike[str], table: str, key: int) -> KeyRow | None:
 def verify(
     path: str | os.PathLike[str], *, checked: Callable[[Path, int], None] | None = None
 ) -> list[Damage]:
-    """Check every file of a checkpoint, or of all of a run's; returns the damaged ones.
+    """Check every file of a checkpoint, or of all of a run's.
 
-    checked: called with each file and its number of bytes, once it has been read.
+    Args:
+        path: The checkpoint, or the run's folder.
+        checked: Called with each file and its number of bytes, once it has been read.
+
+    Returns:
+        The damaged files.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.checkpoint.save("eight", {}, engine)
+        >>> kv.checkpoint.verify("eight")
+        []
     """
     folder = local_path(path)
     folders = [folder] if has_file(folder / NAME) else _step_folders(folder) or [find_alone(folder).path]

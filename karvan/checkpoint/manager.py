@@ -39,17 +39,34 @@ HISTORY = "history.jsonl"  # a Trainer writes it beside its checkpoints
 class Checkpoints:
     """A folder of checkpoints: `step-000000001000`, ….
 
-    keep_last: how many to keep, the newest; None keeps all.
-    keep_best: a metric's name and "max" or "min"; the best checkpoint by it is kept as well.
-    full_every: n means one full checkpoint, then n - 1 deltas with what changed since the previous one, then
-    again a full one. What a kept delta builds on is kept. The first save of a `Checkpoints` is a full one.
-    part_bytes: how large the files of a table may become.
-    writers: how many threads of each process write files, ranks and parameter servers alike. More of them are
-    faster where the storage takes long for a file, and hold more rows in memory meanwhile, `part_bytes` each.
-
     Several processes may read the folder while one writes to it. The ranks of a job write together: all
-    create a `Checkpoints` and call the same methods, each with the rows it owns, on storage that all of them
-    share.
+    create a `Checkpoints` and call the same methods, each with its rows, on storage that all of them share.
+    Older checkpoints are removed when a new one is complete.
+
+    Args:
+        folder: The folder, or a URL. It is created by the first save.
+        keep_last: How many to keep, the newest; None keeps all.
+        keep_best: A metric's name and "max" or "min". The best checkpoint by it is kept as well.
+        full_every: Every so many checkpoints, one is full; the others have what changed since the one before.
+            The first save of a `Checkpoints` is full. The checkpoints that a kept one builds on are kept,
+            too.
+        part_bytes: How large the files of a table may become.
+        writers: How many threads of each process write files. More are faster where the storage takes long
+            for a file, and hold `part_bytes` of memory each.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> checkpoints = kv.Checkpoints("run", keep_last=2)
+        >>> saved = checkpoints.save(1, {"lr": 0.1}, engine, block=True)
+        >>> checkpoints.latest().step
+        1
+        >>> checkpoint, state = checkpoints.resume(engine)
+        >>> state
+        {'lr': 0.1}
     """
 
     def __init__(
@@ -100,11 +117,28 @@ class Checkpoints:
         block: bool = False,
         report: Report | None = None,
     ) -> Pending:
-        """Save the state and the model's tables as they are now; training may continue while it is written.
+        """Save a state and the model's tables as they are now.
 
-        Waits for a save in flight first; if that failed, and its error has not been raised yet, the error is
-        raised here. block: return when the checkpoint is complete. report: called with the step and the error
-        as soon as writing has failed, on rank 0 and on any thread; by default the error is logged.
+        Training may continue while they are written.
+
+        It waits for a save in flight first. If that has failed, and the error was not raised yet, it is
+        raised here.
+
+        Args:
+            step: The step, which names the checkpoint.
+            state: A tree of dicts, lists, numbers, strings and tensors.
+            model: The model; its tables are saved.
+            metrics: Numbers of this step, for `keep_best`.
+            block: Whether to return when the checkpoint is complete.
+            report: Called with the step and the error as soon as writing has failed, on rank 0 and on any
+                thread. By default the error is logged.
+
+        Returns:
+            The save, which can be waited for.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or ranks save different steps.
+            ValueError: The step is negative.
         """
         if step < 0:
             raise ValueError(f"Expected a step of at least 0, got {step}.")
@@ -177,9 +211,12 @@ class Checkpoints:
         )
 
     def require_writable(self) -> None:
-        """Raise a CheckpointError if nothing can be saved into the folder, which is created if necessary.
+        """Check that the folder can be written, and create it if necessary.
 
-        Ranks that train together all call it; if one of them, or a parameter server, cannot write, all raise.
+        All ranks call it together.
+
+        Raises:
+            CheckpointError: A rank or a parameter server cannot write there.
         """
         connection = distributed.current()
 
@@ -194,40 +231,83 @@ class Checkpoints:
         together(connection.here, self.folder, try_all)
 
     def wait(self) -> None:
-        """Wait for the save in flight; raises its error, unless that was raised before."""
+        """Wait for the save in flight.
+
+        Raises:
+            CheckpointError: The save has failed, and the error was not raised before.
+        """
         if self._pending is not None:
             self._pending.settle()
 
     def list(self) -> list[Checkpoint]:
-        """All checkpoints whose manifests can be read, oldest first."""
+        """List the checkpoints with readable manifests, oldest first.
+
+        Returns:
+            The checkpoints.
+        """
         return all_chosen(self.folder, lambda: readable(self.folder))
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint; None if there is none. One whose manifest is damaged is an error."""
+        """Return the newest checkpoint.
+
+        Returns:
+            The checkpoint; None if there is none.
+
+        Raises:
+            CheckpointError: Its manifest is damaged.
+        """
         return one_chosen(self.folder, lambda: newest(self.folder))
 
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint, intact or damaged; None if there is none."""
+        """Return the step of the newest checkpoint, intact or damaged.
+
+        Returns:
+            The step; None if there is no checkpoint.
+        """
         return newest_step(self.folder)
 
     def resume(self, model: Model, name: str | None = None) -> tuple[Checkpoint, dict[str, Any]] | None:
-        """Load the newest intact checkpoint, or the one of a name; returns it and its state, or None.
+        """Load the newest intact checkpoint.
 
-        Damaged ones are reported by a warning, and renamed to damaged-step-…. If all are damaged, that is an
-        error, and nothing is renamed. With a name, such as "step-000000001000", only that one is loaded, and
-        those of later steps are renamed to abandoned-step-….
+        Damaged ones are renamed to damaged-step-…, with a warning. If all are damaged, nothing is renamed.
+
+        Args:
+            model: The model; its tables get the rows.
+            name: A checkpoint, such as "step-000000001000". Only this one is loaded, and those of later steps
+                are renamed to abandoned-step-….
+
+        Returns:
+            The checkpoint and its state; None if there is none.
+
+        Raises:
+            CheckpointError: All checkpoints are damaged, or none fits the model.
         """
         return self.resume_with(lambda checkpoint: checkpoint.load(model), name)
 
     def resume_with(
         self, load: Callable[[Checkpoint], T], name: str | None = None
     ) -> tuple[Checkpoint, T] | None:
-        """As `resume`, with a function that loads; it is called again for an older checkpoint if it raises a
-        DamagedCheckpointError."""
+        """Load the newest intact checkpoint by a function of your own, as `resume` does.
+
+        Args:
+            load: A function that loads a checkpoint. It is called for an older one if it raises a
+                DamagedCheckpointError.
+            name: As of `resume`.
+
+        Returns:
+            The checkpoint, and what the function returned; None if there is none.
+        """
         return resume(self.folder, load, name)
 
     def best(self) -> Checkpoint | None:
-        """The best checkpoint by `keep_best`, the newest of equal ones; None if none has the metric."""
+        """Return the best checkpoint by `keep_best`, the newest of equal ones.
+
+        Returns:
+            The checkpoint; None if none has the metric.
+
+        Raises:
+            ValueError: There is no `keep_best`.
+        """
         if self.keep_best is None:
             raise ValueError('Checkpoints was created without keep_best: expected ("auc", "max"), got None.')
         metric, mode = self.keep_best

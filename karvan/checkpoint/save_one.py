@@ -30,7 +30,31 @@ def start(
     part_bytes: int = PART_BYTES,
     writers: int = WRITERS,
 ) -> Pending:
-    """Start to save a full checkpoint, written while training continues. All ranks of a job call it."""
+    """Start to save a full checkpoint, and write it while training continues.
+
+    All ranks of a job call it.
+
+    Args:
+        path: The checkpoint's folder, or a URL. A checkpoint that is there already is replaced.
+        state: A tree of dicts, lists, numbers, strings and tensors.
+        model: The model; its tables are saved.
+        step: The step of the checkpoint.
+        metrics: Numbers of this step.
+        part_bytes: How large the files of a table may become.
+        writers: How many threads write files.
+
+    Returns:
+        The save, which can be waited for.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> pending = kv.checkpoint.start("twelve", {}, engine, step=3)
+        >>> pending.wait().step
+        3
+    """
     check_writers("A save", writers)
     target = Path(os.path.abspath(local_path(path)))
     channel = distributed.current().here
@@ -55,7 +79,30 @@ def save(
     part_bytes: int = PART_BYTES,
     writers: int = WRITERS,
 ) -> Checkpoint:
-    """Save a full checkpoint and wait until it is complete."""
+    """Save a full checkpoint and wait until it is complete.
+
+    All ranks of a job call it.
+
+    Args:
+        path: The checkpoint's folder, or a URL. A checkpoint that is there already is replaced.
+        state: A tree of dicts, lists, numbers, strings and tensors.
+        model: The model; its tables are saved.
+        step: The step of the checkpoint.
+        metrics: Numbers of this step.
+        part_bytes: How large the files of a table may become.
+        writers: How many threads write files.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> kv.checkpoint.save("thirteen", {"lr": 0.1}, engine).state()
+        {'lr': 0.1}
+    """
     return start(
         path, state, model, step=step, metrics=metrics, part_bytes=part_bytes, writers=writers
     ).wait()
@@ -64,7 +111,29 @@ def save(
 def resume_at(
     path: str | os.PathLike[str] | Checkpoint, load: Callable[[Checkpoint], T]
 ) -> tuple[Checkpoint, T]:
-    """A checkpoint, or the newest intact one of a run's folder, and the result of `load`; a collective."""
+    """Load a checkpoint, or the newest intact one of a run's folder, by a function.
+
+    All ranks call it.
+
+    Args:
+        path: The checkpoint, or the run's folder.
+        load: A function that loads a checkpoint.
+
+    Returns:
+        The checkpoint, and what the function returned.
+
+    Raises:
+        CheckpointError: There is no intact checkpoint.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.checkpoint.save("fourteen", {"lr": 0.1}, engine)
+        >>> checkpoint, state = kv.checkpoint.resume_at(
+        ...     "fourteen", lambda checkpoint: checkpoint.load(engine)
+        ... )
+        >>> state
+        {'lr': 0.1}
+    """
     if isinstance(path, Checkpoint):
         return path, load(path)
     folder = local_path(path)
@@ -77,6 +146,24 @@ def resume_at(
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at a path, or the newest one of a run's folder; a collective with the same result."""
+    """Open the checkpoint at a path, or the newest one of a run's folder.
+
+    All ranks call it.
+
+    Args:
+        path: The checkpoint, or the run's folder.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: There is none.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.Checkpoints("fifteen").save(5, {}, engine, block=True)
+        >>> kv.checkpoint.find("fifteen").step
+        5
+    """
     folder = local_path(path)
     return chosen(folder, lambda: find_alone(folder))

@@ -56,7 +56,20 @@ def best_of(among: list[Checkpoint], metric: str, mode: str) -> Checkpoint | Non
 
 
 def is_imported(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a checkpoint that was imported from another system."""
+    """Check whether a folder is a checkpoint that was imported from another system.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        Whether it is.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.checkpoint.save("eleven", {}, engine)
+        >>> kv.checkpoint.is_imported("eleven")
+        False
+    """
     folder = local_path(path)
     return is_checkpoint(folder) and Checkpoint(folder).origin is not None
 

@@ -37,7 +37,20 @@ _reported: set[Path] = set()
 
 @dataclass(frozen=True)
 class Survey:
-    """A folder of a run, as its name and manifest describe it."""
+    """A folder of a run, as its name and manifest describe it.
+
+    Attributes:
+        path: The folder.
+        step: The step that its name says.
+        condition: "whole" (according to its manifest), "damaged", "incomplete" or "abandoned".
+        problem: What is wrong.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.Checkpoints("nine").save(5, {}, engine, block=True)
+        >>> [(each.step, each.condition) for each in kv.checkpoint.survey("nine")]
+        [(5, 'whole')]
+    """
 
     path: Path
     step: int
@@ -89,9 +102,21 @@ def saved_folders(folder: Path) -> list[Path]:
 
 
 def survey(path: str | os.PathLike[str]) -> list[Survey]:
-    """All checkpoints of a run's folder, oldest first, then those that were set aside.
+    """List all checkpoints of a run's folder, oldest first, then those that were set aside.
 
-    Reads manifests and the sizes of files; `verify` reads all of the files.
+    It reads manifests and the sizes of files; `verify` reads all of the files.
+
+    Args:
+        path: The run's folder.
+
+    Returns:
+        The folders.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> saved = kv.Checkpoints("ten").save(5, {}, engine, block=True)
+        >>> [each.step for each in kv.checkpoint.survey("ten")]
+        [5]
     """
     folder = local_path(path)
     found = [_look(path) for path in step_folders(folder)]

@@ -31,12 +31,29 @@ Patterns: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What was loaded (the model's names → the checkpoint's) and what was not (its names → why).
+    """What a warm start has loaded, and what not.
 
-    new_tables and new_dense: parts of the model that keep their initial values, because nothing was loaded.
-    statistics: the names of the data's transforms for which the checkpoint has statistics, each with the
-    reason why they were not loaded, or with an empty text if they were.
-    `str(report)` is a readable table.
+    `print` shows it as a table.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step.
+        tables: The tables that were loaded: the model's names, and the checkpoint's.
+        rows: How many rows each of them got, by the model's names.
+        dense: The dense tensors that were loaded: the model's names, and the checkpoint's.
+        left_tables: The checkpoint's tables that were not loaded, and why.
+        left_dense: The checkpoint's tensors that were not loaded, and why.
+        new_tables: The model's tables that keep their initial rows.
+        new_dense: The model's tensors that keep their initial values.
+        statistics: The transforms that the checkpoint has statistics for, and why they were not loaded; an
+            empty text if they were.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> saved = kv.checkpoint.save("sixteen", {"model": model.state_dict()}, model)
+        >>> report = kv.checkpoint.warm_start(model, "sixteen")
+        >>> sorted(report.tables), report.new_tables
+        (['item', 'user'], [])
     """
 
     path: Path
@@ -84,20 +101,37 @@ def warm_start(
 ) -> WarmStart:
     """Load rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
 
-    tables, dense: shell patterns of the checkpoint's names to load; `()` loads none. The names of dense
-    tensors are those in the saved `state["model"]`.
-    rename: the checkpoint's names of tables and tensors → the model's.
-    exclude: shell patterns of the checkpoint's names to skip, of both tables and tensors.
-    optimizer_state: load the rows' optimizer state too; without it, or if either side has none, it is new.
-    sparse_optimizer: the model's. Tables whose optimizer state is loaded continue to count steps where the
-    checkpoint's did, by which Adam corrects its moments; without it they count from 0.
-    transforms: feature engines of the data. They load the statistics that were saved under their names, if
-    any: the dense tensors were trained with features of that scale.
-
     Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
-    Names that either side lacks are skipped and reported. A pattern that matches no name, or a shape that
-    does not fit, is an error, and nothing changes. Ranks that train together all call it, and each loads the
-    rows it owns; the report counts those of all.
+    Names that either side lacks are skipped and reported. If a pattern matches no name, or a shape does not
+    fit, nothing changes. Ranks that train together all call it; the report counts the rows of all.
+
+    Args:
+        model: The model.
+        path: The checkpoint, or the run's folder.
+        tables: Shell patterns of the checkpoint's tables to load; `()` loads none.
+        rename: The checkpoint's names of tables and tensors, and the model's.
+        exclude: Shell patterns of the checkpoint's tables and tensors to skip.
+        dense: Shell patterns of the checkpoint's dense tensors to load; `()` loads none. Their names are
+            those in the saved `state["model"]`.
+        optimizer_state: Whether to load the rows' optimizer state. If either side has none, it is new.
+        sparse_optimizer: The model's optimizer of rows. With it, tables continue to count steps where the
+            checkpoint's did, by which Adam corrects its moments.
+        transforms: Feature engines of the data. They load the statistics that were saved under their names,
+            because the dense tensors were trained with features of that scale.
+
+    Returns:
+        What was loaded, and what not.
+
+    Raises:
+        CheckpointError: A pattern matches nothing, a shape does not fit, or the checkpoint is damaged.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> saved = kv.checkpoint.save("old", {"model": model.state_dict()}, model)
+        >>> new = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> report = kv.checkpoint.warm_start(new, "old", tables="user", dense=())
+        >>> report.tables, report.new_tables
+        ({'user': 'user'}, ['item'])
     """
     channel = distributed.current().here
     checkpoint = find(path)

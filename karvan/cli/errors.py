@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 
 from karvan import exit_codes
@@ -42,5 +43,5 @@ def print_error(text: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())  # a terminal folds between words
     console.print(Text.assemble(("error:", "bold red"), " ", text), highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import typer
@@ -25,58 +25,64 @@ from karvan.cli.commands import (
     version,
 )
 from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, print_error, show
+from karvan.cli.help_page import HelpedCommand, HelpedGroup
+from karvan.cli.output import help_of
 from karvan.process_end import run_to_end
 
 app = typer.Typer(
     name="karvan",
+    cls=HelpedGroup,
     epilog="Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 data or checkpoint missing or damaged, "
-    "75 a temporary failure, as of a full disk, "
-    "130 Ctrl-C, 143 SIGTERM (both with a checkpoint saved).",
-    add_completion=False,
+    "75 a temporary failure such as a full disk, 130 Ctrl-C, 143 SIGTERM.",
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        version.version(None)
+        raise typer.Exit
+
+
 @app.callback()
 def options(
-    debug: bool = typer.Option(False, "--debug", help="Show where an error comes from; allowed anywhere."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error; allowed anywhere."),
+    show_version: bool = typer.Option(
+        False, "--version", "-V", callback=_show_version, is_eager=True, help="Show versions."
+    ),
 ) -> None:
-    """Train recommendation models whose embedding tables outgrow a machine.
+    """Train recommendation models with embedding tables of any size.
 
     \b
     Examples:
-      karvan demo                                 # learn a synthetic click log
-      karvan train --example > my.yaml            # a config to start from
-      karvan train my.yaml --folder out/run       # run again: it resumes
-      karvan evaluate my.yaml --checkpoint out/run
-      karvan inspect out/run                      # its contents
-      karvan plot out/run                         # its loss and metrics as charts
-      karvan launch job.yaml                      # a job of several roles
-      karvan status                               # jobs that run, or have ended
-      karvan run --as recis program.py            # a program of another system
-      karvan import-checkpoint --from recis OLD NEW   # a checkpoint of another system
+      karvan demo                              # a minute: what Karvan does
+      karvan demo --data out/clicks            # write a click log to train on
+      karvan train --example > my.yaml         # a config to start from
+      karvan train my.yaml                     # run it again: it resumes
+      karvan plot out/run                      # loss and metrics as charts
+      karvan COMMAND --help                    # options and more examples
     """
 
 
-for command in (
-    demo,
-    train,
-    evaluate,
-    predict,
-    inspect,
-    plot,
-    launch,
-    run,
-    import_checkpoint,
-    jobs,
-    role,
-    bench,
-    doctor,
-    version,
-):
-    command.add_to(app)
+# In the order of `karvan --help`.
+_GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
+    "Learn": (demo.demo,),
+    "Train": (train.train, evaluate.evaluate, predict.predict, inspect.inspect, plot.plot),
+    "Jobs": (launch.launch, jobs.status, jobs.logs, jobs.scale, jobs.stop, role.role),
+    "Tools": (doctor.doctor, bench.bench, import_checkpoint.import_checkpoint, run.run, version.version),
+}
+_SETTINGS = {run.run: run.SETTINGS}
+
+for group, commands in _GROUPS.items():
+    for command in commands:
+        app.command(
+            command.__name__.replace("_", "-"),
+            cls=HelpedCommand,
+            help=help_of(command),
+            rich_help_panel=group,
+            context_settings=_SETTINGS.get(command),
+        )(command)
 
 
 def program() -> NoReturn:

@@ -22,31 +22,57 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+_UNLIMITED = 1_000_000  # columns
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr. If that is not a terminal, lines are not wrapped."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 1000, highlight=False)
+    return Console(stderr=stderr, width=None if stream.isatty() else _UNLIMITED, highlight=False)
 
 
 def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
 ) -> None:
-    """Print a table to stdout; `right` names the columns of numbers."""
+    """Print a table to stdout; `right` names the columns of numbers.
+
+    A terminal that is too narrow folds values. Elsewhere every value is complete, in plain text.
+    """
+    from rich.text import Text
+
+    cells, numbers = [[str(value) for value in row] for row in rows], set(right)
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = []
+    for row in (columns, *cells):
+        padded = [
+            text.rjust(width) if name in numbers else text.ljust(width)
+            for name, text, width in zip(columns, row, widths, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    out = console()
+    if title is not None:
+        out.print(Text(title, style="bold"))
+    if max(map(len, lines)) > out.width:
+        _print_folded(columns, cells, numbers)
+        return
+    out.print(Text(lines[0], style="bold"))
+    for line in lines[1:]:
+        out.print(Text(line))
+
+
+def _print_folded(columns: Sequence[str], rows: list[list[str]], numbers: set[str]) -> None:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
-    numbers = set(right)
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
-    out = console()
-    if title is not None:  # a table's own title is folded to the table's width
-        out.print(title, style="bold", markup=False)
-    out.print(table)
+        table.add_row(*map(Text, row))
+    console().print(table)
 
 
 def help_of(command: Callable[..., object]) -> str:

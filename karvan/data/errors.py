@@ -24,9 +24,17 @@ _GOOGLE = re.compile(r"google::cloud::Status\((.*?) error_info=\{.*")
 
 
 class DataError(ValueError):
-    """Data that cannot be read as asked; names the file, the position in it and the column as far as known.
+    """Data that cannot be read as asked.
 
-    `temporary`: the storage cannot be reached at the moment; the same data may be readable later.
+    It names the file, the position in it and the column as far as known.
+
+    Args:
+        detail: What is wrong.
+        path: The file.
+        place: The position in it.
+        column: The column.
+        temporary: Whether the storage cannot be reached at the moment, so that the same data may be readable
+            later.
     """
 
     def __init__(

@@ -24,11 +24,20 @@ _FILES_LISTED = 1024
 
 @dataclass(frozen=True)
 class Identity:
-    """`id` distinguishes data sets; `label` describes one to people.
+    """What distinguishes data sets, for checkpoints.
 
-    name: the name that `fit`, or a `Window`, gives it. files: a hash of each file's path and number of
-    records, to count the files that two data sets share; empty if there are very many. grows: records are
-    only added at the end, as in a Kafka topic, so that a fit continues at its position.
+    Args:
+        id: Equal for the same data, and different for other data.
+        label: A description for people.
+        name: The name that `fit`, or a `Window`, gives it.
+        files: A hash of each file's path and number of records, to count the files that two data sets share;
+            empty if there are very many.
+        grows: Whether records are only added at the end, as in a Kafka topic, so that a fit continues at its
+            position.
+
+    Example:
+        >>> kv.data.Identity.named("monday").label
+        'monday'
     """
 
     id: str
@@ -38,17 +47,36 @@ class Identity:
     grows: bool = False
 
     def state(self) -> dict[str, Any]:
-        """Its fields, JSON-able."""
+        """Return its fields for JSON.
+
+        Returns:
+            The fields by name.
+        """
         return {**vars(self), "files": list(self.files)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Identity:
-        """The identity that `state` returned."""
+        """Make the identity that `state` returned.
+
+        Args:
+            state: The fields.
+
+        Returns:
+            The identity.
+        """
         return cls(**{**state, "files": tuple(state["files"])})
 
     @classmethod
     def named(cls, name: str, files: tuple[str, ...] = ()) -> Identity:
-        """The identity of data that has a name: the name alone decides, whatever the content."""
+        """Make the identity of data with a name: the name alone decides, whatever the content.
+
+        Args:
+            name: The name.
+            files: Hashes of its files.
+
+        Returns:
+            The identity.
+        """
         return cls(f"name {name}", name, name, files)
 
 

@@ -57,18 +57,51 @@ def read(
 ) -> Loader | SharedData:
     """Read batches from files, from a frame or arrays in memory, or from a `Source`.
 
-        for batch in kv.data.read("clicks/*.parquet", batch_size=4096, shuffle=100_000): ...
-
-    `data` is a path, folder, glob or URL, a list of them, a frame of pandas or polars, an Arrow table, a
-    mapping from names to arrays, or a `Source`; URLs `odps://…` are tables of MaxCompute. `columns` names the
-    columns to read, or declares how to decode them (`Fixed`, `Varlen`, `Raw`); without it all are read and
-    their kinds inferred. In columns that are `labels` a missing value is an error; a Trainer adds those that
-    its loss names. `format` and `options` are those of `open_files`; the other arguments are those of
-    `Loader`. With `device="cuda"` batches arrive on the GPU, ids, strings and features included.
-
     In a job with `sharding: dynamic` the result is a `SharedData`: `Trainer.fit` leases its records from the
-    job's master while it trains, and a loader reads what trainers have leased. `shuffle` then mixes the tasks
-    of `split_records` records, and the records inside of each.
+    job's master while it trains. `shuffle` then mixes the tasks of `split_records` records, and the records
+    inside of each.
+
+    Args:
+        data: A path, folder, glob or URL, or a list of them; a frame of pandas or polars; an Arrow table; a
+            mapping of names to arrays, tensors or lists; or a `Source`. URLs `odps://…` are tables of
+            MaxCompute.
+        batch_size: How many samples make a batch, of each rank.
+        columns: The columns to read, by name or as `Fixed`, `Varlen` or `Raw`. By default all are read, and
+            their kinds inferred.
+        labels: Columns in which a missing value is an error. A Trainer adds those that its loss names.
+        format: The format of files: "parquet", "orc", "ipc", "csv", "tsv", "tfrecord" or "recordio"; by
+            default found from their extension or first bytes.
+        filesystem: A pyarrow file system that has the files; by default found from the URL.
+        options: Options of the format, such as `{"delimiter": ";"}`.
+        shuffle: How many records are shuffled at a time; 0 for the order of the source.
+        seed: The seed of the order.
+        epochs: How often one iteration gives every record; None for endlessly.
+        steps_per_epoch: How many batches are an epoch, however large the data is. All ranks then have equally
+            many.
+        drop_remainder: Whether to skip the last, smaller batch of an epoch.
+        rank: Which share of the data is read; by default that of `kv.connect`.
+        world_size: How many shares there are; by default that of `kv.connect`.
+        workers: How many threads read and decode.
+        prefetch: How many batches are prepared in advance.
+        transform: A function of batches, such as a `kv.FeatureEngine`.
+        split_records: How many records make a split, by which data is divided.
+        retry_seconds: How long an unreachable source is tried again before its error is raised.
+        device: Where batches arrive. With "cuda" they are copied to the GPU beside the computation.
+
+    Returns:
+        An iterable of batches with a position, for `Trainer.fit` or a loop.
+
+    Raises:
+        DataError: The data cannot be read as asked.
+        TypeError: An argument is of the wrong kind.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> frame = {"user": [7, 8, 9], "label": [1.0, 0.0, 1.0]}
+        >>> for batch in kv.data.read(frame, batch_size=2):
+        ...     print(batch["user"])
+        tensor([7, 8])
+        tensor([9])
     """
     gpu = data_device(device)
     source, decode = open_data(

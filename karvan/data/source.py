@@ -15,7 +15,16 @@ import pyarrow as pa
 
 @dataclass(frozen=True, order=True, slots=True)
 class Part:
-    """A file, or its counterpart in memory, and how many records it has."""
+    """A file, or its counterpart in memory, and how many records it has.
+
+    Args:
+        path: The path of the file.
+        records: How many records it has.
+
+    Example:
+        >>> kv.data.Part("a.parquet", 1000)
+        Part(path='a.parquet', records=1000)
+    """
 
     path: str
     records: int
@@ -23,7 +32,17 @@ class Part:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Split:
-    """Records `first` to `first + count` of a part."""
+    """Records `first` to `first + count` of a part.
+
+    Args:
+        path: The path of the part.
+        first: The index of the first record, from 0.
+        count: How many records.
+
+    Example:
+        >>> kv.data.Split("a.parquet", first=0, count=100)
+        Split(path='a.parquet', first=0, count=100)
+    """
 
     path: str
     first: int
@@ -31,14 +50,35 @@ class Split:
 
 
 class Source(Protocol):
-    """Records that can be read from anywhere, any number of times, on several threads at once."""
+    """The interface of finite data that can be read any number of times, on several threads at once.
+
+    A source consists of parts (files, or one array), each with a known number of records in a fixed order.
+    The page "Add a data format" shows how to write one.
+
+    Example:
+        >>> source = kv.data.open_frame({"user": [7, 8, 9]})
+        >>> split = kv.data.Split("memory", first=1, count=2)
+        >>> [batch.num_rows for batch in source.read(split)]
+        [2]
+    """
 
     @property
     def schema(self) -> pa.Schema:
         """The columns of every part."""
 
     def parts(self) -> list[Part]:
-        """All parts, in the order in which they are read."""
+        """List all parts, in the order in which they are read.
+
+        Returns:
+            The parts.
+        """
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """The records of a split in order, in pieces of any size."""
+        """Read the records of a split in order, in pieces of any size.
+
+        Args:
+            split: The split.
+
+        Returns:
+            An iterator of record batches.
+        """

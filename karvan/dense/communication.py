@@ -22,11 +22,20 @@ NAMES = ("mean", "bf16", "fp16", "powersgd")
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Gradients of matrices are sent as two factors of this rank (Vogels, Karimireddy, Jaggi, 2019).
+    """Send gradients of matrices as two factors of low rank (Vogels, Karimireddy, Jaggi, 2019).
 
-    For a parameter of n x m, rank · (n + m) numbers are sent in place of n · m; parameters for which that is
-    not less are sent as they are. What the factors lack is added to the gradient of the next step. In the
-    first `start_step` steps, whose gradients change a lot, all gradients are sent as they are.
+    For a parameter of n x m, rank · (n + m) numbers are sent in place of n · m; smaller parameters are sent
+    as they are. What the factors lack is added to the gradient of the next step.
+
+    Args:
+        rank: The rank of the factors: higher is more exact and sends more.
+        start_step: In how many steps gradients are sent as they are, because they change a lot at first.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> reduce = kv.train.PowerSGD(rank=8)  # dense_reduce of a Trainer
     """
 
     rank: int = 4

@@ -324,35 +324,56 @@ def connect(
 ) -> Connection:
     """Choose where rows are stored, for engines that are created from now on.
 
-    "memory": in this process. "cuda": in the memory of its GPU. "sharded", in a program that torchrun starts:
-    every rank owns a range of the keys' hashes of every table, ranks train on shares of the data, and
-    gradients are averaged. "remote": on parameter servers; started several times, by torchrun or a launched
-    job, trainers share the data as above.
+    | kind | where rows are | who trains |
+    |---|---|---|
+    | "memory" | in this process | this process |
+    | "cuda" | in the memory of its GPU | this process |
+    | "sharded" | in all ranks, by key | the ranks that torchrun has started, each on a share of the data |
+    | "remote" | on parameter servers | this process, or the trainers of torchrun or of a launched job |
 
-    wire: the dtype in which vectors and gradients are sent, "float32", "bfloat16" or "float16"; without it as
-    a launched job says, else float32.
-    grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
-    dense parameters; "key" by the number of ranks that had the key in their batch; "sum" by nothing, as
-    ElasticDL does in sync mode, so that more ranks take larger steps.
-    timeout: seconds after which a rank that does not answer is an error on all others.
-    transport: "memory" that ranks share, on one machine only; "network" (gloo); "auto": "memory" if possible.
-    Dense gradients are sent separately (DistributedDataParallel).
-    device: of "sharded", where a rank's rows are: "cpu", or "cuda" for its current GPU.
-    device_memory: the most memory that rows take on the GPU (of each rank), such as "20GB", "512MiB" or a
-    number of bytes. Rows beyond it are in the memory of the machine, and rows that are used often come to the
-    GPU. Without it all rows are on the GPU.
-    capacity: of "memory" and "sharded", how many rows this process has at most, over all tables; those that
-    were used least recently are evicted. Parameter servers have a capacity of their own.
-    servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
-    embedding workers, which hold the ids of batches that loaders send; without any, ids are in the batches.
-    mode: how trainers synchronise, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
-    launched job says; else by staleness, sync for 1 and hybrid above. staleness: how many batches of a
-    trainer may be between lookup and applied gradient. 1, in mode sync: lookups wait for all gradients of the
-    step before, as in memory. Without it, as a launched job says; else 1, or 4 with mode hybrid or async.
-    lr_staleness, grads_to_wait, tolerance, pull_every: of mode async; see `DenseSettings`.
-    on_server_loss: "rollback", the default unless a launched job says otherwise: a server that has restarted
-    is an error, after which a launched job continues from its last checkpoint. "reload": the server loads its
-    rows from the last checkpoint, and lost updates are counted.
+    Args:
+        kind: "memory", "cuda", "sharded" or "remote".
+        wire: The dtype in which vectors and gradients are sent: "float32", "bfloat16" or "float16". By
+            default as the launched job says, else float32.
+        grad_reduce: What divides the sum of a key's gradients: "mean", the number of ranks; "key", the number
+            of ranks that had the key in their batch; "sum", nothing.
+        timeout: After how many seconds a rank that does not answer is an error on all others.
+        transport: How ranks send rows: "memory" that they share, on one machine; "network"; or "auto", which
+            takes memory if possible.
+        device: Where a rank of "sharded" has its rows: "cpu", or "cuda" for its current GPU.
+        device_memory: The most GPU memory that the rows of a rank take, such as "20GB" or a number of bytes.
+            Further rows are in the memory of the machine; rows that are used often come to the GPU. Without
+            it all rows are on the GPU.
+        capacity: The most rows that this process has, over all tables of "memory" and "sharded". The least
+            recently used rows are evicted.
+        servers: Addresses of parameter servers, "host:port". A launched job finds its own.
+        workers: Addresses of embedding workers, which hold the ids of batches that loaders send.
+        mode: How trainers of "remote" synchronise: "sync" (lookups wait for all gradients of the step
+            before), "hybrid" (rows may be some batches stale) or "async" (dense parameters are on the
+            servers, too). By default as the launched job says, else by `staleness`: sync for 1, hybrid above.
+        staleness: How many batches of a trainer may be between lookup and applied gradient. By default as the
+            launched job says; else 1, or 4 with hybrid or async.
+        lr_staleness: Mode async: whether the learning rate of a gradient is divided by its staleness.
+        grads_to_wait: Mode async: how many gradients make a step, by their mean.
+        tolerance: Mode async: how many versions behind a gradient may be. Others are rejected, and computed
+            again.
+        pull_every: Mode async: how many steps a trainer makes between two pulls of the dense parameters.
+        on_server_loss: What happens when a server has restarted: "rollback", the default, is an error after
+            which a launched job continues from its last checkpoint. "reload" loads the server's rows from the
+            last checkpoint, and counts lost updates.
+
+    Returns:
+        The connection: `rank`, `world_size`, and how to reach the others.
+
+    Raises:
+        ValueError: An argument is out of range, or is for another kind.
+        RuntimeError: torchrun has not started the process, for "sharded".
+
+    Example:
+        >>> connection = kv.connect("memory", capacity=1_000_000)
+        >>> connection.rank, connection.world_size
+        (0, 1)
+        >>> kv.disconnect()
     """
     global _current
     if kind not in KINDS:
@@ -435,9 +456,12 @@ def connect(
 
 
 def disconnect() -> None:
-    """Store rows in this process again, for engines that are created from now on; undoes `connect`.
+    """Store rows in this process again, for engines that are created from now on.
 
-    It waits for a running save.
+    It undoes `connect`, and waits for a running save.
+
+    Example:
+        >>> kv.disconnect()
     """
     global _store
     connect("memory")

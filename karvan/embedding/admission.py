@@ -1,6 +1,6 @@
-"""Which unknown keys get a row: `Table(16, admit=MinCount(2))`.
+"""Which unknown keys get a row: `kv.Table(16, admit=kv.admission.MinCount(2))`.
 
-A key that is not admitted has a zero vector and takes no memory; its gradient is ignored.
+A key that is not admitted has a zero vector and takes no memory. Its gradient is ignored.
 """
 
 from __future__ import annotations
@@ -10,35 +10,58 @@ from dataclasses import dataclass
 
 from karvan.public_names import publish
 
-__all__ = ["Admission", "Always", "MinCount", "Probability", "ReadOnly"]
+__all__ = ["Always", "MinCount", "Probability", "ReadOnly", "Admission"]
 
 
 class Admission(ABC):
-    """A rule for unknown keys in training lookups."""
+    """The base class of rules for unknown keys in training lookups.
+
+    Example:
+        >>> isinstance(kv.admission.Always(), kv.admission.Admission)
+        True
+    """
 
     @abstractmethod
     def native(self) -> tuple[str, float, int]:
-        """Kind, value and filter slots in the terms of csrc/table/layout.h."""
+        """Return the rule for the native core.
+
+        Returns:
+            Kind, value and filter slots of `csrc/table/layout.h`.
+        """
 
 
 @dataclass(frozen=True)
 class Always(Admission):
-    """Every key gets a row at its first occurrence."""
+    """Every key gets a row at its first occurrence.
+
+    It is the default of tables.
+
+    Example:
+        >>> table = kv.Table(dim=16, admit=kv.admission.Always())
+    """
 
     def native(self) -> tuple[str, float, int]:
-        """See `Admission.native`."""
+        """Return the rule for the native core."""
         return "always", 0.0, 0
 
 
 @dataclass(frozen=True)
 class Probability(Admission):
-    """A share `p` of all keys get rows; the key's hash decides, so the choice is the same every time.
+    """A share of all keys get rows.
 
-    each: draw again at every step in which a key without a row occurs, so that it gets one with probability
-    `p` each time, and frequent keys sooner or later, as in PERSIA. The draw is a function of the engine's
-    seed, the table's name, the key and the step (the number of the training lookup; how often the key occurs
-    in it does not matter), so a run that is repeated admits the same keys at the same steps, on any number of
-    shards, servers and devices. Trainers that are at the same step draw the same.
+    The key's hash decides, so the choice is the same every time.
+
+    Args:
+        p: The share, from 0 to 1.
+        each: Whether to draw again at every step in which a key without a row occurs, as PERSIA does.
+            Frequent keys then get a row sooner or later. The draw depends on the engine's seed, the table's
+            name, the key and the step, so a run that is repeated admits the same keys at the same steps.
+
+    Raises:
+        ValueError: `p` is out of range.
+
+    Example:
+        >>> table = kv.Table(dim=16, admit=kv.admission.Probability(0.1, each=True))
     """
 
     p: float
@@ -49,7 +72,7 @@ class Probability(Admission):
             raise ValueError(f"Probability expects p from 0 to 1, got {self.p}.")
 
     def native(self) -> tuple[str, float, int]:
-        """See `Admission.native`."""
+        """Return the rule for the native core."""
         return "probability_each" if self.each else "probability", float(self.p), 0
 
 
@@ -57,9 +80,24 @@ class Probability(Admission):
 class MinCount(Admission):
     """A key gets a row with its n-th occurrence in training.
 
-    Occurrences of keys without a row are counted in a filter of `slots` bytes, shared by all of them. Keys
-    may share counters, so some get their row early, never late; give about ten slots for each distinct rare
-    key you expect.
+    Occurrences of keys without a row are counted in a filter. Keys may share counters, so some get their row
+    early, never late.
+
+    Args:
+        n: How often a key must occur, from 1 to 255.
+        slots: The size of the filter in bytes. Give about ten for each distinct rare key that you expect.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine(
+        ...     {"user": kv.Table(dim=4, admit=kv.admission.MinCount(2))}
+        ... )
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> vectors = engine({"user": torch.tensor([7, 9])})
+        >>> engine.table("user").keys()
+        tensor([7])
     """
 
     n: int
@@ -72,16 +110,22 @@ class MinCount(Admission):
             raise ValueError(f"MinCount expects at least one slot, got {self.slots}.")
 
     def native(self) -> tuple[str, float, int]:
-        """See `Admission.native`."""
+        """Return the rule for the native core."""
         return "min_count", float(self.n), self.slots
 
 
 @dataclass(frozen=True)
 class ReadOnly(Admission):
-    """No new key gets a row; existing rows continue to learn."""
+    """No new key gets a row.
+
+    Existing rows continue to learn.
+
+    Example:
+        >>> table = kv.Table(dim=16, admit=kv.admission.ReadOnly())
+    """
 
     def native(self) -> tuple[str, float, int]:
-        """See `Admission.native`."""
+        """Return the rule for the native core."""
         return "read_only", 0.0, 0
 
 

@@ -30,6 +30,7 @@ from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
 from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle, find_table
+from karvan.notebook import html_table
 from karvan.ragged import REFERENCE, IdsReference, IndexedRows, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
@@ -40,12 +41,39 @@ _log = logging.getLogger("karvan.embedding")
 
 
 class EmbeddingEngine(nn.Module):
-    """Embeddings of a model's features.
+    """Look up the embedding vectors of a model's features.
 
-    A training forward (`train()` mode with gradients enabled) is one step: it inserts unknown keys, counts
-    their uses and records the step. In `eval()` or under `torch.no_grad()` unknown keys get zeros and
-    nothing changes. The rows are not parameters of the module: give the engine to a `karvan.optim`
-    optimizer, and the parameters to a torch one.
+    It is a torch module. A forward in `train()` mode with gradients enabled is one step: it inserts unknown
+    keys, counts their uses and records the step. In `eval()` or under `torch.no_grad()` unknown keys get
+    zeros, and nothing changes. The rows are not parameters of the module: an optimizer of `kv.optim` trains
+    them.
+
+    Args:
+        features: A [`Table`][karvan.Table] for each feature, by the feature's name in a batch.
+        seed: The seed of new rows. The same seed and key give the same row everywhere.
+        shards: How many parts each table has, which threads use in parallel. Results do not depend on it.
+        store: Where the rows are; by default as `kv.connect` says.
+
+    Raises:
+        ValueError: There are no features, or tables with a device and a store.
+        TypeError: `features` is no mapping of names to tables.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine(
+        ...     {
+        ...         "user": kv.Table(dim=4),
+        ...         "history": kv.Table(dim=4, name="item", combiner="mean"),
+        ...     }
+        ... )
+        >>> batch = {
+        ...     "user": torch.tensor([7, 8]),
+        ...     "history": kv.Ragged.from_lists([[1, 2], []]),
+        ... }
+        >>> vectors = engine(batch)
+        >>> vectors["history"].shape
+        torch.Size([2, 4])
+        >>> engine.sizes()
+        {'user': 2, 'item': 2}
     """
 
     def __init__(
@@ -99,19 +127,45 @@ class EmbeddingEngine(nn.Module):
         return dict(features[index] for index in chosen)
 
     def table(self, name: str) -> TableHandle:
-        """The table of that name; a table without a name has that of its feature."""
+        """Return a table, to read or change its rows.
+
+        Args:
+            name: The name of the table; a table without a name has that of its feature.
+
+        Returns:
+            The table.
+
+        Raises:
+            KeyError: There is no such table.
+        """
         return find_table(self._handles, name)
 
     def sizes(self) -> dict[str, int]:
-        """How many rows each table has in the store of this process."""
+        """Count the rows of each table in the store of this process.
+
+        Returns:
+            The number of rows by table.
+        """
         return self.store.sizes([handle.name for handle in self.tables()])
 
     def tables(self) -> list[TableHandle]:
-        """All tables."""
+        """Return all tables.
+
+        Returns:
+            The tables.
+        """
         return list(self._handles.values())
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | IndexedRows | Any]:
-        """Embed the engine's features of a batch; other entries of the batch are passed through."""
+        """Embed the engine's features of a batch.
+
+        Args:
+            batch: Ids by feature: tensors of integers, (B,) or (B, n), or `Ragged`s. Other entries are passed
+                through.
+
+        Returns:
+            The vectors by feature, in the form that each table's `combiner` says.
+        """
         refuse_export()
         training = self.training and torch.is_grad_enabled() and bool(self._trains)
         replayed = self.replay.next() if training else None
@@ -155,13 +209,19 @@ class EmbeddingEngine(nn.Module):
         return Inputs([each[at] for at in order]), tuple(outs[at] for at in order)
 
     def prepare(self, batch: Mapping[str, Any], *, training: bool | None = None) -> bool:
-        """Check and group the ids of a batch before its forward, on any thread; results are the same.
+        """Check and group the ids of a batch before its forward, on any thread.
 
-        training: whether it will be a training forward, if that is known, so that remote rows can be
-        requested; batches must then be prepared in the order of their forwards.
+        Results are the same.
 
-        Returns whether that was possible: features that the model computes itself are not in the batch yet,
-        and errors in a batch are reported by its forward. A few batches are held, until their forward.
+        A few batches are held, until their forward. Errors in a batch are raised by its forward.
+
+        Args:
+            batch: The batch, which later goes to the forward.
+            training: Whether it will be a training forward, if that is known. Then rows on servers are
+                requested ahead, and batches must be prepared in the order of their forwards.
+
+        Returns:
+            Whether it was possible. It is not if the model computes features itself.
         """
         try:
             inputs = self._inputs(batch)
@@ -190,7 +250,11 @@ class EmbeddingEngine(nn.Module):
         self._prepared_step = 0
 
     def hold_prepared(self, batches: int) -> None:
-        """Hold at least so many prepared batches; ranks that train together must not drop any."""
+        """Hold at least so many prepared batches.
+
+        Args:
+            batches: How many.
+        """
         self._prepared.hold(batches)
 
     def _inputs(self, batch: Mapping[str, Any]) -> Inputs:
@@ -285,11 +349,25 @@ class EmbeddingEngine(nn.Module):
         self.state.add_gradients(plan, self.store.reduce(plan, addresses, strides), waiting)
 
     def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
-        """See `EngineState.take_gradients`."""
+        """Remove and return the gradients that wait for an optimizer; for optimizers.
+
+        Args:
+            handles: The tables of the optimizer.
+
+        Returns:
+            The backward passes, oldest first.
+        """
         return self.state.take_gradients(handle.name for handle in handles)
 
     def gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
-        """See `EngineState.gradients`."""
+        """Return the gradients that wait for an optimizer, and keep them; for optimizers.
+
+        Args:
+            handles: The tables of the optimizer.
+
+        Returns:
+            The backward passes, oldest first.
+        """
         return self.state.gradients(handle.name for handle in handles)
 
     @property
@@ -299,6 +377,7 @@ class EmbeddingEngine(nn.Module):
 
     @step.setter
     def step(self, step: int) -> None:
+        """The number of training forwards so far."""
         self.state.step = step
 
     @property
@@ -308,16 +387,23 @@ class EmbeddingEngine(nn.Module):
 
     @property
     def program(self) -> LookupProgram:
-        """The features that train, in the store's terms."""
+        """The features that train, as the store sees them."""
         return self.state.program
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, rows: bool = False, prefix: str = "", **options: Any
     ) -> dict[str, Any]:
-        """As of any module: the step and the names of the tables, without rows.
+        """Return the state of the module: the step and the names of the tables.
 
-        rows: include all rows and their optimizer state, for tables in this process of up to 1 GiB.
-        `load_state_dict` then replaces the existing rows. Save larger tables in checkpoints.
+        Args:
+            *args: As of any torch module.
+            rows: Whether to include all rows and their optimizer state, for tables in this process of up to 1
+                GiB. `load_state_dict` then replaces the existing rows. Save larger tables in checkpoints.
+            prefix: As of any torch module.
+            **options: As of any torch module.
+
+        Returns:
+            The state.
         """
         state: dict[str, Any] = super().state_dict(*args, prefix=prefix, **options)
         if rows:
@@ -325,11 +411,22 @@ class EmbeddingEngine(nn.Module):
         return state
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The step and the tables, for `state_dict()`; rows are not in it."""
+        """Return the step and the tables for `state_dict()`, without rows.
+
+        Returns:
+            The state.
+        """
         return portable.describe(self.state, self._handles)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what `get_extra_state` returned; an error if this engine lacks its rows."""
+        """Restore what `get_extra_state` returned.
+
+        Args:
+            state: The state.
+
+        Raises:
+            ValueError: This engine lacks the rows of the state.
+        """
         portable.restore(self.state, self._handles, state)
 
     def __getstate__(self) -> Any:
@@ -341,12 +438,27 @@ class EmbeddingEngine(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The tables and the features that use them."""
-        lines = []
-        for name, handle in self._handles.items():
-            users = [f for f, t in self._names.items() if t == name]
-            lines.append(f"{name}: dim={handle.dim}, rows={handle.rows}, features={users}")
-        return "\n".join(lines)
+        """Return the tables and the features that use them, for `print`.
+
+        Returns:
+            The text.
+        """
+        return "\n".join(
+            f"{name}: dim={handle.dim}, rows={handle.rows}, features={self._users(name)}"
+            for name, handle in self._handles.items()
+        )
+
+    def _repr_html_(self) -> str:
+        def row(table: TableHandle) -> list[object]:
+            stats = table.stats()
+            return [table.name, table.dim, stats["rows"], stats["bytes"], ", ".join(self._users(table.name))]
+
+        head = ("table", "dim", "rows", "bytes", "features")
+        return html_table("EmbeddingEngine", head, self.tables(), row)
+
+    def _users(self, table: str) -> list[str]:
+        """The features that use a table."""
+        return [feature for feature, name in self._names.items() if name == table]
 
 
 class _Lookup(torch.autograd.Function):

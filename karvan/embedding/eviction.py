@@ -1,4 +1,4 @@
-"""Which rows are removed, and when: `Table(16, evict=LRU(capacity=1_000_000))`.
+"""Which rows are removed, and when: `kv.Table(16, evict=kv.eviction.LRU(capacity=1_000_000))`.
 
 Policies check the entire table after a training lookup, so what they remove does not depend on threads or
 shards. A gradient for a row that has been removed is dropped and counted.
@@ -13,15 +13,24 @@ from dataclasses import dataclass, field
 
 from karvan.public_names import publish
 
-__all__ = ["LFU", "LRU", "TTL", "Age", "Eviction", "Never", "Norm"]
+__all__ = ["Never", "LRU", "LFU", "TTL", "Age", "Norm", "Eviction"]
 
 
 class Eviction(ABC):
-    """A rule that removes rows."""
+    """The base class of rules that remove rows.
+
+    Example:
+        >>> isinstance(kv.eviction.Never(), kv.eviction.Eviction)
+        True
+    """
 
     @abstractmethod
     def native(self) -> tuple[str, float, int]:
-        """Kind, value and steps between two checks in the terms of csrc/table/layout.h."""
+        """Return the rule for the native core.
+
+        Returns:
+            Kind, value and steps between two checks of `csrc/table/layout.h`.
+        """
 
 
 def _require_positive(policy: Eviction, **values: float) -> None:
@@ -32,19 +41,37 @@ def _require_positive(policy: Eviction, **values: float) -> None:
 
 @dataclass(frozen=True)
 class Never(Eviction):
-    """Rows are never removed."""
+    """Rows are never removed.
+
+    It is the default of tables.
+
+    Example:
+        >>> table = kv.Table(dim=16, evict=kv.eviction.Never())
+    """
 
     def native(self) -> tuple[str, float, int]:
-        """See `Eviction.native`."""
+        """Return the rule for the native core."""
         return "never", 0.0, 1
 
 
 @dataclass(frozen=True)
 class LRU(Eviction):
-    """At most `capacity` rows; removes those not used for the most steps (among these, the less used ones).
+    """At most `capacity` rows: the least recently used rows are removed.
 
-    With a capacity of 65,536 or more, a full table removes a sixteenth of its rows at once: finding them
-    takes time, and the next search comes only after many insertions.
+    Of rows that were last used at the same step, those with fewer uses go first. With a capacity of 65,536 or
+    more, a full table removes a sixteenth of its rows at once.
+
+    Args:
+        capacity: The most rows of the table.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine(
+        ...     {"user": kv.Table(dim=4, evict=kv.eviction.LRU(capacity=2))}
+        ... )
+        >>> for user in [7, 8, 9]:
+        ...     vectors = engine({"user": torch.tensor([user])})
+        >>> sorted(engine.table("user").keys().tolist())
+        [8, 9]
     """
 
     capacity: int
@@ -53,13 +80,23 @@ class LRU(Eviction):
         _require_positive(self, capacity=self.capacity)
 
     def native(self) -> tuple[str, float, int]:
-        """See `Eviction.native`."""
+        """Return the rule for the native core."""
         return "lru", float(self.capacity), 1
 
 
 @dataclass(frozen=True)
 class LFU(Eviction):
-    """At most `capacity` rows; removes those with the fewest uses (then the longest unused); see `LRU`."""
+    """At most `capacity` rows: the least frequently used rows are removed.
+
+    Of rows with equal uses, those that were not used for longer go first. With a capacity of 65,536 or more,
+    a full table removes a sixteenth of its rows at once.
+
+    Args:
+        capacity: The most rows of the table.
+
+    Example:
+        >>> table = kv.Table(dim=16, evict=kv.eviction.LFU(capacity=1_000_000))
+    """
 
     capacity: int
 
@@ -67,15 +104,24 @@ class LFU(Eviction):
         _require_positive(self, capacity=self.capacity)
 
     def native(self) -> tuple[str, float, int]:
-        """See `Eviction.native`."""
+        """Return the rule for the native core."""
         return "lfu", float(self.capacity), 1
 
 
 @dataclass(frozen=True)
 class Age(Eviction):
-    """Removes rows whose last use is more than `steps` steps ago; checked every `every` steps.
+    """Remove rows that were not used for a number of steps.
 
-    `Age(0)` keeps only the rows of the step at which it is checked.
+    Args:
+        steps: How many steps ago the last use may be. 0 keeps only the rows of the step at which it is
+            checked.
+        every: How many steps are between two checks.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> table = kv.Table(dim=16, evict=kv.eviction.Age(steps=100_000))
     """
 
     steps: int
@@ -87,7 +133,7 @@ class Age(Eviction):
         _require_positive(self, every=self.every)
 
     def native(self) -> tuple[str, float, int]:
-        """See `Eviction.native`."""
+        """Return the rule for the native core."""
         return "age", float(self.steps), self.every
 
 
@@ -104,10 +150,17 @@ _IMPORTED_AT = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 @dataclass(frozen=True)
 class TTL(Eviction):
-    """Removes rows not used for `seconds`, at most 1/64 of that time late; checked every `every` steps.
+    """Remove rows that were not used for a time, at most 1/64 of that time late.
 
-    clock: the time in seconds, comparable between runs. If it falls behind the latest time that a table has
-    seen, also in its checkpoint, the table's time advances by the seconds that pass, until it catches up.
+    Args:
+        seconds: How long ago the last use may be.
+        every: How many steps are between two checks.
+        clock: What gives the time in seconds, comparable between runs. If it falls behind the latest time
+            that a table has seen, also in its checkpoint, the table's time advances by the seconds that pass
+            until it catches up.
+
+    Example:
+        >>> table = kv.Table(dim=16, evict=kv.eviction.TTL(seconds=30 * 86_400))
     """
 
     seconds: float
@@ -118,13 +171,21 @@ class TTL(Eviction):
         _require_positive(self, seconds=self.seconds, every=self.every)
 
     def native(self) -> tuple[str, float, int]:
-        """See `Eviction.native`."""
+        """Return the rule for the native core."""
         return "ttl", float(self.seconds), self.every
 
 
 @dataclass(frozen=True)
 class Norm(Eviction):
-    """Removes rows whose vector has an L2 norm under `below`; checked every `every` steps."""
+    """Remove rows with small vectors.
+
+    Args:
+        below: The L2 norm under which a row is removed.
+        every: How many steps are between two checks.
+
+    Example:
+        >>> table = kv.Table(dim=16, evict=kv.eviction.Norm(below=0.001))
+    """
 
     below: float
     every: int = 1000
@@ -133,7 +194,7 @@ class Norm(Eviction):
         _require_positive(self, below=self.below, every=self.every)
 
     def native(self) -> tuple[str, float, int]:
-        """See `Eviction.native`."""
+        """Return the rule for the native core."""
         return "norm", float(self.below), self.every
 
 

@@ -1,7 +1,7 @@
-"""Initial vectors of new rows: `Table(16, init=Normal(std=0.01))`.
+"""How new rows begin: `kv.Table(16, init=kv.init.Normal(std=0.01))`.
 
-The values are a pure function of the engine's seed, the table's name, the key and the column. A key therefore
-starts with the same vector in every run, for any number of shards and any order in which keys arrive.
+The values depend only on the engine's seed, the table's name, the key and the column. So a key starts with
+the same vector in every run, in whatever order keys arrive.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from karvan.public_names import publish
 
 __all__ = [
-    "Constant",
-    "Gamma",
-    "Initialiser",
-    "KaimingNormal",
-    "KaimingUniform",
-    "Normal",
-    "Poisson",
-    "TruncatedNormal",
     "Uniform",
-    "XavierNormal",
+    "Normal",
+    "TruncatedNormal",
+    "Constant",
     "XavierUniform",
+    "XavierNormal",
+    "KaimingUniform",
+    "KaimingNormal",
+    "Gamma",
+    "Poisson",
+    "Initialiser",
 ]
 
 _LARGEST = 3.4028234663852886e38  # the largest float32: vectors start as float32
@@ -31,16 +31,35 @@ _REACH = 6.0  # standard deviations; the native quantile function ends a little 
 
 
 class Initialiser(ABC):
-    """The distribution of a new row's values."""
+    """The base class of distributions of a new row's values.
+
+    Example:
+        >>> isinstance(kv.init.Uniform(), kv.init.Initialiser)
+        True
+    """
 
     @abstractmethod
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """Its kind, a, b, lo and hi in the terms of csrc/table/init.h, for rows of `dim` values."""
+        """Return the distribution for the native core.
+
+        Args:
+            dim: The number of elements of a vector.
+
+        Returns:
+            Its kind, and the numbers a, b, lo and hi of `csrc/table/init.h`.
+        """
 
 
 @dataclass(frozen=True)
 class Constant(Initialiser):
-    """Every value the same."""
+    """The same value everywhere.
+
+    Args:
+        value: The value.
+
+    Example:
+        >>> table = kv.Table(dim=1, init=kv.init.Constant(0.0))
+    """
 
     value: float = 0.0
 
@@ -48,13 +67,26 @@ class Constant(Initialiser):
         _require_finite(self, value=self.value)
 
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "constant", self.value, 0.0, 0.0, 0.0
 
 
 @dataclass(frozen=True)
 class Uniform(Initialiser):
-    """Uniform from low up to, but not including, high."""
+    """Uniform from `low` up to, but not including, `high`.
+
+    It is the default of tables.
+
+    Args:
+        low: The lowest value.
+        high: The end of the range.
+
+    Raises:
+        ValueError: `low` is above `high`.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.Uniform(-0.05, 0.05))
+    """
 
     low: float = -0.01
     high: float = 0.01
@@ -65,13 +97,24 @@ class Uniform(Initialiser):
             raise ValueError(f"{self} must have low <= high.")
 
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "uniform", self.low, self.high, 0.0, 0.0
 
 
 @dataclass(frozen=True)
 class Normal(Initialiser):
-    """Normal with the given mean and standard deviation."""
+    """Normal with a mean and a standard deviation.
+
+    Args:
+        mean: The mean.
+        std: The standard deviation.
+
+    Raises:
+        ValueError: `std` is negative.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.Normal(std=0.02))
+    """
 
     mean: float = 0.0
     std: float = 0.01
@@ -82,15 +125,28 @@ class Normal(Initialiser):
             raise ValueError(f"{self} must have std >= 0.")
 
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "normal", self.mean, self.std, 0.0, 0.0
 
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initialiser):
-    """Normal without the values outside [low, high], which default to two std from the mean.
+    """Normal without the values outside of [low, high].
 
-    They are absolute: `TruncatedNormal(std=0.02, low=-2, high=2)`, as torch and RecIS cut, leaves all values.
+    The limits are absolute: `TruncatedNormal(std=0.02, low=-2, high=2)` keeps all values, as in torch and
+    RecIS.
+
+    Args:
+        mean: The mean.
+        std: The standard deviation.
+        low: The lowest value; by default two std below the mean.
+        high: The highest value; by default two std above the mean.
+
+    Raises:
+        ValueError: `std` is not above 0, or the limits leave no values.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.TruncatedNormal(std=0.02))
     """
 
     mean: float = 0.0
@@ -116,15 +172,25 @@ class TruncatedNormal(Initialiser):
         return low, high
 
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "truncated_normal", self.mean, self.std, *self._bounds()
 
 
 @dataclass(frozen=True)
 class Gamma(Initialiser):
-    """Gamma with the given shape, up to a million, and scale: its mean is shape * scale.
+    """Gamma with a shape and a scale; its mean is shape · scale.
 
-    Values outside [low, high] become the bound that they are beyond.
+    Args:
+        shape: The shape, from 1e-6 to 1e6.
+        scale: The scale, above 0.
+        low: Values below it become it.
+        high: Values above it become it.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.Gamma(shape=2.0, scale=0.01))
     """
 
     shape: float
@@ -141,15 +207,24 @@ class Gamma(Initialiser):
         _clamp(self, self.low, self.high)
 
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "gamma", self.shape, self.scale, *_clamp(self, self.low, self.high)
 
 
 @dataclass(frozen=True)
 class Poisson(Initialiser):
-    """Poisson: whole numbers whose mean is `rate`, from 0 to 500.
+    """Poisson-distributed whole numbers.
 
-    Values outside [low, high] become the bound that they are beyond.
+    Args:
+        rate: Their mean, from 0 to 500.
+        low: Values below it become it.
+        high: Values above it become it.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.Poisson(rate=1.0))
     """
 
     rate: float
@@ -163,7 +238,7 @@ class Poisson(Initialiser):
         _clamp(self, self.low, self.high)
 
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "poisson", self.rate, 0.0, *_clamp(self, self.low, self.high)
 
 
@@ -209,22 +284,30 @@ class _Xavier(_Scaled):
 
 class _ScaledUniform(_Scaled):
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         bound = math.sqrt(3.0) * self._std(dim)
         return "uniform", -bound, bound, 0.0, 0.0
 
 
 class _ScaledNormal(_Scaled):
     def native(self, dim: int) -> tuple[str, float, float, float, float]:
-        """See `Initialiser.native`."""
+        """Return the distribution for the native core."""
         return "normal", 0.0, self._std(dim), 0.0, 0.0
 
 
 @dataclass(frozen=True)
 class XavierUniform(_Xavier, _ScaledUniform):
-    """Uniform within gain * sqrt(6 / (fan_in + fan_out)); a fan of None is dim (Glorot and Bengio, 2010).
+    """Uniform within gain · sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010).
 
     RecIS initialises blocks of 10,240 rows: `XavierUniform(fan_out=10240)` has its range.
+
+    Args:
+        gain: Widens the range.
+        fan_in: By default the table's dim.
+        fan_out: By default the table's dim.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.XavierUniform())
     """
 
     gain: float = 1.0
@@ -232,21 +315,46 @@ class XavierUniform(_Xavier, _ScaledUniform):
 
 @dataclass(frozen=True)
 class XavierNormal(_Xavier, _ScaledNormal):
-    """Normal with std gain * sqrt(2 / (fan_in + fan_out)); a fan of None is dim (Glorot and Bengio, 2010)."""
+    """Normal with a standard deviation of gain · sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio, 2010).
+
+    Args:
+        gain: Widens the distribution.
+        fan_in: By default the table's dim.
+        fan_out: By default the table's dim.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.XavierNormal())
+    """
 
     gain: float = 1.0
 
 
 @dataclass(frozen=True)
 class KaimingUniform(_ScaledUniform):
-    """Uniform within gain * sqrt(3 / fan_in), by default dim (He et al., 2015); the gain suits a ReLU."""
+    """Uniform within gain · sqrt(3 / fan_in) (He et al., 2015).
+
+    Args:
+        gain: Widens the range; the default suits a ReLU.
+        fan_in: By default the table's dim.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.KaimingUniform())
+    """
 
     gain: float = math.sqrt(2.0)
 
 
 @dataclass(frozen=True)
 class KaimingNormal(_ScaledNormal):
-    """Normal with std gain / sqrt(fan_in), by default dim (He et al., 2015); the gain suits a ReLU."""
+    """Normal with a standard deviation of gain / sqrt(fan_in) (He et al., 2015).
+
+    Args:
+        gain: Widens the distribution; the default suits a ReLU.
+        fan_in: By default the table's dim.
+
+    Example:
+        >>> table = kv.Table(dim=16, init=kv.init.KaimingNormal())
+    """
 
     gain: float = math.sqrt(2.0)
 

@@ -21,7 +21,12 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 @dataclass(frozen=True)
 class HashStack:
-    """Each id becomes `rounds` rows of a table of rounds × size, whose vectors add up."""
+    """Each id becomes `rounds` rows of a table of rounds × size, and their vectors add up.
+
+    Args:
+        rounds: How many rows an id has.
+        size: How many rows there are for each round.
+    """
 
     rounds: int
     size: int
@@ -33,26 +38,52 @@ class HashStack:
 
 @dataclass(frozen=True)
 class Table:
-    """A feature's table. Features whose tables have the same name share rows.
+    """The embedding table of a feature.
 
-    combiner: "sum", "mean" or "sqrtn" pool a sample's ids to (B, dim); "sequence" gives `Padded` (B, L, dim)
-    with a mask, "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as
-    a `Ragged`, "index" the vectors of distinct ids and an index (B, L) into them, as `IndexedRows`. If ids
-    have weights, "mean" divides by their sum, "mean_by_count" by the number of ids, and "mean_by_density" as
-    RecIS 1.0: by the number of ids if the batch has more than 5 * (B + 1) of them, by the sum of weights
-    otherwise.
-    use_weights: False ignores the weights of ids, as the "tile" of RecIS does.
-    length: how many ids "sequence", "tile" and "index" take, from the first; "sequence" and "index" without
-    it take those of the longest sample of the batch.
-    device: "cpu" or "cuda", where the rows are if not where `kv.connect` says; the vectors of an engine with
-    tables on a GPU are all there.
-    read_only: lookups of this feature create no rows and count no uses, and it has no gradients; other
-    features of the same table still train it.
-    padding_idx: an id that is none, such as the 0 that fills up the rows of a matrix: it has no row and no
-    gradient, and is not counted, as if it was not in the batch. Other features of the table may have it.
-    missing: what happens if a batch lacks the feature: "error", or "empty", as if no sample had an id.
-    dtype: of the vectors; arithmetic and optimizer state are float32, and bfloat16 and float16 are rounded
-    stochastically.
+    Features whose tables have the same name share rows.
+
+    | combiner | what a sample's ids become |
+    |---|---|
+    | "sum", "mean", "sqrtn" | one vector: (B, dim). With weights, "mean" divides by their sum |
+    | "mean_by_count" | as "mean", divided by the number of ids also if they have weights |
+    | "mean_by_density" | "mean_by_count" if a batch has over 5 * (B + 1) ids, else "mean": as RecIS 1.0 |
+    | "sequence" | `Padded` vectors (B, L, dim) with a mask |
+    | "tile" | the first `length` vectors side by side: (B, length * dim) |
+    | "ragged" | every vector, as a `Ragged` |
+    | "index" | the vectors of distinct ids, and an index (B, L) into them, as `IndexedRows` |
+
+    Args:
+        dim: The number of elements of a vector.
+        name: The name of the table; by default that of its feature.
+        combiner: How the vectors of a sample's ids are combined.
+        length: How many ids "sequence", "tile" and "index" take, from the first. By default "sequence" and
+            "index" take those of the longest sample of the batch.
+        dtype: The type of stored vectors. Arithmetic and optimizer state are float32; bfloat16 and float16
+            are rounded stochastically.
+        init: How a new row begins; see `kv.init`.
+        admit: Which keys get a row; see `kv.admission`.
+        evict: Which rows are removed; see `kv.eviction`.
+        hash_stack: Gives each id several rows of a table of limited size.
+        device: Where the rows are: "cpu" or "cuda"; by default as `kv.connect` says.
+        use_weights: Whether the weights of ids are used.
+        read_only: Whether lookups of this feature create no rows, count no uses and have no gradients. Other
+            features of the same table still train it.
+        missing: What happens if a batch lacks the feature: "error", or "empty", as if no sample had an id.
+        padding_idx: An id that stands for none, such as the 0 that fills up a matrix. It has no row.
+
+    Raises:
+        ValueError: An argument is out of range.
+        TypeError: An argument is of the wrong kind.
+
+    Example:
+        >>> table = kv.Table(
+        ...     dim=16,
+        ...     name="item",
+        ...     combiner="mean",
+        ...     admit=kv.admission.MinCount(3),
+        ...     evict=kv.eviction.LFU(capacity=1_000_000),
+        ... )
+        >>> engine = kv.EmbeddingEngine({"history": table})
     """
 
     dim: int
@@ -103,7 +134,16 @@ class Table:
                 raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {value!r}.")
 
     def spec(self, name: str, seed: int, shards: int) -> TableSpec:
-        """The table in the store's terms."""
+        """Describe the table for a store.
+
+        Args:
+            name: The name of the table.
+            seed: The seed of new rows.
+            shards: How many parts the table has.
+
+        Returns:
+            The description.
+        """
         return TableSpec(
             name=name,
             dim=self.dim,
@@ -116,7 +156,16 @@ class Table:
         )
 
     def check_shares_rows_with(self, other: Table, table: str, feature: str) -> None:
-        """Raise if `feature`, declared as this, cannot share the rows of `table`, declared as `other`."""
+        """Check that two features can share the rows of a table.
+
+        Args:
+            other: The table as declared by the first feature.
+            table: The name of the table.
+            feature: The name of this feature.
+
+        Raises:
+            ValueError: The declarations differ in what concerns rows.
+        """
         for what in ("dim", "dtype", "init", "admit", "evict", "hash_stack", "device"):
             has, asks = getattr(other, what), getattr(self, what)
             if has != asks:

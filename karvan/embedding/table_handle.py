@@ -12,6 +12,7 @@ from torch import Tensor
 
 from karvan.argument_checks import listed
 from karvan.embedding.engine_state import EngineState
+from karvan.notebook import html_table
 from karvan.store import Rows, Store, TableSpec
 
 if TYPE_CHECKING:
@@ -19,7 +20,23 @@ if TYPE_CHECKING:
 
 
 class TableHandle:
-    """One table of an engine's store; `engine.table("user")` returns it."""
+    """One table of an engine, to read or change its rows; `engine.table("user")` returns it.
+
+    Args:
+        state: The engine's state.
+        spec: The table as the store knows it.
+        slot: Its number in the store.
+        clock: What gives the time.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> vectors = engine({"user": torch.tensor([7, 8])})
+        >>> table = engine.table("user")
+        >>> table.rows, sorted(table.keys().tolist())
+        (2, [7, 8])
+        >>> table.vectors([7, 99]).shape
+        torch.Size([2, 4])
+    """
 
     def __init__(self, state: EngineState, spec: TableSpec, slot: int, clock: Callable[[], float]) -> None:
         self.engine_state = state
@@ -41,12 +58,12 @@ class TableHandle:
 
     @property
     def rows(self) -> int:
-        """How many keys have a row."""
+        """The number of keys that have a row."""
         return self.stats()["rows"]
 
     @property
     def bytes(self) -> int:
-        """Memory of rows and index."""
+        """The memory of rows and index."""
         return self.stats()["bytes"]
 
     @property
@@ -55,32 +72,57 @@ class TableHandle:
         return self._store.version(self.name)
 
     def stats(self) -> dict[str, int]:
-        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
+        """Return counters of the table.
 
-        `moved` counts index entries that growth has moved; while it rises, the index is growing.
+        Returns:
+            rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates and moved. `moved`
+            counts index entries that growth has moved; while it rises, the index is growing.
         """
         return self._store.stats(self.name)
 
     def keys(self) -> Tensor:
-        """All keys, in the order of their hashes."""
+        """Return all keys, in the order of their hashes.
+
+        Returns:
+            The keys, int64.
+        """
         return torch.from_numpy(self.snapshot().keys)
 
     def vectors(self, keys: Tensor | Sequence[int]) -> Tensor:
-        """The vectors of keys, float32 (n, dim); zeros where a key has no row. Nothing changes."""
+        """Return the vectors of keys; nothing changes.
+
+        Args:
+            keys: The keys.
+
+        Returns:
+            float32, (n, dim); zeros where a key has no row.
+        """
         unique, inverse = np.unique(self._as_keys(keys), return_inverse=True)
         counts = np.ones(len(unique), dtype=np.uint32)
         found = self._store.lookup({self.name: (unique, counts)}, training=False, step=0, now=0.0)
         return torch.from_numpy(found[self.name].vectors[inverse.reshape(-1)])
 
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
-        """The rows; with `parts`, those in one of so many equal ranges of key hashes."""
+        """Return the rows.
+
+        Args:
+            part: Which part of them, from 0.
+            parts: How many equal ranges of key hashes there are.
+
+        Returns:
+            The rows.
+        """
         return self._store.snapshot(self.name, part, parts)
 
     def to_arrow(self, strings: Mapping[str, int] | None = None) -> pa.Table:
-        """The rows of `snapshot` as a pyarrow table, whose `to_pandas()` is a DataFrame.
+        """Return the rows as a pyarrow table, with `to_pandas()`.
 
-        Its columns are key, vector, count and last_step. strings: the text that ids came from, such as
-        `dict(zip(words, kv.ids.farm(words).tolist()))`; it is the column string, null for other keys.
+        Args:
+            strings: The ids of texts, such as `dict(zip(words, kv.ids.farm(words).tolist()))`. They add a
+                column `string`, null for other keys.
+
+        Returns:
+            A table with the columns key, vector, count and last_step.
         """
         import pyarrow as pa
 
@@ -94,20 +136,42 @@ class TableHandle:
         return pa.table({**columns, "count": rows.counts, "last_step": rows.last_steps})
 
     def load(self, rows: Rows) -> None:
-        """Insert or overwrite rows."""
+        """Insert or overwrite rows.
+
+        Args:
+            rows: The rows, as of `snapshot`.
+        """
         self._store.load(self.name, rows)
         self.engine_state.content.replace()
 
     def evict(self) -> int:
-        """Apply the table's policy now; returns how many rows were removed."""
+        """Apply the table's eviction policy now.
+
+        Returns:
+            How many rows were removed.
+        """
         return self._store.evict(self.name, step=self.engine_state.step, now=self._clock())
 
     def evict_keys(self, keys: Tensor | Sequence[int]) -> int:
-        """Remove these keys' rows; returns how many there were."""
+        """Remove the rows of some keys.
+
+        Args:
+            keys: The keys.
+
+        Returns:
+            How many of them had a row.
+        """
         return self._store.erase(self.name, self._as_keys(keys))
 
     def evicted_since(self, version: int) -> Tensor:
-        """Keys whose rows were removed after `version`, to update a copy; some may have rows again."""
+        """Return the keys whose rows were removed since a version, to update a copy.
+
+        Args:
+            version: An earlier `version` of the table.
+
+        Returns:
+            The keys. Some may have rows again.
+        """
         return torch.from_numpy(self._store.evicted_since(self.name, version))
 
     def clear(self) -> None:
@@ -134,13 +198,23 @@ class TableHandle:
         return tensor.cpu().numpy()
 
     def set_optimizer(self, kind: str, initial: Sequence[float]) -> None:
-        """Allocate an optimizer's state; rows keep the state of an optimizer of the same kind."""
+        """Allocate an optimizer's state.
+
+        Rows keep the state of an optimizer of the same kind.
+
+        Args:
+            kind: The kind of the state.
+            initial: What its elements are for a new row.
+        """
         self._store.set_state(self.name, initial, fresh=self._optimizer not in (None, kind))
         self._optimizer = kind
         self.initial_state = tuple(initial)
 
     def __repr__(self) -> str:
         return f"TableHandle('{self.name}', dim={self.dim}, rows={self.rows})"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Table '{self.name}', dim {self.dim}", (), self.stats().items())
 
 
 def _texts_of_keys(strings: Mapping[str, int]) -> dict[int, str]:

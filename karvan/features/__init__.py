@@ -1,4 +1,4 @@
-"""Features: from raw columns to ids and floats, many features in one call."""
+"""Base classes of steps for `Feature.then`, and the plan of a FeatureEngine."""
 
 from karvan.features.engine import FeatureEngine
 from karvan.features.feature import Feature
@@ -6,6 +6,6 @@ from karvan.features.fusion_plan import Stage
 from karvan.features.ops.base import ElementOp, Op, RowOp
 from karvan.public_names import publish
 
-__all__ = ["ElementOp", "Feature", "FeatureEngine", "Op", "RowOp", "Stage"]
+__all__ = ["Feature", "FeatureEngine", "Op", "ElementOp", "RowOp", "Stage"]
 
 publish("karvan.features")

@@ -23,13 +23,25 @@ STEPS = "karvan.steps"
 
 
 class FeatureEngine(nn.Module):
-    """Runs the chains of all features on a batch.
+    """Run the chains of all features on a batch.
 
     The result holds every feature, and every entry of the batch whose name no feature has. Entries are never
-    changed, but results may share memory with them and with each other. Fitted statistics are part of
-    the state dict. `forward` may be called from several threads.
+    changed, but results may share memory with them. Fitted statistics are part of the state dict and of
+    checkpoints. `forward` may be called from several threads.
 
-    `name` identifies the statistics in checkpoints if the engine is the `transform` of a loader.
+    Args:
+        features: The features, in any order.
+        name: What identifies the statistics in checkpoints, if the engine is the `transform` of a loader.
+
+    Raises:
+        ValueError: Two features have the same result, or they need each other in a circle.
+        TypeError: `features` is no list of Features.
+
+    Example:
+        >>> engine = kv.FeatureEngine([kv.Feature("price").normalise()])
+        >>> batch = {"price": torch.tensor([1.0, 3.0])}
+        >>> engine.fit([batch])(batch)["price"]
+        tensor([-1.,  1.])
     """
 
     def __init__(self, features: Sequence[Feature], *, name: str = "features") -> None:
@@ -54,20 +66,35 @@ class FeatureEngine(nn.Module):
 
     @property
     def features(self) -> list[Feature]:
-        """The features, in the order in which they were given, with fitted statistics."""
+        """The features in the order in which they were given, with fitted statistics."""
         return list(self._features.values())
 
     @property
     def row_wise(self) -> bool:
-        """Whether a sample's features depend on it alone; a `Loader` then computes many samples at once."""
+        """Whether a sample's features depend on this sample alone."""
         return all(op.row_wise for feature in self.features for op in feature.ops)
 
     def stages(self) -> list[Stage]:
-        """The plan: which steps of which features run together."""
+        """Return the plan: which steps of which features run together.
+
+        Returns:
+            The stages in their order.
+        """
         return list(self._stages)
 
     def forward(self, batch: Mapping[str, Entry]) -> dict[str, Entry]:
-        """The features of a batch."""
+        """Compute the features of a batch.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The features, and the entries whose names no feature has.
+
+        Raises:
+            TypeError: `batch` is no mapping, or a column is of another kind than a step expects.
+            ValueError: A feature is not fitted yet.
+        """
         if not hasattr(batch, "items"):
             raise TypeError(
                 f"FeatureEngine expects a batch, a mapping of columns to tensors, got {type(batch).__name__}."
@@ -147,7 +174,11 @@ class FeatureEngine(nn.Module):
         return [name for name in self._fitted if not self._op_to_fit(name).ready]
 
     def require_fitted(self) -> None:
-        """Raise if a feature cannot be computed yet."""
+        """Raise if a feature cannot be computed yet.
+
+        Raises:
+            ValueError: A feature lacks its statistics.
+        """
         if unfitted := self.unfitted:
             raise ValueError(
                 f"FeatureEngine '{self.name}' has no statistics yet for {_listed(unfitted)}: expected "
@@ -161,12 +192,21 @@ class FeatureEngine(nn.Module):
         return op
 
     def fit(self, batches: Iterable[Mapping[str, Entry]]) -> FeatureEngine:
-        """Compute statistics for `normalise()`, and words for `vocabulary()`, where they have no arguments.
+        """Compute the statistics and words that features find in data.
 
-        NaN and empty strings do not count. Calling it again replaces the previous result. Returns self.
+        These are the mean and deviation of `normalise()`, and the words of `vocabulary()`, where they have no
+        arguments. NaN and empty strings do not count. Calling it again replaces the previous result. After
+        `kv.connect`, all ranks call it, each with its share of the data; all get the same bits as one process
+        with all the data would.
 
-        After `kv.connect`, all ranks call it, each with its share of the data. All get the same bits as one
-        process with all the data would; see `running_moments.py`.
+        Args:
+            batches: Batches of columns, such as a `kv.data.read(...)`.
+
+        Returns:
+            The engine.
+
+        Raises:
+            ValueError: No feature needs it, or values are infinite.
         """
         if not self._fitted:
             raise ValueError(
@@ -216,7 +256,11 @@ class FeatureEngine(nn.Module):
             self._features[name] = dataclasses.replace(self._features[name], ops=tuple(ops))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Each feature's statistics, None before `fit`, and the steps they belong to; for the state dict."""
+        """Return each feature's statistics, and the steps they belong to, for the state dict.
+
+        Returns:
+            The state.
+        """
         if not self._fitted:
             return {}
         state = {name: self._op_to_fit(name).fit_state() for name in self._fitted}
@@ -236,7 +280,14 @@ class FeatureEngine(nn.Module):
         return describe_chain(columns, ops[:count])
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take the statistics of another engine with the same features and steps."""
+        """Take the statistics of another engine with the same features and steps.
+
+        Args:
+            state: What `get_extra_state` returned.
+
+        Raises:
+            ValueError: The features or their steps differ.
+        """
         steps = state.get(STEPS, {})  # states of earlier versions have none
         state = {name: fit_state for name, fit_state in state.items() if name != STEPS}
         if set(state) != set(self._fitted):
@@ -262,7 +313,11 @@ class FeatureEngine(nn.Module):
         self._set(fitted)
 
     def extra_repr(self) -> str:
-        """The features' names."""
+        """Return the features' names, for `print`.
+
+        Returns:
+            The text.
+        """
         return ", ".join(self._features)
 
 

@@ -23,14 +23,39 @@ from karvan.ids import check_hash
 
 @dataclass(frozen=True)
 class Feature:
-    """A named chain of transforms, e.g. `Feature("price").log1p().clip(0, 10)`.
+    """A named chain of transforms.
 
-    A chain starts from the batch's entry of its own name, unless `select`, `cross` or `concat` name others;
-    such a name means the result of the feature of that name if there is one, else the batch's entry. Each
-    method returns a new feature. A chain that ends with several values gives `name_0`, `name_1`, ….
+    Each method adds a step and returns a new feature.
 
-    missing: what happens if a batch lacks a column: "error", or "empty", which computes the feature as if
-    no sample had a value: lists are empty, and `fill_missing` fills all samples.
+    A chain starts from the batch's column of its own name, unless `select`, `cross` or `concat` name others.
+    Such a name means the result of the feature of that name if there is one, else the batch's column. A chain
+    that ends with several values gives `name_0`, `name_1`, ….
+
+    Args:
+        name: The name of the result.
+        columns: What the chain starts from; `select` sets it.
+        raw: Whether it starts from columns of the batch only; `select` sets it.
+        missing: What happens if a batch lacks a column: "error", or "empty", as if no sample had a value.
+            Lists are then empty, and `fill_missing` fills all samples.
+        ops: The steps; the methods add them.
+
+    Raises:
+        ValueError: The name is empty, or `missing` is unknown.
+
+    Example:
+        >>> features = kv.FeatureEngine(
+        ...     [
+        ...         kv.Feature("price").log1p().clip(0, 10),
+        ...         kv.Feature("pair").cross("user", "item"),
+        ...     ]
+        ... )
+        >>> batch = {
+        ...     "price": torch.tensor([0.0, 1.0]),
+        ...     "user": torch.tensor([1, 2]),
+        ...     "item": torch.tensor([5, 6]),
+        ... }
+        >>> features(batch)["price"]
+        tensor([0.0000, 0.6931])
     """
 
     name: str
@@ -48,9 +73,18 @@ class Feature:
             )
 
     def select(self, *columns: str, raw: bool = False, missing: str | None = None) -> Feature:
-        """Start from other columns or features; with `raw`, from the batch even if a feature has the name.
+        """Start from other columns or features.
 
-        missing: "error" or "empty", what happens if a batch lacks a column; see `Feature`.
+        Args:
+            *columns: Their names.
+            raw: Whether names mean columns of the batch, also if a feature has the name.
+            missing: "error" or "empty": what happens if a batch lacks a column.
+
+        Returns:
+            The new feature.
+
+        Raises:
+            ValueError: The chain has steps already, or there are no names.
         """
         if self.ops or self.columns:
             raise ValueError(
@@ -62,7 +96,17 @@ class Feature:
         return replace(self, columns=columns, raw=raw, missing=missing or self.missing)
 
     def then(self, op: ChainStep) -> Feature:
-        """Add a step; the methods below do this for the steps of this package."""
+        """Add a step of your own.
+
+        Args:
+            op: The step.
+
+        Returns:
+            The new feature.
+
+        Raises:
+            ValueError: The step needs two columns or more.
+        """
         if op.joins and self.width() < 2:
             raise ValueError(
                 f"Feature '{self.name}', {op.name}: expected two columns or more, but there is "
@@ -71,23 +115,42 @@ class Feature:
         return replace(self, ops=(*self.ops, op))
 
     def width(self) -> int:
-        """How many values the chain has at its end."""
+        """Count the values that the chain has at its end.
+
+        Returns:
+            How many.
+        """
         width = len(self.columns) or 1
         for op in self.ops:
             width = (1 if op.joins else width) * len(op.parts())
         return width
 
     def outputs(self) -> tuple[str, ...]:
-        """The names of its results: its own, or numbered ones if there are several."""
+        """Return the names of its results: its own, or numbered ones if there are several.
+
+        Returns:
+            The names.
+        """
         width = self.width()
         return (self.name,) if width == 1 else tuple(f"{self.name}_{i}" for i in range(width))
 
     # Ids
 
     def hash(self, kind: str, bucket: int | None = None) -> Feature:
-        """Hash strings or ids by "farm" or "murmur": to 64 bits, or below `bucket`.
+        """Hash strings or ids.
 
-        "farm63" and "murmur63" drop the sign bit, and so does a bucket of 0; both are as in RecIS.
+        Args:
+            kind: "farm" or "murmur"; "farm63" and "murmur63" drop the sign bit, as RecIS does.
+            bucket: Results are below this; by default they have 64 bits. 0 drops the sign bit only.
+
+        Returns:
+            The new feature.
+
+        Raises:
+            ValueError: The kind is unknown.
+
+        Example:
+            >>> city = kv.Feature("city").hash("farm", bucket=1000)
         """
         try:
             check_hash(kind, bucket)
@@ -99,19 +162,51 @@ class Feature:
         return hashed.then(DropSign()) if bucket == 0 or kind.endswith("63") else hashed
 
     def mod(self, modulus: int) -> Feature:
-        """The remainder of ids read as unsigned."""
+        """Take the remainder of ids, which are read as unsigned.
+
+        Args:
+            modulus: What ids are divided by.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Mod(modulus))
 
     def multi_hash(self, buckets: Sequence[int]) -> Feature:
-        """Up to four small ids for each id, as features `name_0`, `name_1`, …."""
+        """Make up to four small ids of each id, as features `name_0`, `name_1`, ….
+
+        Args:
+            buckets: The range of each of them.
+
+        Returns:
+            The new feature.
+        """
         return self.then(MultiHash(tuple(buckets)))
 
     def prefix(self, group: int, bits: int) -> Feature:
-        """Ids with the group in their upper bits, so that those of different groups differ."""
+        """Put a group into the upper bits of ids, so that those of different groups differ.
+
+        Args:
+            group: The number of the group.
+            bits: How many bits it takes.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Prefix(group, bits))
 
     def hash_stack(self, rounds: int, size: int) -> Feature:
-        """Each id as `rounds` ids of a table of rounds * size rows, all in the id's row."""
+        """Make `rounds` ids of each id, for a table of rounds * size rows.
+
+        All are in the id's row.
+
+        Args:
+            rounds: How many ids.
+            size: How many rows there are for each round.
+
+        Returns:
+            The new feature.
+        """
         return self.then(HashStack(rounds, size))
 
     def vocabulary(
@@ -123,14 +218,28 @@ class Feature:
         max_words: int | None = None,
         min_count: int = 1,
     ) -> Feature:
-        """The index of a string or id in the list; unknown ones are in `oov` buckets after it.
+        """Replace a string or id by its index in a list of words.
 
-        oov: 0 gives unknown ones -1.
+        Without words, the engine's `fit` finds them in data, the most frequent first.
 
-        file: a text file with the words, strings, one on each line; it is read at once.
+        Args:
+            words: The words, strings or ids.
+            oov: How many buckets behind the list take unknown words; with 0 they become -1.
+            file: A text file with the words, one on each line.
+            max_words: How many words `fit` keeps.
+            min_count: How often a word must occur for `fit` to keep it.
 
-        Without words, the engine's `fit` finds those that occur at least `min_count` times, at most
-        `max_words` of them; the most frequent are first.
+        Returns:
+            The new feature.
+
+        Raises:
+            ValueError: Words come with a file, or with settings of `fit`.
+            TypeError: The words are one string, or strings and ids.
+
+        Example:
+            >>> engine = kv.FeatureEngine([kv.Feature("day").vocabulary([5, 7])])
+            >>> engine({"day": torch.tensor([7, 5, 6])})["day"]
+            tensor([1, 0, 2])
         """
         if file is not None:
             if words is not None:
@@ -161,51 +270,135 @@ class Feature:
         return self.then(Vocabulary(tuple(w.encode() if isinstance(w, str) else w for w in words), oov))  # type: ignore[arg-type]
 
     def cross(self, *columns: str) -> Feature:
-        """All combinations of the ids of two columns or more, hashed; without names, of those selected."""
+        """Combine the ids of two columns or more, and hash every combination.
+
+        Args:
+            *columns: Their names; by default those selected.
+
+        Returns:
+            The new feature.
+        """
         return (self.select(*columns) if columns else self).then(Cross())
 
     def concat(self, *columns: str, offsets: Sequence[int] | None = None) -> Feature:
-        """The columns' values one after the other in each row, ids shifted by an offset for each column."""
+        """Put the columns' values one after the other in each row.
+
+        Args:
+            *columns: Their names; by default those selected.
+            offsets: What is added to the ids of each column.
+
+        Returns:
+            The new feature.
+        """
         chain = self.select(*columns) if columns else self
         return chain.then(Concat(None if offsets is None else tuple(offsets)))
 
     # Numbers
 
     def bucketize(self, boundaries: Sequence[float]) -> Feature:
-        """How many boundaries are not above the value; NaN becomes no id."""
+        """Count the boundaries that are not above the value.
+
+        NaN becomes no id.
+
+        Args:
+            boundaries: The boundaries, ascending.
+
+        Returns:
+            The new feature.
+
+        Example:
+            >>> age = kv.FeatureEngine([kv.Feature("age").bucketize([18, 65])])
+            >>> age({"age": torch.tensor([10.0, 18.0, 70.0])})["age"]
+            tensor([0, 1, 2])
+        """
         return self.then(Bucketize(tuple(boundaries), self._has_no_nan()))
 
     def log1p(self) -> Feature:
-        """log(1 + x)."""
+        """Compute log(1 + x).
+
+        Returns:
+            The new feature.
+        """
         if self.ops and isinstance(self.ops[-1], Clip):  # both in one pass
             return replace(self, ops=(*self.ops[:-1], Log1p(self.ops[-1])))
         return self.then(Log1p())
 
     def log(self, base: float = math.e) -> Feature:
-        """The logarithm to a base."""
+        """Compute the logarithm.
+
+        Args:
+            base: Its base.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Log(base))
 
     def clip(self, low: Number | None = None, high: Number | None = None) -> Feature:
-        """Numbers moved to the nearest within the limits."""
+        """Move numbers to the nearest within limits.
+
+        Args:
+            low: The lowest; None for no limit.
+            high: The highest; None for no limit.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Clip(low, high))
 
     def normalise(self, mean: float | None = None, std: float | None = None) -> Feature:
-        """(x - mean) / std; without numbers, the engine's `fit` computes them."""
+        """Compute (x - mean) / std.
+
+        Without numbers, the engine's `fit` computes them from data.
+
+        Args:
+            mean: The mean.
+            std: The standard deviation.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Normalise(mean, std))
 
     def fill_missing(self, value: Number, missing: Number | None = None) -> Feature:
-        """A value for samples that have none, and instead of NaN or of the number `missing`."""
+        """Fill in a value where a sample has none.
+
+        Args:
+            value: What they get, and what replaces NaN.
+            missing: A number that stands for no value, too.
+
+        Returns:
+            The new feature.
+        """
         return self.then(FillMissing(value, missing))
 
     def round(self, digits: int = 0) -> Feature:
-        """Floats rounded, half to even."""
+        """Round floats, half to even.
+
+        Args:
+            digits: How many decimal digits are kept.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Round(digits))
 
     def to_ids(self, buckets: int | None = None, default: int | None = None) -> Feature:
-        """Decimal strings as the 64-bit integers that they spell, an empty string as no id.
+        """Turn decimal strings, or numbers, into ids.
 
-        Numbers, with `buckets`: rounded to ids below it; those outside of this range become `default`, or 0
-        without one. NaN becomes the default if there is one, else no id.
+        Strings become the 64-bit integers that they spell; an empty string becomes no id. Numbers need
+        `buckets`: they are rounded.
+
+        Args:
+            buckets: Ids of numbers are below this.
+            default: The id of numbers outside of this range, and of NaN. Without it, they become 0, and NaN
+                no id.
+
+        Returns:
+            The new feature.
+
+        Raises:
+            ValueError: There is a default without buckets.
         """
         if buckets is not None:
             return self.then(ToIds(buckets, default, self._has_no_nan()))
@@ -225,69 +418,149 @@ class Feature:
     def truncate(
         self, length: int, side: str = "left", level: str = "outer", *, check: bool = False
     ) -> Feature:
-        """Rows cut to a length.
+        """Cut rows to a length.
 
-        side: "left" cuts the left and keeps the last values, "right" keeps the first, "top" those of the
-        largest weights, in their order.
-        level: of lists of lists, "outer" cuts the lists of a row, "inner" the values of a list.
-        check: cut nothing; a longer row is an error.
+        Args:
+            length: How many values are kept at most.
+            side: What is cut: "left" keeps the last values, "right" keeps the first; "top" keeps those of the
+                largest weights, in their order.
+            level: What is cut in lists of lists: "outer", the lists of a row; "inner", the values of a list.
+            check: Cut nothing; a longer row is an error.
+
+        Returns:
+            The new feature.
         """
         return self.then(Truncate(length, side, level, check))
 
     def to_ragged(self, pad: Number | None = None, *, trailing: bool = False) -> Feature:
-        """A tensor's columns as ragged rows, without those that equal `pad`; trailing: only at the end."""
+        """Turn the rows of a matrix into lists, without padding.
+
+        Args:
+            pad: The number that fills up rows.
+            trailing: Whether it is removed only at the end of a row.
+
+        Returns:
+            The new feature.
+        """
         return self.then(ToRagged(pad, trailing))
 
     def to_dense(self, length: int | Sequence[int], fill: Number = 0, side: str = "right") -> Feature:
-        """Ragged rows cut, or filled up on the right, to one length; side "left" keeps the last values.
+        """Cut or fill up lists to one length.
 
-        Lists of lists have two lengths: `to_dense([10, 3])` gives 10 lists of 3 values in each row.
+        Args:
+            length: The length. Lists of lists have two: `[10, 3]` gives 10 lists of 3 values in each row.
+            fill: What fills up rows on the right.
+            side: What is cut: "right" keeps the first values, "left" the last.
+
+        Returns:
+            The new feature.
         """
         return self.then(ToDense(length if isinstance(length, int) else tuple(length), fill, side))  # type: ignore[arg-type]
 
     def flatten(self) -> Feature:
-        """Lists of lists as one list a row."""
+        """Turn lists of lists into one list a row.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Flatten())
 
     def fill_lists(self, length: int) -> Feature:
-        """Rows of lists of lists filled up with empty lists, to `length` lists; a longer row is an error."""
+        """Fill up rows of lists of lists with empty lists.
+
+        A longer row is an error.
+
+        Args:
+            length: How many lists each row gets.
+
+        Returns:
+            The new feature.
+        """
         return self.then(FillLists(length))
 
     def fill_empty(self, value: Number) -> Feature:
-        """One value in each row that has none."""
+        """Put one value into each row that has none.
+
+        Args:
+            value: The value.
+
+        Returns:
+            The new feature.
+        """
         return self.then(FillEmpty(value))
 
     # Strings
 
     def lower(self) -> Feature:
-        """Capitals of ASCII become small letters."""
+        """Turn capitals of ASCII into small letters.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Lower())
 
     def upper(self) -> Feature:
-        """Small letters of ASCII become capitals."""
+        """Turn small letters of ASCII into capitals.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Upper())
 
     def strip(self) -> Feature:
-        """Strings without the spaces at their ends."""
+        """Remove the spaces at both ends of strings.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Strip())
 
     def substring(self, start: int, length: int | None = None) -> Feature:
-        """Bytes from `start` (negative: from the end) on, at most `length` of them."""
+        """Take a part of strings, counted in bytes.
+
+        Args:
+            start: The first byte; negative numbers count from the end.
+            length: How many at most; by default all.
+
+        Returns:
+            The new feature.
+        """
         return self.then(Substring(start, length))
 
     def split(self, separator: str | bytes = ",", *, skip_empty: bool = False) -> Feature:
-        """A string's parts between separators, as a list of strings; skip_empty: without empty ones."""
+        """Split strings into lists of strings.
+
+        Args:
+            separator: What is between the parts.
+            skip_empty: Whether to leave out empty parts.
+
+        Returns:
+            The new feature.
+        """
         separator = separator.encode() if isinstance(separator, str) else separator
         return self.then(Split(separator, skip_empty))
 
     def to_text(self, *, unsigned: bool = False) -> Feature:
-        """Integers as strings of their decimal digits: a hash of them is that of TensorFlow's columns.
+        """Turn integers into strings of their decimal digits.
 
-        A batch has unsigned 64-bit ids as int64, from 2**63 on as negative numbers; `unsigned` gives their
-        own text.
+        A hash of them is that of TensorFlow's columns.
+
+        Args:
+            unsigned: Whether ids from 2**63 on, which a batch has as negative numbers, give their unsigned
+                text.
+
+        Returns:
+            The new feature.
         """
         return self.then(ToText(unsigned))
 
     def to_numbers(self, default: float = math.nan) -> Feature:
-        """Strings such as "2.5" as the float32 that they spell; empty and missing ones as the default."""
+        """Turn strings such as "2.5" into float32 numbers.
+
+        Args:
+            default: What empty and missing strings become.
+
+        Returns:
+            The new feature.
+        """
         return self.then(ParseNumbers(float(default)))

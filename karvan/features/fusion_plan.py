@@ -17,7 +17,17 @@ from karvan.features.ops.base import ChainStep
 
 
 class Stage(NamedTuple):
-    """Steps of one class that run together: features, and which step of each."""
+    """Steps of one class that run together.
+
+    Attributes:
+        kind: The class of the steps.
+        steps: Pairs of a feature's name and the index of its step.
+
+    Example:
+        >>> engine = kv.FeatureEngine([kv.Feature("price").log1p()])
+        >>> [stage.kind.__name__ for stage in engine.stages()]
+        ['Log1p']
+    """
 
     kind: type[ChainStep]
     steps: tuple[tuple[str, int], ...]

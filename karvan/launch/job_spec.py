@@ -213,7 +213,10 @@ class Dense(Section):
 
 
 class JobSpec(Section):
-    """A complete job. system: what its programs are written for, if that is not Karvan."""
+    """A complete job. entry: the trainers' program, or a config, which they train by `karvan train`.
+
+    system: what its programs are written for, if that is not Karvan.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     entry: Path
@@ -250,7 +253,14 @@ class JobSpec(Section):
             return {"staleness": SYNC.default_staleness, **value}
         return value
 
-    @field_validator("entry", "loader_entry")
+    @field_validator("entry")
+    @classmethod
+    def _is_a_program_or_a_config(cls, path: Path) -> Path:
+        if path.suffix not in (".py", ".yaml", ".yml"):
+            raise ValueError(f"expected a FILE.py or a CONFIG.yaml, got '{path}'")
+        return path
+
+    @field_validator("loader_entry")
     @classmethod
     def _is_a_program(cls, path: Path | None) -> Path | None:
         if path is not None and path.suffix != ".py":
@@ -264,6 +274,8 @@ class JobSpec(Section):
         mode.check_dense(() if self.dense is None else ("dense",))
         if self.system is not None and self.sharding == "dynamic":
             raise ValueError(f"system: {self.system} needs sharding: static")
+        if self.system is not None and self.entry.suffix != ".py":
+            raise ValueError(f"system: {self.system} needs a program, entry: FILE.py, got '{self.entry}'")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is set, but roles.loaders has no replicas")
         mode.check_server_loss(self.on_server_loss)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from karvan.job.checkpoint_url import shown
 from karvan.job.roles import START_ORDER, Role
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def open_import_folders(spec: JobSpec) -> list[Path]:
     """Folders that every user may write to, and from which the job's programs import: their own, and those of
     PYTHONPATH, in which an empty entry is the current folder.
     """
-    folders = [Path(path).resolve().parent for path in (spec.entry, spec.loader_entry) if path is not None]
+    programs = [path for path in (spec.entry, spec.loader_entry) if path is not None and path.suffix == ".py"]
+    folders = [path.resolve().parent for path in programs]
     if variable := os.environ.get("PYTHONPATH"):
         folders += [Path(entry).resolve() for entry in variable.split(os.pathsep)]
     return [folder for folder in dict.fromkeys(folders) if is_open_to_all(folder)]
@@ -52,4 +54,7 @@ def is_open_to_all(folder: Path) -> bool:
 def _program(spec: JobSpec, program: Path) -> tuple[str, ...]:
     if spec.system is not None:
         return "karvan", "run", "--as", spec.system, str(program)
+    if program.suffix != ".py":  # a config, whose folder is that of the job
+        folder = () if spec.checkpoints is None else ("--folder", shown(spec.checkpoints))
+        return "karvan", "train", str(program), *folder
     return "karvan.launch.program", str(program)

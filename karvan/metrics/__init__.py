@@ -1,4 +1,4 @@
-"""Streaming metrics: updated batch by batch, merged over ranks. Public as `kv.metrics`."""
+"""Metrics, updated batch by batch and merged over ranks: `metrics={"auc": kv.metrics.AUC()}` of a Trainer."""
 
 from karvan.metrics.accuracy import Accuracy, ClassAccuracy
 from karvan.metrics.auc import AUC
@@ -16,15 +16,15 @@ from karvan.public_names import publish
 __all__ = [
     "AUC",
     "GAUC",
-    "NDCG",
-    "Accuracy",
     "BinaryCrossEntropy",
     "Calibration",
-    "ClassAccuracy",
+    "NDCG",
     "HitRate",
-    "Mean",
-    "MeanAbsoluteError",
+    "Accuracy",
+    "ClassAccuracy",
     "MeanSquaredError",
+    "MeanAbsoluteError",
+    "Mean",
     "Metric",
     "State",
 ]

@@ -9,9 +9,21 @@ from karvan.metrics.ratio_of_sums import WeightedMean
 
 
 class Accuracy(WeightedMean):
-    """The fraction of samples whose score and label agree: a score is positive from `threshold` on.
+    """The fraction of samples with a score that agrees with the label.
 
-    A label is positive from 0.5 on.
+    Args:
+        threshold: A score is positive from this on; a label is positive from 0.5 on.
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Example:
+        >>> accuracy = kv.metrics.Accuracy()
+        >>> batch = {"label": torch.tensor([1.0, 0.0])}
+        >>> accuracy.update(torch.tensor([2.0, 1.0]), batch)
+        >>> accuracy.compute()
+        0.5
     """
 
     higher_is_better = True
@@ -34,10 +46,26 @@ class Accuracy(WeightedMean):
 
 
 class ClassAccuracy(WeightedMean):
-    """The fraction of samples whose class is among the `top` highest scores, (samples, classes).
+    """The fraction of samples with a class among the highest scores, (samples, classes).
 
     A label is the number of a class, from 0; one that is no class is never right. Of equal scores, those of
     lower classes are higher.
+
+    Args:
+        top: How many of the highest scores count.
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+
+    Raises:
+        ValueError: `top` is below 1.
+
+    Example:
+        >>> accuracy = kv.metrics.ClassAccuracy(top=1)
+        >>> scores = torch.tensor([[0.1, 2.0, 0.3], [1.0, 0.0, 0.5]])
+        >>> accuracy.update(scores, {"label": torch.tensor([1, 2])})
+        >>> accuracy.compute()
+        0.5
     """
 
     higher_is_better = True

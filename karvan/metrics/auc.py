@@ -17,17 +17,29 @@ _LIMIT = 20.0  # logits beyond it share the outermost bins
 class AUC(Metric):
     """The chance that a positive sample has a higher score than a negative one; ties count a half.
 
-    Scores are probabilities and are counted in `bins` bins that are equally wide as logits (from -20 to 20),
-    so rare clicks, whose probabilities are all small, are resolved as well as others: with 65,536 bins, two
-    probabilities share a bin only if their odds differ by less than 0.07 %. Pairs within a bin count as ties.
-    So the error is at most half the fraction of (positive, negative) pairs that are in one bin:
+    Scores are probabilities and are counted in bins that are equally wide as logits, from -20 to 20. Rare
+    clicks, with small probabilities, are resolved as well as others. Pairs within a bin count as ties, so the
+    error is at most half the share of (positive, negative) pairs that are in one bin; `error_bound()` gives
+    that for the samples seen. For logits spread over a few units it is about 1e-4, and the error itself far
+    smaller. Memory and work do not grow with the number of samples.
 
-        |AUC - exact AUC| <= ½ · Σ_bins positives · negatives / (all positives · all negatives)
+    Args:
+        bins: The number of bins. More are more exact.
+        exact: Whether to store every sample instead, 32 bytes each, and accept scores of any range.
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
 
-    `error_bound()` says what that is for the samples seen; for logits spread over a few units it is about
-    1e-4, and the error itself far smaller. Memory and work do not grow with the number of samples.
+    Raises:
+        ValueError: There are fewer than 2 bins.
 
-    exact=True stores every sample instead (32 bytes each) and accepts scores of any range.
+    Example:
+        >>> auc = kv.metrics.AUC()
+        >>> logits = torch.tensor([2.0, -1.0, 0.5, -2.0])
+        >>> auc.update(logits, {"label": torch.tensor([1.0, 0.0, 0.0, 1.0])})
+        >>> auc.compute()
+        0.5
     """
 
     higher_is_better = True
@@ -70,7 +82,7 @@ class AUC(Metric):
             count_scores(scores, labels, weights, self._counts)
 
     def compute(self) -> float:
-        """The AUC; NaN while there is only one class."""
+        """Compute the AUC; NaN while there is only one class."""
         if self.exact:
             state = self._samples.state()
             if not len(state["scores"]) or bool(state["scores"].isnan().any()):
@@ -82,7 +94,11 @@ class AUC(Metric):
         return float((clicks * below).sum() / pairs)
 
     def error_bound(self) -> float:
-        """How far `compute()` can be from the exact AUC of the samples seen."""
+        """Compute how far `compute()` can be from the exact AUC of the samples seen.
+
+        Returns:
+            The bound.
+        """
         if self.exact:
             return 0.0
         clicks, others = self._histogram()
@@ -94,7 +110,7 @@ class AUC(Metric):
         self._counts = torch.zeros(3, 0 if self.exact else self.bins + 2, dtype=torch.float64)
 
     def state(self) -> State:
-        """The histogram, or the samples."""
+        """Copy the histogram, or the samples."""
         return self._samples.state() if self.exact else {"counts": self._counts.cpu().clone()}
 
     def merge(self, state: Mapping[str, Tensor]) -> None:

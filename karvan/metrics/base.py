@@ -17,12 +17,23 @@ State: TypeAlias = dict[str, Tensor]
 
 
 class Metric(ABC):
-    """A number about scores and labels, gathered batch by batch.
+    """The base class of metrics: a number about scores and labels, gathered batch by batch.
 
-    label, weight: names in the batch; without `weight` every sample counts 1. output: the name of the scores
-    in the model's output, None if that is a tensor itself. logits: whether the model gives logits, which
-    `update` turns into probabilities; `add` uses scores unchanged. Tensors may be on any device and of any
-    dtype; sums are float64.
+    Tensors may be on any device and of any dtype; sums are float64.
+
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Example:
+        >>> mean, other = kv.metrics.Mean(), kv.metrics.Mean()
+        >>> mean.add(torch.tensor([1.0, 2.0]))
+        >>> other.add(torch.tensor([6.0]))
+        >>> mean.merge(other.state())
+        >>> mean.compute()
+        3.0
     """
 
     higher_is_better: ClassVar[bool]
@@ -49,13 +60,27 @@ class Metric(ABC):
 
     @torch.no_grad()
     def update(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> None:
-        """Add a batch and the model's output for it."""
+        """Add a batch and the model's output for it.
+
+        Args:
+            output: The model's output.
+            batch: The batch, with labels and what else the metric needs.
+
+        Raises:
+            KeyError: The batch or the output lacks a name.
+            ValueError: Scores and labels have different shapes.
+        """
         self.add_selection(self.select(output, batch))
 
     def select(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> State:
-        """What `update` needs of a batch and the model's output for it: tensors, for `add_selection`.
+        """Return what `update` needs of a batch, so that it can be counted elsewhere.
 
-        So a batch can be counted elsewhere, as by other trainers. Tensors that do not fit are an error here.
+        Args:
+            output: The model's output.
+            batch: The batch.
+
+        Returns:
+            Tensors for `add_selection`.
         """
         scores = self._scores(output)
         selection = {"scores": scores}
@@ -67,7 +92,11 @@ class Metric(ABC):
 
     @torch.no_grad()
     def add_selection(self, selection: Mapping[str, Tensor]) -> None:
-        """Add what `select` gave, here or in another process."""
+        """Add what `select` returned, here or in another process.
+
+        Args:
+            selection: The tensors.
+        """
         scores = selection["scores"]
         self.add(
             scores.double().sigmoid() if self.logits else scores,
@@ -80,7 +109,14 @@ class Metric(ABC):
     def add(
         self, scores: Tensor, labels: Tensor, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
-        """Add samples: scores as the metric needs them, labels, weights, and groups."""
+        """Add samples.
+
+        Args:
+            scores: The scores as the metric needs them; `logits` does not apply.
+            labels: The labels.
+            weights: The weights; by default 1.
+            groups: The groups, for metrics of groups.
+        """
         scores = torch.as_tensor(scores).detach().reshape(-1).double()
         labels = self._beside("labels", labels, scores).double()
         if weights is not None:
@@ -99,7 +135,11 @@ class Metric(ABC):
 
     @abstractmethod
     def compute(self) -> float:
-        """The number; NaN where there is none, as without samples or where a score was NaN."""
+        """Compute the number.
+
+        Returns:
+            The number; NaN where there is none, as without samples or where a score was NaN.
+        """
 
     @abstractmethod
     def reset(self) -> None:
@@ -107,14 +147,29 @@ class Metric(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """A copy of everything gathered, as flat tensors on the CPU."""
+        """Copy everything gathered.
+
+        Returns:
+            Flat tensors on the CPU.
+        """
 
     @abstractmethod
     def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add what another metric of the same settings has gathered, for example on another rank."""
+        """Add what another metric of the same settings has gathered, for example on another rank.
+
+        Args:
+            state: What its `state` returned.
+
+        Raises:
+            ValueError: The state is of other settings.
+        """
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace everything gathered by `state`, which another metric returned."""
+        """Replace everything gathered.
+
+        Args:
+            state: What `state` of another metric returned.
+        """
         before = self.state()
         self.reset()
         try:

@@ -11,13 +11,33 @@ _WEIGHTINGS = ("impressions", "clicks")
 
 
 class GAUC(Grouped):
-    """The mean AUC of groups (users, as a rule), each weighted by its impressions, the sum of its weights.
+    """The mean AUC of groups, usually users, weighted by their impressions.
 
-    weighting="clicks": each weighted by its clicks, the sum of weight times label, as in RecIS.
+    A group is one group wherever its samples come from: other batches, other ranks. A group with only one
+    class has no AUC: the mean skips it, and `undefined_groups` counts it. It is exact: all samples are stored
+    until `reset()`, 32 bytes each.
 
-    Every group counts, and it is one group wherever its samples come from: other batches, other ranks. A
-    group with one class only has no AUC; the mean skips it, and `undefined_groups` counts it.
-    Exact: all samples are stored until `reset()`, 32 bytes each.
+    Args:
+        group: The column of groups in the batch, such as users: integers, one for each sample.
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
+        weighting: What weights a group: "impressions", the sum of its weights; or "clicks", the sum of weight
+            times label, as in RecIS.
+
+    Raises:
+        ValueError: `weighting` is unknown.
+
+    Example:
+        >>> gauc = kv.metrics.GAUC(group="user")
+        >>> batch = {
+        ...     "user": torch.tensor([1, 1, 2, 2]),
+        ...     "label": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        ... }
+        >>> gauc.update(torch.tensor([2.0, 1.0, -1.0, 1.0]), batch)
+        >>> gauc.compute()
+        0.5
     """
 
     def __init__(

@@ -10,10 +10,31 @@ from karvan.metrics.ranking import Ranking
 
 
 class HitRate(TopK):
-    """The fraction of groups that have a positive sample among their `k` highest scores.
+    """The fraction of groups with a positive sample among their `k` highest scores.
 
-    Where equal scores are on both sides of rank k, a group counts with the probability of a hit if their
-    order is random. A group without a positive sample is skipped, and `undefined_groups` counts it.
+    Where equal scores are on both sides of rank k, a group counts with the probability of a hit in random
+    order. A group without a positive sample is skipped, and `undefined_groups` counts it.
+
+    Args:
+        k: How many of the highest scores of a group count.
+        group: The column of groups in the batch, such as users: integers, one for each sample.
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights; a group counts as their mean. By default groups count the same.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Raises:
+        ValueError: `k` is below 1.
+
+    Example:
+        >>> hits = kv.metrics.HitRate(k=1, group="user")
+        >>> batch = {
+        ...     "user": torch.tensor([1, 1, 2, 2]),
+        ...     "label": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        ... }
+        >>> hits.update(torch.tensor([2.0, 1.0, -1.0, 1.0]), batch)
+        >>> hits.compute()
+        0.5
     """
 
     def _values(self, ranking: Ranking) -> Tensor:

@@ -14,8 +14,19 @@ _EPSILON = torch.finfo(torch.float64).eps
 class BinaryCrossEntropy(WeightedMean):
     """The mean of -log(probability of what happened), in nats: the logarithmic loss.
 
-    Probabilities are clipped to 2.2e-16 from 0 and 1, as scikit-learn does, so that a wrong probability of 0
-    or 1 costs 36 and not infinity. Labels may be between 0 and 1.
+    Probabilities are clipped to 2.2e-16 from 0 and 1, as in scikit-learn. Labels may be between 0 and 1.
+
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Example:
+        >>> logloss = kv.metrics.BinaryCrossEntropy()
+        >>> logloss.update(torch.zeros(2), {"label": torch.tensor([1.0, 0.0])})
+        >>> round(logloss.compute(), 4)
+        0.6931
     """
 
     short_name = "logloss"

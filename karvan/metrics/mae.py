@@ -8,7 +8,20 @@ from karvan.metrics.ratio_of_sums import MeanDistance
 
 
 class MeanAbsoluteError(MeanDistance):
-    """The mean of |score - label|; with `logits=True`, of probabilities."""
+    """The mean of |score - label|; with `logits=True`, of probabilities.
+
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Example:
+        >>> error = kv.metrics.MeanAbsoluteError()
+        >>> error.update(torch.tensor([1.0, 2.0]), {"label": torch.zeros(2)})
+        >>> error.compute()
+        1.5
+    """
 
     short_name = "mae"
 

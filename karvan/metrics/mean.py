@@ -12,9 +12,20 @@ from karvan.metrics.ratio_of_sums import WeightedMean
 
 
 class Mean(WeightedMean):
-    """The weighted mean of the numbers added: `mean.add(loss, weights=torch.tensor(batch.samples))`.
+    """The weighted mean of the numbers added, such as losses of a loop of your own.
 
     `update` takes the model's output and needs no label.
+
+    Args:
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+
+    Example:
+        >>> mean = kv.metrics.Mean()
+        >>> mean.add(torch.tensor(0.5), weights=torch.tensor(3))
+        >>> mean.add(torch.tensor(1.0), weights=torch.tensor(1))
+        >>> mean.compute()
+        0.625
     """
 
     def __init__(self, *, output: str | None = None, weight: str | None = None) -> None:

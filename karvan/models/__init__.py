@@ -1,4 +1,7 @@
-"""Models, one page each: plain modules that contain an embedding engine. Public as `kv.models`."""
+"""Models: plain torch modules that contain an embedding engine.
+
+They return logits.
+"""
 
 from karvan.models.dcn import DCN
 from karvan.models.deepfm import DeepFM
@@ -9,6 +12,6 @@ from karvan.models.mmoe import MMoE
 from karvan.models.wide_deep import WideDeep
 from karvan.public_names import publish
 
-__all__ = ["DCN", "DIN", "DLRM", "DeepFM", "MMoE", "WideDeep", "pairwise_dots"]
+__all__ = ["DLRM", "DeepFM", "DCN", "DIN", "WideDeep", "MMoE", "pairwise_dots"]
 
 publish("karvan.models")

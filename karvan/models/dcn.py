@@ -26,10 +26,30 @@ class Cross(nn.Module):
 
 
 class DCN(nn.Module):
-    """Layers that cross all inputs explicitly, before a net ("stacked") or beside it ("parallel").
+    """DCN v2: layers that cross all inputs explicitly, and a net (Wang et al., 2021).
 
-    crosses: the number of layers; n of them make crosses of up to n + 1 inputs. rank: of their matrices, None
-    for full ones. hidden: sizes of the net's layers. table: see `kv.models.parts.tables_of`.
+    Args:
+        numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of
+            several numbers.
+        ids: The names of columns of ids in a batch. Lists of ids are averaged.
+        dim: The number of elements of a vector.
+        crosses: The number of cross layers; n of them make crosses of up to n + 1 inputs.
+        hidden: The sizes of the net's hidden layers.
+        rank: The rank of the cross layers' matrices; None for full ones.
+        structure: Whether the net comes after the cross layers, "stacked", or beside them, "parallel".
+        dropout: The share of units of hidden layers that are dropped in training.
+        table: A `kv.Table` as a template for all ids, or tables of some ids by name. By default, means of
+            rows that start within ±1 / sqrt(dim).
+        seed: The seed of new rows.
+
+    Raises:
+        ValueError: `structure` is unknown.
+
+    Example:
+        >>> model = kv.models.DCN([], ids=["user", "item"], dim=8, crosses=2)
+        >>> batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        >>> model(batch).shape
+        torch.Size([2])
     """
 
     def __init__(
@@ -60,7 +80,14 @@ class DCN(nn.Module):
         self.head = nn.Linear(deep if structure == "stacked" else deep + width, 1)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """The logits, (B,)."""
+        """Compute the logits of a batch.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The logits, (B,).
+        """
         embedded = self.embeddings(batch)
         x0 = beside(self.numbers, batch, (embedded[name] for name in self.ids))
         x = x0

@@ -15,11 +15,27 @@ from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, t
 
 
 class DeepFM(nn.Module):
-    """The sum of a linear model, of all pairwise matches of vectors, and of a net over the same vectors.
+    """DeepFM: a linear model, all pairwise matches of vectors, and a net (Guo et al., 2017).
 
-    A row holds the id's weight in the linear model and its vector, so a table has dim + 1 columns. Each
-    number has a weight and a vector, too, which it multiplies. table: see `kv.models.parts.tables_of`; its
-    dim is that of the vector.
+    The net sees the same vectors. A row holds the id's weight in the linear model and its vector, so a table
+    has dim + 1 columns. Each number has a weight and a vector, too, which it multiplies.
+
+    Args:
+        numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of
+            several numbers.
+        ids: The names of columns of ids in a batch. Lists of ids are averaged.
+        dim: The number of elements of a vector.
+        hidden: The sizes of the net's hidden layers.
+        dropout: The share of units of hidden layers that are dropped in training.
+        table: A `kv.Table` as a template for all ids, or tables of some ids by name. By default, means of
+            rows that start within ±1 / sqrt(dim).
+        seed: The seed of new rows.
+
+    Example:
+        >>> model = kv.models.DeepFM([], ids=["user", "item"], dim=8)
+        >>> batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        >>> model(batch).shape
+        torch.Size([2])
     """
 
     def __init__(
@@ -45,7 +61,14 @@ class DeepFM(nn.Module):
         self.net = mlp(self.numbers.width + dim * len(self.ids), hidden, 1, dropout=dropout)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """The logits, (B,)."""
+        """Compute the logits of a batch.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The logits, (B,).
+        """
         embedded = self.embeddings(batch)
         rows = torch.stack([embedded[name] for name in self.ids], 1)
         weights, vectors = rows[:, :, 0], rows[:, :, 1:]

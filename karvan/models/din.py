@@ -35,11 +35,36 @@ class Attention(nn.Module):
 
 
 class DIN(nn.Module):
-    """Sums each history, weighted by what matters for its target, with a net over these and all other inputs.
+    """DIN: sums each history, weighted by what matters for its target (Zhou et al., 2018).
 
-    sequences: histories by name, each with the id among `ids` that it is a history of: {"history": "item"}. A
-    history shares the rows of its target. length: how many entries of a history count, from the first; None
-    for all. table: of the ids, see `kv.models.parts.tables_of`.
+    A net sees these sums and all other inputs. A history shares the rows of its target.
+
+    Args:
+        numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of
+            several numbers.
+        ids: The names of columns of ids in a batch. Lists of ids are averaged.
+        sequences: Histories by name, each with the id among `ids` that it is a history of: `{"history":
+            "item"}`.
+        dim: The number of elements of a vector.
+        hidden: The sizes of the net's hidden layers.
+        attention: The sizes of the hidden layers of the net that weights entries of a history.
+        length: How many entries of a history count, from the first; None for all.
+        dropout: The share of units of hidden layers that are dropped in training.
+        table: A `kv.Table` as a template for all ids, or tables of some ids by name. By default, means of
+            rows that start within ±1 / sqrt(dim).
+        seed: The seed of new rows.
+
+    Raises:
+        ValueError: A history is of none of the ids, or is among them.
+
+    Example:
+        >>> model = kv.models.DIN([], ["item"], sequences={"history": "item"}, dim=8)
+        >>> batch = {
+        ...     "item": torch.tensor([7, 8]),
+        ...     "history": kv.Ragged.from_lists([[1, 2], [7]]),
+        ... }
+        >>> model(batch).shape
+        torch.Size([2])
     """
 
     def __init__(
@@ -74,7 +99,14 @@ class DIN(nn.Module):
         self.net = mlp(width, hidden, 1, dropout=dropout)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """The logits, (B,)."""
+        """Compute the logits of a batch.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The logits, (B,).
+        """
         embedded = self.embeddings(batch)
         interests = [
             attend(embedded[target], embedded[name])

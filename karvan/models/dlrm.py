@@ -13,10 +13,31 @@ from karvan.models.parts import Names, Numbers, Tables, mlp, names_in, tables_of
 
 
 class DLRM(nn.Module):
-    """A bottom net makes a vector of the numbers; a top net sees it and how all pairs of vectors match.
+    """DLRM: the dot products of all pairs of vectors, and a net over them (Naumov et al., 2019).
 
-    numbers, ids: names in the batch. bottom, top: sizes of the hidden layers; the bottom net ends in `dim`,
-    the top net in one logit. Without numbers there is no bottom net. table: see `kv.models.parts.tables_of`.
+    A bottom net makes a vector of the numbers. A top net sees it and how all pairs of vectors match.
+
+    Args:
+        numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of
+            several numbers.
+        ids: The names of columns of ids in a batch. Lists of ids are averaged.
+        dim: The number of elements of a vector.
+        bottom: The sizes of the bottom net's hidden layers; it ends in `dim`. Without numbers there is no
+            bottom net.
+        top: The sizes of the top net's hidden layers; it ends in one logit.
+        dropout: The share of units of hidden layers that are dropped in training.
+        table: A `kv.Table` as a template for all ids, or tables of some ids by name. By default, means of
+            rows that start within ±1 / sqrt(dim).
+        seed: The seed of new rows.
+
+    Raises:
+        ValueError: There are neither numbers nor two ids.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        >>> model(batch).shape
+        torch.Size([2])
     """
 
     def __init__(
@@ -43,7 +64,14 @@ class DLRM(nn.Module):
         self.top = mlp(width, top, 1, dropout=dropout)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """The logits, (B,)."""
+        """Compute the logits of a batch.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The logits, (B,).
+        """
         embedded = self.embeddings(batch)
         vectors = [embedded[name] for name in self.ids]
         first = None if self.bottom is None else self.bottom(self.numbers(batch))

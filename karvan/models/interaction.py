@@ -21,11 +21,21 @@ _MOST_VECTORS = 64  # of a sample on a GPU: a kernel holds its vectors and produ
 
 
 def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = None) -> Tensor:
-    """The dot products of all pairs of a sample's vectors, (B, n (n - 1) / 2), after a copy of `first`.
+    """Compute the dot products of all pairs of a sample's vectors.
 
-    vectors: (B, n, dim), or n tensors (B, dim), which may be slices of wider ones. Pairs come in the order
-    of `torch.tril_indices(n, n, -1)`: (1, 0), (2, 0), (2, 1), (3, 0), …. first: (B, e), the first columns of
-    the result, which saves a concatenation. Half precision, as under autocast, is computed in float32.
+    Pairs come in the order (1, 0), (2, 0), (2, 1), (3, 0), …. Half precision is computed in float32.
+
+    Args:
+        vectors: (B, n, dim), or n tensors (B, dim), which may be slices of wider ones.
+        first: (B, e), which becomes the first columns of the result.
+
+    Returns:
+        (B, n (n - 1) / 2), after the columns of `first`.
+
+    Example:
+        >>> vectors = torch.tensor([[[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]]])
+        >>> kv.models.pairwise_dots(vectors)
+        tensor([[2., 0., 3.]])
     """
     listed = list(vectors.unbind(1)) if isinstance(vectors, Tensor) else list(vectors)
     _check(listed, first)

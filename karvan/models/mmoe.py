@@ -15,10 +15,32 @@ from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, t
 
 
 class MMoE(nn.Module):
-    """Several tasks share embeddings and expert nets; each task has a gate that mixes the experts.
+    """MMoE: several tasks share embeddings and expert nets (Ma et al., 2018).
 
-    tasks: the names of the outputs. expert, tower: sizes of the hidden layers of an expert, and of the
-    net that each task has after its mixture. table: see `kv.models.parts.tables_of`.
+    Each task has a gate that mixes the experts.
+
+    Args:
+        numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of
+            several numbers.
+        ids: The names of columns of ids in a batch. Lists of ids are averaged.
+        tasks: The names of the outputs.
+        dim: The number of elements of a vector.
+        experts: The number of expert nets.
+        expert: The sizes of an expert's hidden layers.
+        tower: The sizes of the hidden layers of the net that each task has after its mixture.
+        dropout: The share of units of hidden layers that are dropped in training.
+        table: A `kv.Table` as a template for all ids, or tables of some ids by name. By default, means of
+            rows that start within ±1 / sqrt(dim).
+        seed: The seed of new rows.
+
+    Raises:
+        ValueError: There are no tasks, no experts, or no layers in them.
+
+    Example:
+        >>> model = kv.models.MMoE([], ["user", "item"], tasks=["ctr", "cvr"], dim=8)
+        >>> batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        >>> sorted(model(batch))
+        ['ctr', 'cvr']
     """
 
     def __init__(
@@ -50,7 +72,14 @@ class MMoE(nn.Module):
         self.towers = nn.ModuleList(mlp(expert[-1], tower, 1) for _ in tasks)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The logits of each task, (B,)."""
+        """Compute the logits of each task.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The logits by task, (B,).
+        """
         embedded = self.embeddings(batch)
         x = beside(self.numbers, batch, (embedded[name] for name in self.ids))
         opinions = torch.stack([expert(x) for expert in self.experts], 2)  # (B, width, experts)

@@ -16,12 +16,29 @@ from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, t
 
 
 class WideDeep(nn.Module):
-    """A linear model over ids and crosses, which remembers, and a net over vectors, which generalises.
+    """Wide & Deep: a linear model that remembers, and a net that generalises (Cheng et al., 2016).
 
-    wide: ids whose weights are added up, usually crosses (`kv.Feature("a_x_b").cross("a", "b")`); an id may
-    be in both parts. Weights start at 0 in tables of one column named "wide.NAME", in a separate engine,
-    `model.wide`, so that they can have a separate optimizer, such as `kv.optim.FTRL(model.wide)`.
-    table: of the deep part, see `kv.models.parts.tables_of`; wide_table: the template of wide tables.
+    Weights of the wide part start at 0 in tables of one column named "wide.NAME", in an engine of their own,
+    `model.wide`. So they can have an optimizer of their own, such as `kv.optim.FTRL(model.wide)`.
+
+    Args:
+        numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of
+            several numbers.
+        ids: The names of columns of ids in a batch. Lists of ids are averaged.
+        wide: The ids of the linear model, usually crosses: `kv.Feature("a_x_b").cross("a", "b")`. An id may
+            be in both parts.
+        dim: The number of elements of a vector.
+        hidden: The sizes of the net's hidden layers.
+        dropout: The share of units of hidden layers that are dropped in training.
+        table: A `kv.Table` as a template for the deep part's ids, or tables of some ids by name.
+        wide_table: A template for the wide part's tables.
+        seed: The seed of new rows.
+
+    Example:
+        >>> model = kv.models.WideDeep([], ids=["user"], wide=["item"], dim=8)
+        >>> batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        >>> model(batch).shape
+        torch.Size([2])
     """
 
     def __init__(
@@ -52,7 +69,14 @@ class WideDeep(nn.Module):
         self.net = mlp(self.numbers.width + dim * len(self.ids), hidden, 1, dropout=dropout)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """The logits, (B,)."""
+        """Compute the logits of a batch.
+
+        Args:
+            batch: Columns by name.
+
+        Returns:
+            The logits, (B,).
+        """
         embedded, weights = self.embeddings(batch), self.wide(batch)
         wide = torch.cat([weights[name] for name in self.wide_ids], 1).sum(1)
         deep = self.net(beside(self.numbers, batch, (embedded[name] for name in self.ids)))

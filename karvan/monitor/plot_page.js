@@ -283,7 +283,18 @@
 
   // ---------------------------------------------------------------- the page
   const root = document.documentElement;
-  root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const frame = window.frameElement; // of a notebook or another page, whose letters are light if it is dark
+  const isDark = () => {
+    if (!frame) return matchMedia("(prefers-color-scheme: dark)").matches;
+    const [red, green, blue] = frame.ownerDocument.defaultView.getComputedStyle(frame).color.match(/[\d.]+/g).map(Number);
+    return red + green + blue > 1.5 * 255;
+  };
+  const takeTheme = () => { root.dataset.theme = isDark() ? "dark" : "light"; };
+  takeTheme();
+  if (frame) {
+    root.dataset.framed = "";
+    new MutationObserver(takeTheme).observe(frame.ownerDocument.body, { attributes: true });
+  }
   const charts = [];
   const place = document.getElementById("charts");
   let grid = null, section = null;
@@ -310,7 +321,7 @@
     element("label", {}, "x axis", element("select", { on: { change: (event) => { state.axis = event.target.value; state.range = null; drawAll(); } } },
       ...axes.map((axis) => element("option", { value: axis, textContent: AXES[axis].label })))),
     element("button", {
-      type: "button", textContent: "dark / light",
+      type: "button", textContent: "dark / light", hidden: Boolean(frame),
       on: { click: () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; } },
     }));
   if (data.runs.length > 1) {

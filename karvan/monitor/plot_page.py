@@ -65,6 +65,12 @@ def plot_page(runs: Sequence[RunHistory]) -> str:
     )
 
 
+def framed(page: str) -> str:
+    """The page within another one, such as a notebook: it scrolls, and takes over light or dark."""
+    style = "width: 100%; height: 640px; border: 0; border-radius: 10px"
+    return f'<iframe title="charts" style="{style}" srcdoc="{escape(page)}"></iframe>'
+
+
 def final_numbers(runs: Sequence[RunHistory]) -> str:
     """A table of the last numbers of each run, a column each."""
     rows = [

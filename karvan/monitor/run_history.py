@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All reports of a run, in the order of steps; there is at least one."""
+    """All reports of a run, in the order of steps."""
 
     name: str
     path: Path
@@ -69,13 +69,22 @@ def read_entries(path: Path) -> list[Entry]:
         text = file.read_text(errors="replace")
     except OSError as error:
         raise HistoryError(f"{file} cannot be read: {error.strerror}.") from error
-    rows = _json_rows(text) if text.lstrip().startswith("{") else _csv_rows(text)
-    entries = [entry for row in rows if (entry := _entry(row)) is not None]
+    entries = _entries(_json_rows(text) if text.lstrip().startswith("{") else _csv_rows(text))
     if not entries:
         raise HistoryError(
             f"{file} has no reports: expected lines with kind, step and numbers, as a history, a "
             "JSONLinesLogger or a CSVLogger has. A run reports every log_every steps."
         )
+    return entries
+
+
+def run_of(name: str, path: Path, rows: Iterable[dict[str, Any]]) -> RunHistory:
+    """The run with these reports; rows that are no reports are skipped."""
+    return RunHistory(name, path, _entries(rows))
+
+
+def _entries(rows: Iterable[dict[str, Any]]) -> list[Entry]:
+    entries = [entry for row in rows if (entry := _entry(row)) is not None]
     return sorted(entries, key=lambda entry: entry.step)
 
 

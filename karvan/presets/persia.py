@@ -21,7 +21,7 @@ from karvan.embedding.optim import SGD, Adagrad, Adam
 from karvan.embedding.optim.base import Targets
 from karvan.public_names import publish
 
-__all__ = ["INITIAL_ACCUMULATOR", "INITIAL_RANGE", "WEIGHT_BOUND", "adagrad", "adam", "sgd", "table"]
+__all__ = ["table", "adagrad", "adam", "sgd", "INITIAL_RANGE", "INITIAL_ACCUMULATOR", "WEIGHT_BOUND"]
 
 INITIAL_RANGE = (-0.01, 0.01)
 """Between which the elements of a new row are."""
@@ -34,10 +34,28 @@ INITIAL_ACCUMULATOR = 1e-2
 
 
 def table(dim: int, name: str | None = None, *, admit_probability: float = 1.0, **options: Any) -> Table:
-    """A `kv.Table` whose rows start in ±0.01, and whose keys are admitted with a probability at every miss.
+    """Make a `kv.Table` with the defaults of PERSIA.
 
-    A slot with `embedding_summation` has the default combiner, with `sqrt_scaling` also combiner="sqrtn"; a
-    raw slot has combiner="sequence", or "index" for distinct vectors, and length=`sample_fixed_size`.
+    Rows start in ±0.01, and a key is admitted with a probability at every miss. A slot with
+    `embedding_summation` has the default combiner; with `sqrt_scaling` also combiner="sqrtn". A raw slot has
+    combiner="sequence", or "index" for distinct vectors, and length=`sample_fixed_size`.
+
+    Args:
+        dim: The number of elements of a vector.
+        name: The name of the table; by default that of its feature.
+        admit_probability: The probability with which a key gets a row at a miss.
+        **options: Further arguments of `kv.Table`.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: There are both `admit` and `admit_probability`.
+
+    Example:
+        >>> table = kv.presets.persia.table(8, admit_probability=0.5)
+        >>> table.admit
+        Probability(p=0.5, each=True)
     """
     if "admit" not in options:
         options["admit"] = Always() if admit_probability == 1.0 else Probability(admit_probability, each=True)
@@ -50,9 +68,22 @@ def table(dim: int, name: str | None = None, *, admit_probability: float = 1.0, 
 
 
 def adagrad(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> Adagrad:
-    """Adagrad that scales by the old accumulator, which starts with 0.01; elements stay within ±10.
+    """Make a `kv.optim.Adagrad` with the defaults of PERSIA.
 
-    PERSIA's `g_square_momentum` is the option decay, and `vectorwise_shared` is row_wise.
+    It scales by the old accumulator, which starts with 0.01; elements stay within ±10. PERSIA's
+    `g_square_momentum` is the option decay, and `vectorwise_shared` is row_wise.
+
+    Args:
+        params: What it trains, as of `kv.optim.Adagrad`.
+        lr: The learning rate.
+        **options: Further arguments of `kv.optim.Adagrad`.
+
+    Returns:
+        The optimizer.
+
+    Example:
+        >>> kv.presets.persia.adagrad(lr=0.02).defaults["accumulate"]
+        'last'
     """
     usual = {
         "accumulate": "last",
@@ -63,12 +94,40 @@ def adagrad(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> 
 
 
 def adam(params: Targets | None = None, lr: float = 1e-3, **options: Any) -> Adam:
-    """Adam whose elements stay within ±10."""
+    """Make a `kv.optim.Adam` that keeps elements within ±10, as PERSIA does.
+
+    Args:
+        params: What it trains, as of `kv.optim.Adam`.
+        lr: The learning rate.
+        **options: Further arguments of `kv.optim.Adam`.
+
+    Returns:
+        The optimizer.
+
+    Example:
+        >>> kv.presets.persia.adam().defaults["weight_bound"]
+        10.0
+    """
     return Adam(params, lr, **{"weight_bound": WEIGHT_BOUND, **options})
 
 
 def sgd(params: Targets | None = None, lr: float = 1e-2, **options: Any) -> SGD:
-    """SGD whose elements stay within ±10; momentum and weight_decay count, which PERSIA ignores."""
+    """Make a `kv.optim.SGD` that keeps elements within ±10, as PERSIA does.
+
+    Momentum and weight_decay count here; PERSIA ignores them.
+
+    Args:
+        params: What it trains, as of `kv.optim.SGD`.
+        lr: The learning rate.
+        **options: Further arguments of `kv.optim.SGD`.
+
+    Returns:
+        The optimizer.
+
+    Example:
+        >>> kv.presets.persia.sgd().defaults["weight_bound"]
+        10.0
+    """
     return SGD(params, lr, **{"weight_bound": WEIGHT_BOUND, **options})
 
 

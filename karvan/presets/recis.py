@@ -22,15 +22,29 @@ from karvan.embedding.eviction import Age
 from karvan.embedding.init import Constant, TruncatedNormal, XavierNormal, XavierUniform
 from karvan.public_names import publish
 
-__all__ = ["global_step_filter", "table", "truncated_normal", "xavier_normal", "xavier_uniform"]
+__all__ = ["table", "global_step_filter", "truncated_normal", "xavier_uniform", "xavier_normal"]
 
 _BLOCK = 10240  # rows that RecIS initialises together
 
 
 def table(dim: int = 16, name: str | None = None, *, combiner: str = "sum", **options: Any) -> Table:
-    """A `kv.Table` whose rows start as zeros; "mean" and "tile" treat weights as in RecIS 1.0.
+    """Make a `kv.Table` with the defaults of RecIS 1.0.
 
-    In later versions of RecIS a mean always divides by Σw, as combiner="mean" of `kv.Table` does.
+    Rows start as zeros; "mean" and "tile" treat weights as in RecIS 1.0. In later versions of RecIS a mean
+    always divides by the sum of weights, as combiner="mean" of `kv.Table` does.
+
+    Args:
+        dim: The number of elements of a vector.
+        name: The name of the table; by default that of its feature.
+        combiner: How the vectors of a sample's ids are combined.
+        **options: Further arguments of `kv.Table`.
+
+    Returns:
+        The table.
+
+    Example:
+        >>> kv.presets.recis.table(16, combiner="mean").combiner
+        'mean_by_density'
     """
     usual: dict[str, Any] = {"init": Constant(0.0), "use_weights": combiner != "tile"}
     if combiner == "mean":
@@ -39,24 +53,76 @@ def table(dim: int = 16, name: str | None = None, *, combiner: str = "sum", **op
 
 
 def xavier_uniform(gain: float = 1.0, block_size: int = _BLOCK) -> XavierUniform:
-    """`XavierUniform` over blocks of rows: ±0.024 for rows of 16 values."""
+    """Make an initialiser with the range of RecIS, which starts blocks of rows together.
+
+    Args:
+        gain: Widens the range.
+        block_size: The rows of a block.
+
+    Returns:
+        The initialiser.
+
+    Example:
+        >>> kv.presets.recis.xavier_uniform().fan_out
+        10240
+    """
     return XavierUniform(gain, fan_out=block_size)
 
 
 def xavier_normal(gain: float = 1.0, block_size: int = _BLOCK) -> XavierNormal:
-    """`XavierNormal` over blocks of rows."""
+    """Make an initialiser with the deviation of RecIS, which starts blocks of rows together.
+
+    Args:
+        gain: Widens the distribution.
+        block_size: The rows of a block.
+
+    Returns:
+        The initialiser.
+
+    Example:
+        >>> kv.presets.recis.xavier_normal().fan_out
+        10240
+    """
     return XavierNormal(gain, fan_out=block_size)
 
 
 def truncated_normal(
     mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0
 ) -> TruncatedNormal:
-    """`TruncatedNormal` between absolute bounds."""
+    """Make a truncated normal initialiser between absolute bounds, as RecIS does.
+
+    Args:
+        mean: The mean.
+        std: The standard deviation.
+        low: The lowest value.
+        high: The highest value.
+
+    Returns:
+        The initialiser.
+
+    Example:
+        >>> kv.presets.recis.truncated_normal(std=0.02).high
+        2.0
+    """
     return TruncatedNormal(mean, std, low, high)
 
 
 def global_step_filter(filter_step: int, every: int = 100) -> Age:
-    """`Age` that keeps the rows of the last `filter_step` steps; checked every `every` steps."""
+    """Make the eviction policy that keeps the rows of the last `filter_step` steps.
+
+    Args:
+        filter_step: How many steps.
+        every: How many steps are between two checks.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: `filter_step` is below 1.
+
+    Example:
+        >>> policy = kv.presets.recis.global_step_filter(1000)
+    """
     if filter_step < 1:
         raise ValueError(f"global_step_filter expects a filter_step of at least 1, got {filter_step}.")
     return Age(filter_step - 1, every)

@@ -99,9 +99,32 @@ class FeatureSpec:
 
 @dataclass(slots=True)
 class Rule:
-    """An optimizer's rule and its numbers for one step; docs/extending/optimizer.md has the formulas.
+    """The rule of an optimizer and its numbers for one step.
 
-    kind: "sgd", "momentum", "nesterov", "adagrad", "adagrad_row", "adam", "adamw", "amsgrad" or "ftrl".
+    The page "Add a sparse optimizer" has the formulas.
+
+    Args:
+        kind: "sgd", "momentum", "nesterov", "adagrad", "adagrad_row", "adam", "adamw", "amsgrad" or "ftrl".
+        lr: The learning rate.
+        beta1: The decay of m or a, the momentum, or the beta of "ftrl".
+        beta2: The decay of v.
+        eps: Is added to roots.
+        weight_decay: Its product with the vector is added to the gradient.
+        shrink: Multiplies the vector before the update of "adamw".
+        alpha: The learning rate after the correction of moments.
+        l1: The L1 limit of "ftrl".
+        l2: The L2 limit of "ftrl".
+        accumulate_last: Whether "adagrad" adds the gradient after the update.
+        clip_value: The largest absolute value of an element of a gradient; 0 for no limit.
+        clip_norm: The largest L2 norm of a gradient; 0 for no limit.
+        bound: The largest absolute value of an element of a vector; 0 for no limit.
+
+    Raises:
+        ValueError: The kind is unknown.
+
+    Example:
+        >>> kv.optim.Rule("sgd", lr=0.1).kind
+        'sgd'
     """
 
     kind: str
@@ -124,7 +147,11 @@ class Rule:
             raise ValueError(f"Unknown rule '{self.kind}': expected one of {', '.join(RULES)}.")
 
     def native(self) -> _native.Rule:
-        """The same for the native core, which computes with float32."""
+        """Return the rule for the native core, which computes with float32.
+
+        Returns:
+            The native rule.
+        """
         made = _native.Rule(self.kind)
         for name in RULE_NUMBERS:
             setattr(made, name, getattr(self, name))

@@ -1,4 +1,4 @@
-"""Callbacks: called at defined points of a fit.
+"""Callbacks, which a [`Trainer`][karvan.Trainer] calls at defined points of a fit.
 
 | moment | when |
 |---|---|
@@ -11,9 +11,8 @@
 | `on_epoch_end(trainer, epoch)` | after an epoch's last step and the evaluation that follows it |
 | `on_fit_end(trainer, result)` | once, unless there was an error; the last checkpoint is written |
 
-`trainer` is the `kv.Trainer`; `TrainerView` lists what callbacks may use of it.
-A callback with `state_dict` and `load_state_dict` is saved in every checkpoint. `trainer.stop(reason)`
-ends the fit after the current step.
+A callback with `state_dict` and `load_state_dict` is saved in every checkpoint. `trainer.stop(reason)` ends
+the fit after the current step.
 """
 
 from __future__ import annotations
@@ -32,56 +31,123 @@ from karvan.train.trainer_view import TrainerView
 
 _log = logging.getLogger("karvan.train")
 
-__all__ = ["EMA", "Callback", "EarlyStopping", "TrainerView"]
+__all__ = ["EarlyStopping", "EMA", "Callback", "TrainerView"]
 
 
 class Callback:
-    """Does nothing at any moment; override those you need.
+    """The base class of callbacks: it does nothing at any moment.
 
-    `needed_metrics` are the names of metrics that it needs from evaluations. A fit without evaluations, or
-    without one of these metrics, is then an error when it starts; so is an evaluation in which one is NaN.
+    Override the moments you need.
+
+    The class attribute `needed_metrics` names metrics that the callback needs from evaluations. A fit that
+    does not compute them is an error when it starts, and so is an evaluation in which one is NaN.
+
+    Example:
+        >>> class Halfway(kv.callbacks.Callback):
+        ...     def on_epoch_end(self, trainer, epoch):
+        ...         if trainer.step >= 100:
+        ...             trainer.stop("100 steps are enough")
+        >>> callback = Halfway()  # for kv.Trainer(..., callbacks=[callback])
     """
 
     needed_metrics: Sequence[str] = ()
 
     def on_new_data(self, trainer: TrainerView) -> None:
-        """The data is not that of the fits before."""
+        """Called if the data is not that of the fits before.
+
+        Args:
+            trainer: The Trainer that calls it.
+        """
 
     def on_fit_begin(self, trainer: TrainerView) -> None:
-        """Training starts, or resumes."""
+        """Called when training starts or resumes.
+
+        Args:
+            trainer: The Trainer that calls it.
+        """
 
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
-        """An epoch begins; the first is 0."""
+        """Called when an epoch begins.
+
+        Args:
+            trainer: The Trainer that calls it.
+            epoch: The index of the epoch, from 0.
+        """
 
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        """An optimizer step is over."""
+        """Called after every optimizer step.
+
+        Args:
+            trainer: The Trainer that calls it.
+            logs: The step and its losses.
+        """
 
     def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
-        """An evaluation during a fit is over."""
+        """Called after every evaluation of a fit.
+
+        Args:
+            trainer: The Trainer that calls it.
+            metrics: The losses and metrics of the evaluation.
+        """
 
     def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
-        """The state of this step goes into a checkpoint."""
+        """Called when the state of a step goes into a checkpoint.
+
+        Args:
+            trainer: The Trainer that calls it.
+            step: The step of the checkpoint.
+        """
 
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """An epoch is over."""
+        """Called when an epoch is over.
+
+        Args:
+            trainer: The Trainer that calls it.
+            epoch: The index of the epoch, from 0.
+        """
 
     def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
-        """Training is over."""
+        """Called when training is over.
+
+        Args:
+            trainer: The Trainer that calls it.
+            result: The result of the fit.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for checkpoints: a tree of dicts, lists, numbers, strings and tensors."""
+        """Return the state for checkpoints.
+
+        Returns:
+            A tree of dicts, lists, numbers, strings and tensors.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: The state of a checkpoint.
+        """
 
 
 class EarlyStopping(Callback):
-    """Stops when a metric has not improved for `patience` evaluations.
+    """Stop a fit when a metric has not improved for some evaluations.
 
-    mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN
-    is an error of the fit. New data starts without a best value and without a wait: it may be harder than the
-    data before.
+    New data starts without a best value, because it may be harder than the data before.
+
+    Args:
+        metric: The name of the metric or loss.
+        patience: After how many evaluations without an improvement the fit stops.
+        mode: "max" if larger is better, "min" if smaller is.
+        min_delta: By how much a value must be better to count as an improvement.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> stopping = kv.callbacks.EarlyStopping("auc", patience=3)
+        >>> stopping.needed_metrics
+        ('auc',)
     """
 
     def __init__(self, metric: str, patience: int = 1, mode: str = "max", min_delta: float = 0.0) -> None:
@@ -97,15 +163,15 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def on_new_data(self, trainer: TrainerView) -> None:
-        """What was best on other data says nothing about this data."""
+        """Forget the best value, which says nothing about this data."""
         self.best, self.waited = math.nan, 0
 
     def on_fit_begin(self, trainer: TrainerView) -> None:
-        """A fit that was stopped early stays so when it is run again."""
+        """Stop again if an earlier fit was stopped."""
         self._stop_if_due(trainer)
 
     def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
-        """Compare with the best so far."""
+        """Compare with the best value so far."""
         if self.metric not in metrics:
             raise KeyError(f"EarlyStopping needs '{self.metric}', but there are: {', '.join(metrics)}.")
         value = metrics[self.metric]
@@ -123,22 +189,32 @@ class EarlyStopping(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the best value and how long it is ago."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore what `state_dict` returned."""
         self.best, self.waited = state["best"], state["waited"]
 
 
 class EMA(Callback):
-    """Evaluates and predicts with exponential moving averages of the dense parameters.
+    """Evaluate and predict with exponential moving averages of the dense parameters.
 
-    After each step that was taken, average = decay * average + (1 - decay) * parameter, as of
-    `torch.optim.swa_utils.AveragedModel`; the first one sets it to the parameter. Rows and buffers are used
-    as they are. The averages are in every checkpoint; evaluations of a fit, `Trainer.evaluate` and
-    `Trainer.predict` use them, also after `Trainer.load`. The model itself has its own parameters, until
-    `copy_to` replaces them by the averages, for a program that uses the model without the Trainer.
+    After each step, average = decay · average + (1 - decay) · parameter; the first step sets it to the
+    parameter. Rows and buffers are used as they are. The averages are in every checkpoint. Evaluations of a
+    fit, `Trainer.evaluate` and `Trainer.predict` use them, also after `Trainer.load`. The model keeps its own
+    parameters until you call `copy_to`.
+
+    Args:
+        decay: How slowly the averages follow the parameters, from 0 to below 1.
+
+    Raises:
+        ValueError: `decay` is out of range.
+
+    Example:
+        >>> average = kv.callbacks.EMA(decay=0.99)
+        >>> average.decay
+        0.99
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -149,7 +225,7 @@ class EMA(Callback):
         self._begun: bool | Tensor = False  # whether a step was taken; a GPU knows it, and nobody waits
 
     def on_fit_begin(self, trainer: TrainerView) -> None:
-        """Averages need the parameters of every step, which servers have in mode async."""
+        """Refuse mode async, in which servers hold the parameters."""
         if trainer.connection.settings.mode.dense_on_servers:
             raise ValueError(
                 "EMA averages the dense parameters of every step, but in mode async servers hold them: "
@@ -157,7 +233,7 @@ class EMA(Callback):
             )
 
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        """Follow the parameters, unless the step was skipped. Nothing waits for a GPU."""
+        """Follow the parameters, unless the step was skipped."""
         share = logs.taken * (1 - self._begun * self.decay)  # of the parameter
         self._begun = self._begun | logs.taken
         for name, parameter in _trained(trainer.model):
@@ -171,7 +247,14 @@ class EMA(Callback):
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[None]:
-        """Within it a model has the averages in place of its parameters, if there are any yet."""
+        """Return a context in which a model has the averages in place of its parameters.
+
+        Args:
+            model: The model of the Trainer.
+
+        Yields:
+            Nothing.
+        """
         own = {name: parameter.data for name, parameter in _trained(model) if name in self._averages}
         for name, parameter in _trained(model):
             if name in own:
@@ -184,17 +267,22 @@ class EMA(Callback):
                     parameter.data = own[name]
 
     def copy_to(self, model: nn.Module) -> None:
-        """Replace the parameters of a model by the averages."""
+        """Replace the parameters of a model by the averages, for programs that use the model without the
+        Trainer.
+
+        Args:
+            model: The model of the Trainer.
+        """
         for name, parameter in _trained(model):
             if name in self._averages:
                 parameter.data.copy_(self._averages[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
+        """Return the averages."""
         return dict(self._averages) if self._begun else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """Restore what `state_dict` returned."""
         self._averages = {name: average.clone() for name, average in state.items()}
         self._begun = bool(state)
 
@@ -247,42 +335,42 @@ class Callbacks(Callback):
         return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
 
     def on_new_data(self, trainer: TrainerView) -> None:
-        """See `Callback.on_new_data`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_new_data(trainer)
 
     def on_fit_begin(self, trainer: TrainerView) -> None:
-        """See `Callback.on_fit_begin`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_fit_begin(trainer)
 
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
-        """See `Callback.on_epoch_begin`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_epoch_begin(trainer, epoch)
 
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        """See `Callback.on_step_end`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_step_end(trainer, logs)
 
     def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
-        """See `Callback.on_evaluate_end`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_evaluate_end(trainer, metrics)
 
     def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
-        """See `Callback.on_checkpoint`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_checkpoint(trainer, step)
 
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """See `Callback.on_epoch_end`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_epoch_end(trainer, epoch)
 
     def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
-        """See `Callback.on_fit_end`."""
+        """Call it of every callback."""
         for callback in self._callbacks.values():
             callback.on_fit_end(trainer, result)
 

@@ -58,18 +58,38 @@ _Settings = list[dict[str, Any]]  # of an optimizer: learning rate and others of
 
 
 class ElasticLoop:
-    """Averages the gradients of a model over the trainers that are there; alone, it changes nothing.
+    """Average the gradients of a model over trainers that come and go, in a loop of your own.
 
-    model, optimizer: those of the loop. group: the trainers, by default those of `kv.connect` in an elastic
-    job. Call `begin` before each batch; `optimizer.step()` is then the step of all, and `finish` at the end.
+    It is for models without embedding tables, in a job with `sharding: dynamic`. Call `begin` before each
+    batch; `optimizer.step()` is then the step of all trainers. Call `finish` at the end. In a single process
+    it changes nothing.
 
-    global_batches: how many batches a step has, over all trainers; without it, one of each trainer. Then
-    `optimizer.step()` returns without a step until these are computed; the gradients of a batch move into the
-    sum. It should not be less than the number of trainers, because each computes one. A step has fewer only
-    if no trainer has a batch.
+    The attributes `steps`, `batches` and `samples` count the steps so far and what is in them, over all
+    trainers; `computed` counts the batches of this trainer.
 
-    steps: how many were made; batches, samples: how many are in them, over all trainers, where samples are
-    those that `begin` was told of; computed: how many batches this trainer has computed.
+    Args:
+        model: The model of the loop.
+        optimizer: Its optimizer.
+        group: The trainers; by default those of `kv.connect` in an elastic job.
+        global_batches: How many batches make a step, over all trainers; by default one of each trainer.
+            `optimizer.step()` returns without a step until they are computed. It should not be below the
+            number of trainers.
+
+    Raises:
+        ValueError: The model has embedding tables.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loop = kv.train.ElasticLoop(model, optimizer)
+        >>> for batch in [torch.randn(8, 4), torch.randn(8, 4)]:
+        ...     loop.begin(len(batch))
+        ...     optimizer.zero_grad()
+        ...     model(batch).square().mean().backward()
+        ...     optimizer.step()
+        >>> loop.finish()
+        >>> loop.steps, loop.samples
+        (2, 16)
     """
 
     def __init__(
@@ -114,16 +134,20 @@ class ElasticLoop:
 
     @property
     def world_size(self) -> int:
-        """How many trainers there are."""
+        """The number of trainers."""
         return 1 if self._group is None else self._group.world_size
 
     @property
     def accumulated(self) -> int:
-        """How many batches of this trainer are in no step yet."""
+        """The number of batches of this trainer that are in no step yet."""
         return 0 if self._mine is None else _counts(self._mine).batches
 
     def begin(self, samples: int = 0) -> None:
-        """Before a batch of so many samples is computed: have the state of the others."""
+        """Get the state of the other trainers, before a batch is computed.
+
+        Args:
+            samples: How many samples the batch has.
+        """
         self._samples = samples
         while self._group is not None and self._regroup_due:
             try:
@@ -132,14 +156,14 @@ class ElasticLoop:
                 _log.warning("%s", self._group.describe_loss(error))
 
     def take_part(self) -> None:
-        """Make one step with the others, without another batch."""
+        """Make one step with the others, without another batch of this trainer."""
         self.begin()
         counts = self._step_without_batch(ended=False)
         if counts is not None and not counts.batches:
             clock.sleep(_IDLE)
 
     def finish(self) -> None:
-        """The records have ended: wait for the others, and part from them."""
+        """Wait for the others, and part from them: the records have ended."""
         self.begin()
         ended = 0
         while ended < self.world_size:

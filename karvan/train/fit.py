@@ -24,6 +24,7 @@ from karvan.train.checks.label_values import SampleChecks
 from karvan.train.checks.needed_metrics import NeededMetrics
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
+from karvan.train.reporting.banner import show_banner
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, Losses, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
@@ -128,6 +129,8 @@ class Fit:
                         if self._counts.step % parts.log_every == 0:
                             self._reporter.training()
                             self._outcomes.settle()
+                        elif self._reporter.shows(self._counts.step):
+                            self._reporter.show()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluation_due = True
                             self._save_first()
@@ -183,6 +186,7 @@ class Fit:
         self._reporter = Reporter(parts)
         parts.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
         stack.callback(parts.progress.end)
+        show_banner(parts, self._data, self._identity, resumes=resumed is not None)
         if resumed is not None:
             found, (_, other) = resumed
             record = dataset.record_of(found)

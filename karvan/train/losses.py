@@ -1,4 +1,7 @@
-"""Losses: functions of the model's output and the batch, of one head or of several."""
+"""Losses: functions of a model's output and its batch, of one head or of several.
+
+A loss names the column of labels; `kv.losses.BinaryCrossEntropy(label="click")`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from karvan.public_names import publish
 from karvan.train.checks.label_values import check_column, check_of, check_whole
 from karvan.train.types import AnyBatch, Losses, Output
 
-__all__ = ["BinaryCrossEntropy", "ColumnLoss", "CrossEntropy", "MeanSquaredError", "Sum"]
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "MeanSquaredError", "Sum", "ColumnLoss"]
 
 _log = logging.getLogger("karvan.train")
 
@@ -39,10 +42,22 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class ColumnLoss(ABC):
-    """The mean of the losses of a batch's samples.
+    """The base class of losses: the mean of the losses of a batch's samples.
 
-    `label` is the batch's column of labels, `output` the name of the head if the model has several, and
-    `weight` a column of weights: the mean is then weighted, so a sample of weight 0 does not count.
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the head, if the model has several.
+        weight: A column of weights in the batch. The mean is then weighted, so a sample of weight 0 does not
+            count.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class AbsoluteError(kv.losses.ColumnLoss):
+        ...     def each(self, scores, labels):
+        ...         return (scores - labels).abs()
+        >>> AbsoluteError()(torch.tensor([1.0, 2.0]), {"label": torch.zeros(2)})
+        tensor(1.5000)
     """
 
     label: str = "label"
@@ -62,42 +77,92 @@ class ColumnLoss(ABC):
     label_range: ClassVar[tuple[float, float] | None] = None  # allowed labels, if limited
 
     def check_labels(self, batch: AnyBatch) -> None:
-        """Raise if labels are not finite, or not in the range; a Trainer calls it before each step."""
+        """Check the labels of a batch.
+
+        A Trainer calls it before each step.
+
+        Args:
+            batch: The batch.
+
+        Raises:
+            ValueError: Labels are not finite, or out of range.
+        """
         check_column(type(self).__name__, batch, self.label, self.weight, self.label_range)
 
     def mean(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The mean of the samples' losses."""
+        """Compute the mean of the samples' losses.
+
+        Args:
+            scores: The scores.
+            labels: The labels.
+
+        Returns:
+            The mean, a tensor.
+        """
         return self.each(scores, labels).mean()
 
     @abstractmethod
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each sample."""
+        """Compute the loss of each sample.
+
+        Args:
+            scores: The scores.
+            labels: The labels.
+
+        Returns:
+            A loss for each sample.
+        """
 
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(ColumnLoss):
-    """Of logits and labels from 0 to 1."""
+    """The binary cross entropy of logits and labels from 0 to 1.
+
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the head, if the model has several.
+        weight: A column of weights in the batch.
+
+    Example:
+        >>> loss = kv.losses.BinaryCrossEntropy(label="click")
+        >>> loss(torch.zeros(2), {"click": torch.tensor([1.0, 0.0])})
+        tensor(0.6931)
+    """
 
     label_range = (0.0, 1.0)
 
     def mean(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """See `ColumnLoss.mean`."""
+        """Compute the mean of the samples' losses."""
         # Torch divides gradients by the number of samples here, but multiplies them by 1 / number where a
         # mean follows: the last bit differs unless that is a power of two. Loops written by hand have the
         # former.
         return functional.binary_cross_entropy_with_logits(scores, labels)
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """See `ColumnLoss.each`."""
+        """Compute the loss of each sample."""
         return functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
 
 
 @dataclass(frozen=True)
 class CrossEntropy(ColumnLoss):
-    """Of a logit for each class, (samples, classes), and labels that are the numbers of classes, from 0.
+    """The cross entropy of a logit for each class and labels that are numbers of classes.
 
-    classes: their number, if labels shall be checked before each step; on a GPU a label that is no class
-    stops the program otherwise.
+    Logits are (samples, classes); labels are from 0.
+
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the head, if the model has several.
+        weight: A column of weights in the batch.
+        classes: The number of classes, if labels shall be checked before each step. On a GPU a label that is
+            no class otherwise stops the program.
+
+    Raises:
+        ValueError: There are fewer than 2 classes.
+
+    Example:
+        >>> loss = kv.losses.CrossEntropy(classes=3)
+        >>> loss(torch.zeros(2, 3), {"label": torch.tensor([0, 2])})
+        tensor(1.0986)
     """
 
     classes: int | None = None
@@ -131,11 +196,11 @@ class CrossEntropy(ColumnLoss):
         return weighted_mean(self.each(scores, labels), weights, self.weight)
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """See `ColumnLoss.each`."""
+        """Compute the loss of each sample."""
         return functional.cross_entropy(scores, labels, reduction="none")
 
     def check_labels(self, batch: AnyBatch) -> None:
-        """See `ColumnLoss.check_labels`."""
+        """Check that labels are numbers of classes."""
         highest = torch.inf if self.classes is None else self.classes - 1.0
         check_column(
             type(self).__name__,
@@ -150,10 +215,21 @@ class CrossEntropy(ColumnLoss):
 
 @dataclass(frozen=True)
 class MeanSquaredError(ColumnLoss):
-    """Of predictions and labels."""
+    """The mean squared error of predictions and labels.
+
+    Args:
+        label: The column of labels in the batch.
+        output: The name of the head, if the model has several.
+        weight: A column of weights in the batch.
+
+    Example:
+        >>> loss = kv.losses.MeanSquaredError(label="rating")
+        >>> loss(torch.tensor([1.0, 2.0]), {"rating": torch.zeros(2)})
+        tensor(2.5000)
+    """
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """See `ColumnLoss.each`."""
+        """Compute the loss of each sample."""
         return functional.mse_loss(scores, labels, reduction="none")
 
 
@@ -203,9 +279,26 @@ def _ends_in_sigmoid(output: Tensor) -> bool:
 
 
 class Sum:
-    """Several losses, each under its name and multiplied by its weight, by default 1.
+    """Several losses, each under its name and multiplied by its weight.
 
-    `Sum({"ctr": BinaryCrossEntropy(output="ctr", label="click"), "cvr": …}, weights={"cvr": 0.5})`
+    Args:
+        losses: The losses by name.
+        weights: Their weights by name; by default 1.
+
+    Raises:
+        ValueError: There is no loss, or a weight without a loss.
+
+    Example:
+        >>> loss = kv.losses.Sum(
+        ...     {
+        ...         "ctr": kv.losses.BinaryCrossEntropy("click", output="ctr"),
+        ...         "cvr": kv.losses.BinaryCrossEntropy("buy", output="cvr"),
+        ...     },
+        ...     weights={"cvr": 0.5},
+        ... )
+        >>> output = {"ctr": torch.zeros(2), "cvr": torch.zeros(2)}
+        >>> sorted(loss(output, {"click": torch.ones(2), "buy": torch.ones(2)}))
+        ['ctr', 'cvr']
     """
 
     def __init__(self, losses: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
@@ -218,7 +311,14 @@ class Sum:
             raise ValueError(f"There is no loss for the weight of {', '.join(unknown)}; there are: {known}.")
 
     def check_labels(self, batch: AnyBatch) -> None:
-        """Call `check_labels` of each loss that has it."""
+        """Check the labels of each loss that can.
+
+        Args:
+            batch: The batch.
+
+        Raises:
+            ValueError: Labels are not finite, or out of range.
+        """
         for loss in self.losses.values():
             check_of(loss)(batch)
 

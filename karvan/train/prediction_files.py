@@ -26,11 +26,28 @@ from karvan.train.types import Prediction
 def write_predictions(
     predictions: Iterable[Prediction], folder: str | os.PathLike[str], *, sigmoid: bool = False
 ) -> int:
-    """Write what `Trainer.predict` yields into a folder; returns how many rows this process has written.
+    """Write what `Trainer.predict` yields into a folder, one Parquet file for each batch.
 
-    A file has the requested columns, then `prediction`, or a column for each output of a model with several;
-    sigmoid: probabilities instead of logits. Its name is the number of the batch, part-00000012.parquet, or
-    that of the rank and of its batch, rank-00000-00000012.parquet, where records are not leased.
+    A file has the requested columns, then `prediction`, or a column for each output of a model with several.
+    It is named part-00000012.parquet by the number of its batch, or rank-00000-00000012.parquet by rank and
+    number where records are not leased. Each file is complete or absent.
+
+    Args:
+        predictions: The iterator of `Trainer.predict`.
+        folder: Where the files are written; it is created if necessary.
+        sigmoid: Whether to write probabilities instead of logits.
+
+    Returns:
+        How many rows this process has written.
+
+    Raises:
+        ValueError: A column has the name of an output, or is of a kind that cannot be written.
+
+    Example:
+        >>> users = {"user": torch.tensor([7, 8])}
+        >>> predictions = [kv.train.Prediction(torch.zeros(2), users)]
+        >>> kv.train.write_predictions(predictions, "predictions", sigmoid=True)
+        2
     """
     into = Path(folder)
     into.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.job.checkpoint_url import shown
+from karvan.files import replace_file
+from karvan.job.checkpoint_url import shown, url_of
+from karvan.monitor.plot_page import framed, plot_page
+from karvan.monitor.run_history import run_of
+from karvan.notebook import Display, html_table, in_notebook
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
@@ -26,7 +31,7 @@ from karvan.train.elastic.choice import host_of, make_fit, make_predictions
 from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin
-from karvan.train.reporting.describe import describe
+from karvan.train.reporting.describe import describe, described
 from karvan.train.reporting.history import History
 from karvan.train.reporting.loggers import Logger, LoggerGroup
 from karvan.train.reporting.progress import NoProgress, make_progress
@@ -46,36 +51,85 @@ _log = logging.getLogger("karvan.train")
 
 
 class Trainer:
-    """Trains a model: `Trainer(model, loss, dense_optimizer=…, sparse_optimizer=kv.optim.Adagrad(lr=0.05))`.
+    """Train, evaluate and predict with a model, in one process or in several.
 
-    loss(output, batch) gives a tensor, or several by name that are summed; `karvan.train.losses` has some.
-    dense_optimizer is a torch optimizer, or a function that makes one of parameters; sparse_optimizer one of
-    kv.optim, which the Trainer attaches to all tables of the model unless it is attached. A Trainer that only
-    evaluates and predicts needs neither.
-    frozen names tables, parameters and modules that are not trained: frozen=["user", "net.*"]. Any other part
-    without an optimizer is an error when a fit starts.
-    metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
-    scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
-    precision: see `karvan/train/step/precision.py`. gradient_accumulation_steps, clip_norm, clip_value,
-    nonfinite: see `OptimizerStepSettings`. callbacks: see `kv.callbacks`. loggers: see `kv.loggers`; they and
-    progress get numbers every log_every steps. progress is "auto" (a bar on a terminal, otherwise lines),
-    "bar", "plain", "none", or an object. eval_every: how many steps are between two evaluations of a fit that
-    does not say it itself. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
-    checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
-    evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
-    in a row the fit raises the error. The last save of a fit is repeated for save_retry_seconds, and then
-    raises it. device is where the model is to be, "cuda" for this rank's GPU; without it, where its tables
-    are, if that is a GPU, else where it is.
-    prefetch batches are taken from the data while one computes, 0 for none; on the thread that takes them,
-    prepare is called with each, and embedding engines group the ids that are in it already.
+    `fit` runs the loop: it computes a batch, makes a step of both optimizers, evaluates, reports, and saves
+    checkpoints from which the next run continues. After `kv.connect` in several processes, all ranks make the
+    same Trainer and call the same methods, each with its share of the data. Rank 0 shows progress and writes
+    logs. In mode async of `kv.connect("remote")` every rank makes its own steps on dense parameters that
+    servers hold; `trainer.dense.staleness` says how stale its gradients were.
 
-    After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
-    share of the data. global_accumulation_steps is the number of batches of all ranks that make a step,
-    however many ranks there are. dense_reduce, average_every and find_unused_parameters: how ranks keep
-    dense parameters equal, see `DenseCommunication`; a single process sends nothing. Rank 0 shows progress
-    and writes logs. In mode async of
-    `kv.connect("remote")` every rank makes its own steps, on dense parameters that servers hold:
-    `trainer.dense.staleness` says how stale its gradients were.
+    Args:
+        model: A torch module. It is called with a batch.
+        loss: A function of the model's output and the batch. It returns a tensor, or a mapping of tensors
+            that are summed. `kv.losses` has the usual ones.
+        dense_optimizer: A torch optimizer, or a function that makes one from parameters. It trains everything
+            but the rows of tables. A Trainer that only evaluates and predicts needs none.
+        sparse_optimizer: An optimizer of `kv.optim`. It trains the rows. The Trainer attaches it to all
+            tables of the model, unless it is attached already.
+        frozen: Names of tables, parameters and modules that are not trained, such as `["user", "net.*"]`. Any
+            other part without an optimizer is an error when a fit starts.
+        metrics: Metrics by name. They are counted over the training batches of an epoch and in every
+            evaluation.
+        scheduler: A function that makes a torch scheduler from an optimizer (it is called for both), a
+            scheduler, or a mapping with "dense" and "sparse". A ReduceLROnPlateau moves after every
+            evaluation.
+        schedule_per: When schedulers move: after every "step" or after every "epoch".
+        precision: "fp32", "bf16", "fp16" (only on CUDA), or "auto", which is bf16 on a CPU and fp16 on CUDA.
+        gradient_accumulation_steps: How many batches make one step, by their mean gradient.
+        global_accumulation_steps: How many batches of all ranks together make one step, however many ranks
+            there are. It replaces `gradient_accumulation_steps`.
+        clip_norm: The largest L2 norm of all dense gradients together. Sparse optimizers have limits of their
+            own.
+        clip_value: The largest absolute value of an element of a dense gradient. It applies before
+            `clip_norm`.
+        nonfinite: What happens if a gradient is infinite or NaN. "skip" skips the step, "raise" skips it and
+            raises FloatingPointError, "skip_tables" skips it only for the tables that are affected if the
+            dense gradients are finite, "apply" does not check.
+        dense_reduce: How ranks average dense gradients: "mean"; "bf16" or "fp16", which send half the bytes;
+            or "powersgd", with options if it is a `kv.train.PowerSGD`. One process sends nothing.
+        average_every: 1 averages gradients in every step. Above 1, ranks make steps of their own and average
+            their parameters every so many steps, which sends less.
+        find_unused_parameters: Set it if parameters take no part in some batches. Torch then searches for
+            them in every step, which takes time.
+        callbacks: Callbacks of `kv.callbacks`, called in this order.
+        loggers: Loggers of `kv.loggers`.
+        log_every: How many steps are between two reports to progress and loggers. By default loggers get one
+            every 100 steps, and progress also after 1, 2, 5, 10, 20, 50, … steps and about every 10 seconds.
+        eval_every: How many steps are between two evaluations, for fits that do not say it.
+        progress: "auto" (a bar on a terminal, otherwise lines), "bar", "plain", "none", or an object.
+        checkpoints: A folder, or a `kv.Checkpoints`. Without it nothing is saved.
+        checkpoint_every: How many steps are between two checkpoints.
+        checkpoint_seconds: How many seconds are between two checkpoints; None for no limit by time. One is
+            always saved at the end of a fit.
+        tolerate_failed_saves: How many saves in a row may fail because of the disk or the servers. Each is a
+            warning; one more is an error.
+        save_retry_seconds: How long the last save of a fit is repeated before its error is raised. `fit` only
+            succeeds once its final state is saved.
+        device: Where the model is placed; "cuda" is this rank's GPU. By default it goes to the GPU that has
+            its tables, or stays where it is.
+        prefetch: How many batches are read while one is computed; 0 for none.
+        prepare: A function that is called with each batch, on the thread that reads ahead.
+
+    Raises:
+        TypeError: An argument is of the wrong kind, such as a sparse optimizer as `dense_optimizer`.
+        ValueError: An argument is out of range, or two of them exclude each other.
+
+    Example:
+        >>> users, items = [1, 2, 3, 1], [7, 7, 8, 8]
+        >>> frame = {"user": users, "item": items, "label": [1.0, 0.0, 1.0, 1.0]}
+        >>> data = kv.data.read(frame, batch_size=2)
+        >>> trainer = kv.Trainer(
+        ...     kv.models.DLRM([], ids=["user", "item"], dim=8),
+        ...     kv.losses.BinaryCrossEntropy(label="label"),
+        ...     dense_optimizer=torch.optim.Adam,
+        ...     sparse_optimizer=kv.optim.Adagrad(lr=0.05),
+        ...     metrics={"auc": kv.metrics.AUC()},
+        ... )
+        >>> trainer.fit(data, epochs=3).step
+        6
+        >>> sorted(trainer.evaluate(data))
+        ['auc', 'loss']
     """
 
     def __init__(
@@ -100,7 +154,7 @@ class Trainer:
         find_unused_parameters: bool = False,
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
-        log_every: int = 100,
+        log_every: int | None = None,
         eval_every: int | None = None,
         progress: str | NoProgress = "auto",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -117,7 +171,7 @@ class Trainer:
         check_trainer(
             model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, loggers, prepare, checkpoints
         )
-        if log_every < 1:
+        if log_every is not None and log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
@@ -157,7 +211,9 @@ class Trainer:
                 "average: expected average_every=1, or no EMA."
             )
         first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
-        self.log_every = log_every
+        self.log_every = log_every or 100
+        self._shows_between = log_every is None
+        self.resume_hint = "To resume, run the program again."  # commands set their own
         self.eval_every = eval_every
         self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(
@@ -175,8 +231,15 @@ class Trainer:
     def __repr__(self) -> str:
         return describe(self.parts())
 
+    def _repr_html_(self) -> str:
+        return html_table("Trainer", (), described(self.parts()).items())
+
     def parts(self) -> TrainerParts:
-        """What a fit, its reports and its checkpoints use."""
+        """Return the parts that a fit, its reports and its checkpoints use.
+
+        Returns:
+            The parts as one record.
+        """
         return TrainerParts(
             setup=self.setup,
             loss=self.loss,
@@ -188,6 +251,8 @@ class Trainer:
             loggers=self.loggers,
             progress=self.progress,
             log_every=self.log_every,
+            shows_between=self._shows_between,
+            resume_hint=self.resume_hint,
             nonfinite=self.nonfinite,
             run=self.run_progress,
             stop_request=self._stop_request,
@@ -195,35 +260,76 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, including skipped ones."""
+        """The number of optimizer steps so far, skipped ones included."""
         return self.run_progress.counts.step
 
     @property
     def epoch(self) -> int:
-        """The number of complete epochs of this data, which is the number of the current one, from 0."""
+        """The number of complete epochs of this data, which is also the index of the current one."""
         return self.run_progress.counts.epoch
 
     @property
     def history(self) -> Any:
-        """All reports of the run as a pandas DataFrame, a row each; `kind` is "train" or "eval".
+        """All reports of the run as a pandas DataFrame, one row each; `kind` is "train" or "eval".
 
-        It includes the fits before, as far as the last `fit` has continued them. With checkpoints it is in
+        It includes earlier fits that the last `fit` has continued. With checkpoints, the reports are also in
         `history.jsonl` of the run folder, which `karvan plot` shows.
         """
         return self._history.frame()
 
+    def plot(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Show the reports of the run as charts: losses, metrics, speed and sizes.
+
+        A notebook shows the charts below the cell. Elsewhere they become an HTML file, and its path is
+        printed. The charts need no network. `karvan plot` makes the same page of one or more run folders.
+
+        Args:
+            path: The file to write. By default a notebook writes none; otherwise it is `plot.html` in the run
+                folder, or in the current folder if the run has none.
+
+        Raises:
+            ValueError: There are no reports yet.
+
+        Example:
+            ```python
+            trainer.fit(data)
+            trainer.plot()
+            ```
+        """
+        folder = self.saver.folder
+        name = type(self.model).__name__ if folder is None else folder.name
+        run = run_of(name, Path(name) if folder is None else folder, self._history.rows())
+        if not run.entries:
+            raise ValueError("plot expects a run with reports: call fit before, which reports its numbers.")
+        if self.connection.rank != 0:
+            return
+        page = plot_page([run])
+        if in_notebook():
+            Display().show(framed(page), f"charts of {name}")
+            if path is None:
+                return
+        if path is None:
+            path = Path("plot.html") if folder is None or url_of(folder) else folder / "plot.html"
+        replace_file(Path(path), page)
+        print(f"{path}: 1 run, {len(run.entries):,} reports.")
+
     @property
     def stopping(self) -> str | None:
-        """Why the fit should stop, if it should: "interrupt", "terminate", or the reason passed to `stop`."""
+        """Why the fit is about to stop: "interrupt", "terminate", the reason passed to `stop`, or None."""
         return self._stop_request.reason
 
     def stop(self, reason: str, *, final: bool = False) -> None:
-        """End the fit after the current step; callbacks call this.
+        """End the fit after the current step.
 
-        final: this data is trained enough, so the next fit may use other data. Otherwise it is unfinished.
+        Callbacks call this.
 
-        Several ranks stop together if one requests it: at once if that was in an evaluation or between
-        epochs, otherwise after the batches that were prefetched.
+        If one rank asks for it, all ranks stop together: at once during an evaluation or between epochs,
+        otherwise after the batches that were prefetched.
+
+        Args:
+            reason: A text for the result's `stopped`.
+            final: Whether this data is trained enough, so that the next fit may use other data. Otherwise the
+                data counts as unfinished.
         """
         self._stop_request.stop(reason, final=final)
 
@@ -240,27 +346,53 @@ class Trainer:
         data_name: str | None = None,
         new_settings: bool = False,
     ) -> FitResult:
-        """Train on data, any iterable of batches; one iteration of it is an epoch.
+        """Train on data until its epochs or steps are reached.
 
-        It ends after `epochs` epochs or `max_steps` optimizer steps of this data, whichever comes first;
-        without either after one epoch. eval_data is evaluated every eval_every steps, or after each epoch,
-        and at the end.
+        Without `epochs` and `max_steps` it trains one epoch. If checkpoints are kept, it first continues from
+        the newest one. Ctrl-C and SIGTERM end it after the current step, with a checkpoint.
 
-        resume: continue from the newest checkpoint, if there is one. If that is of the same data, its epochs
-        and steps count: a fit that had reached its end does nothing, any other continues after the last
-        batch. Data that has a position is moved to it; of other data the trained batches are skipped. If the
-        checkpoint is of other data, which was trained to its end, training continues with the new data:
-        model, optimizers, schedules and `step` as they were, epochs and max_steps from 0. Other data that
-        was not trained to its end is an error, unless drop_unfinished; so is an epoch that was started with
-        another kind of data (`kv.data.from_loaders()` instead of a Loader), which drop_unfinished starts
-        again. resume=False refuses checkpoints, and counts steps from 0, with the model as it is. A damaged
-        checkpoint is renamed to damaged-step-…, with a warning, and the newest intact one is used.
-        "step-000000001000" uses that checkpoint or none; those of later steps are renamed to
-        abandoned-step-….
-        data_name: the name of the data in checkpoints. Loaders know which data they read; a list or a
-        torch DataLoader does not, and is taken as the checkpoint's data unless it has a name.
-        new_settings: a fit that resumes uses the learning rates and other settings of the optimizers that
-        this program sets. Otherwise it uses the checkpoint's, and warns if they differ.
+        Data is recognised by its files or its name. If the newest checkpoint is of the same data, its epochs
+        and steps count: a complete fit does nothing, any other continues after its last batch. If it is of
+        other data that was trained to its end, training continues with the new data: the model, the
+        optimizers, schedules and `step` stay, epochs and max_steps start from 0.
+
+        Args:
+            data: Any iterable of batches, such as a `kv.data.read(...)` or a torch DataLoader. One iteration
+                is an epoch.
+            epochs: After how many epochs of this data the fit ends.
+            max_steps: After how many optimizer steps on this data the fit ends. With `epochs`, whichever
+                comes first.
+            eval_data: Data to evaluate on, every `eval_every` steps or after each epoch, and at the end.
+            eval_every: How many steps are between two evaluations; by default the Trainer's `eval_every`.
+            resume: True continues from the newest intact checkpoint, if there is one. "step-000000001000"
+                continues from that checkpoint and sets later ones aside. False starts anew, and is an error
+                if the folder has checkpoints.
+            drop_unfinished: Allow other data although the last data was not trained to its end, or start an
+                epoch again that was begun with another kind of data.
+            data_name: The name of this data in checkpoints, for data that does not know what it reads, such
+                as a list. Without a name, such data counts as the checkpoint's.
+            new_settings: Whether a fit that resumes uses this program's learning rates and other optimizer
+                settings. Otherwise it uses the checkpoint's, and warns if they differ.
+
+        Returns:
+            Where the fit ended, with its metrics, as a [`FitResult`][karvan.train.FitResult].
+
+        Raises:
+            ValueError: A part of the model has no optimizer, or an argument is out of range.
+            CheckpointError: The checkpoint does not fit this model, or the last save has failed.
+            TerminatedError: A SIGTERM has ended an earlier fit of this program.
+
+        Example:
+            >>> x = torch.randn(8, 4)
+            >>> batches = [(x, x.sum(1))] * 5
+            >>> trainer = kv.Trainer(
+            ...     torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0)),
+            ...     lambda output, batch: (output - batch["label"]).square().mean(),
+            ...     dense_optimizer=torch.optim.SGD,
+            ... )
+            >>> result = trainer.fit(batches, epochs=2)
+            >>> result.step, result.epoch, result.stopped
+            (10, 2, None)
         """
         check_data("fit", data)
         if eval_data is not None:
@@ -274,25 +406,51 @@ class Trainer:
         return result
 
     def remaining(self, windows: Windows) -> Iterator[DataWindow]:
-        """The windows that the run has not trained on, in order, each when it is complete.
+        """Return the time windows that the run has not trained on, in order, each when it is complete.
 
-        The first is the one that the newest checkpoint left unfinished, if it did; `fit(window.loader)`
-        continues in it.
+        The first is the window that the newest checkpoint left unfinished, if there is one;
+        `fit(window.loader)` continues in it.
+
+        Args:
+            windows: The windows, from `kv.data.Windows`.
+
+        Returns:
+            An iterator of windows.
         """
         # `fit` would not continue from a damaged checkpoint, and windows would be skipped.
         resumed = self.saver.resume(Checkpoint.require_intact)
         return remaining(None if resumed is None else resumed[0], windows)
 
     def fit_and_evaluate(self, data: Iterable[Any], eval_data: Iterable[Any], **options: Any) -> FitResult:
-        """`fit` with evaluations; the last one's metrics are the result's `evaluation`."""
+        """Call `fit` with evaluations.
+
+        The last one's metrics are the result's `evaluation`.
+
+        Args:
+            data: The data to train on.
+            eval_data: The data to evaluate on.
+            **options: Further arguments of `fit`.
+
+        Returns:
+            The result of the fit.
+        """
         return self.fit(data, eval_data=eval_data, **options)
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Checkpoint:
         """Load the model and its rows from a checkpoint, to evaluate and predict with them.
 
-        By default it is the newest one of the Trainer's own folder. Feature engines of the data that is
-        evaluated take their statistics from it, too. With several ranks all call it. A fit needs no load: it
-        continues from the newest checkpoint anyway.
+        Feature engines of the data that is evaluated take their statistics from it, too. With several ranks
+        all call it. A fit needs no load: it continues from the newest checkpoint by itself.
+
+        Args:
+            path: A checkpoint, or a run's folder for its newest one; by default the Trainer's own folder.
+
+        Returns:
+            The checkpoint that was loaded.
+
+        Raises:
+            ValueError: There is no checkpoint.
+            CheckpointError: The checkpoint is damaged, or does not fit this model.
         """
         found = self.saver.latest() if path is None else find(path)
         if found is None:
@@ -323,19 +481,36 @@ class Trainer:
                 )
 
     def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
-        """Losses and metrics of the model on data; nothing changes, neither rows nor counts nor modes."""
+        """Compute the losses and metrics of the model on data.
+
+        Nothing changes: no row is inserted, no use is counted, modules stay in their mode.
+
+        Args:
+            data: Any iterable of batches, with labels.
+
+        Returns:
+            The mean of each loss, and each metric, by name.
+        """
         self._prepare_evaluation("evaluate", data)
         return self.evaluator.evaluate(data, self.metrics)
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
-        """For each batch the model's output, on the CPU, with the requested columns of the batch.
+        """Yield the model's output for each batch, on the CPU.
 
-        In a job with sharding: dynamic, trainers lease the records of `kv.data.read`: each is predicted by
-        one of them. A prediction counts as done when the next one is asked for, or the iterator has ended;
-        what a trainer that dies had not done is predicted by others, in the same batches. So whoever writes
-        predictions does so before the next, into a file with the number of the batch,
-        `prediction.records.number`, which is then written again with the same content. The iterator ends when
-        all records are done, by whomever; closing it earlier leaves the rest to others.
+        In a job with `sharding: dynamic`, trainers lease the records of `kv.data.read`, and each record is
+        predicted by one of them. A prediction is done when the next one is asked for. If a trainer dies,
+        others predict what it had not done, in the same batches. So write each prediction before you take the
+        next, into a file named by `prediction.records.number`.
+
+        Args:
+            data: Any iterable of batches. It needs no labels.
+            columns: Names of columns of the batch to return beside the output.
+
+        Returns:
+            An iterator with a [`Prediction`][karvan.train.Prediction] for each batch.
+
+        Raises:
+            TypeError: `columns` is one string instead of a list.
         """
         self._prepare_evaluation("predict", data)
         if isinstance(columns, str):

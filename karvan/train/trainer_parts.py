@@ -30,6 +30,7 @@ class RunProgress:
     window: ReportWindow
     data_identity: Identity | None = None  # of the last fit without checkpoints
     columns: Mapping[str, ColumnKind] = field(default_factory=dict)  # that the model was trained with
+    banner_shown: bool = False  # a Trainer shows its banner once
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class TrainerParts:
     loggers: LoggerGroup
     progress: NoProgress
     log_every: int
+    shows_between: bool  # progress may show numbers between those of log_every
+    resume_hint: str  # for people, after Ctrl-C
     nonfinite: str
     run: RunProgress
     stop_request: StopRequest

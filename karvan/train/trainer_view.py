@@ -14,10 +14,15 @@ from karvan.train.types import Loss, MetricLike, Prediction
 
 
 class TrainerView(Protocol):
-    """What a callback may use of the `kv.Trainer` that calls it.
+    """What a callback may use of the Trainer that calls it; for type annotations.
 
-    Every `kv.Trainer` has these members; callbacks with type annotations say `trainer: TrainerView`.
-    `dense.staleness` says how stale the gradients of dense parameters on servers were.
+    Every [`Trainer`][karvan.Trainer] has these members. `dense.staleness` says how stale the gradients of
+    dense parameters on servers were.
+
+    Example:
+        >>> class Note(kv.callbacks.Callback):
+        ...     def on_epoch_end(self, trainer: kv.callbacks.TrainerView, epoch: int):
+        ...         print(epoch, trainer.step)
     """
 
     model: nn.Module
@@ -29,11 +34,11 @@ class TrainerView(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, including skipped ones."""
+        """The number of optimizer steps so far, skipped ones included."""
 
     @property
     def epoch(self) -> int:
-        """The number of complete epochs of this data, which is the index of the current one."""
+        """The number of complete epochs of this data, which is also the index of the current one."""
 
     @property
     def history(self) -> Any:
@@ -41,13 +46,33 @@ class TrainerView(Protocol):
 
     @property
     def stopping(self) -> str | None:
-        """Why the fit should stop, if it should."""
+        """Why the fit is about to stop, or None."""
 
     def stop(self, reason: str, *, final: bool = False) -> None:
-        """End the fit after the current step; final: this data is trained enough."""
+        """End the fit after the current step.
+
+        Args:
+            reason: A text for the result's `stopped`.
+            final: Whether this data is trained enough.
+        """
 
     def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
-        """Losses and metrics of the model on data."""
+        """Compute the losses and metrics of the model on data.
+
+        Args:
+            data: Any iterable of batches, with labels.
+
+        Returns:
+            The mean of each loss, and each metric, by name.
+        """
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
-        """For each batch the model's output, and the requested columns."""
+        """Yield the model's output for each batch.
+
+        Args:
+            data: Any iterable of batches.
+            columns: Names of columns of the batch to return beside the output.
+
+        Returns:
+            An iterator with a prediction for each batch.
+        """

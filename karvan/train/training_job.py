@@ -19,10 +19,33 @@ from karvan.train.trainer import Trainer
 class TrainingJob:
     """A Trainer, its data, and how long it trains: what `def job()` of a file for `karvan train` returns.
 
-    `epochs`, `max_steps`, `eval_data` and `eval_every` are those of `Trainer.fit`. `predict_columns` are
-    the columns of the data that `karvan predict` writes with the predictions by default. `data_name` is that
-    of `Trainer.fit`. `warm_start` has the arguments of `kv.checkpoint.warm_start`, with which a run starts
-    that has no checkpoint yet.
+    Args:
+        trainer: The Trainer.
+        data: The data to train on.
+        eval_data: The data to evaluate on.
+        epochs: After how many epochs the training ends.
+        max_steps: After how many optimizer steps the training ends.
+        eval_every: How many steps are between two evaluations.
+        predict_columns: Columns that `karvan predict` writes with the predictions by default.
+        data_name: The name of the data in checkpoints, as of `Trainer.fit`.
+        warm_start: Arguments of `kv.checkpoint.warm_start`, for a run that has no checkpoint yet.
+
+    Raises:
+        TypeError: `trainer` is no Trainer, or `predict_columns` no list.
+
+    Example:
+        >>> def job():
+        ...     trainer = kv.Trainer(
+        ...         kv.models.DLRM([], ids=["user", "item"], dim=8),
+        ...         kv.losses.BinaryCrossEntropy(label="label"),
+        ...         dense_optimizer=torch.optim.Adam,
+        ...         sparse_optimizer=kv.optim.Adagrad(lr=0.05),
+        ...     )
+        ...     frame = {"user": [1, 2], "item": [7, 8], "label": [1.0, 0.0]}
+        ...     data = kv.data.read(frame, batch_size=2)
+        ...     return kv.TrainingJob(trainer, data, epochs=2)
+        >>> job().fit().step
+        2
     """
 
     trainer: Trainer
@@ -49,7 +72,17 @@ class TrainingJob:
         new_settings: bool = False,
         on_new_run: Callable[[], None] = lambda: None,
     ) -> FitResult:
-        """Train. `on_new_run` is called after the warm start of a run that has no checkpoint yet."""
+        """Train, after a warm start if the run has no checkpoint yet.
+
+        Args:
+            resume: As of `Trainer.fit`.
+            drop_unfinished: As of `Trainer.fit`.
+            new_settings: As of `Trainer.fit`.
+            on_new_run: A function that is called after the warm start of a run that has no checkpoint yet.
+
+        Returns:
+            Where the fit ended.
+        """
         self.check()
         if self.trainer.saver.newest_step() is None:
             if self.warm_start is not None:
@@ -68,7 +101,13 @@ class TrainingJob:
         )
 
     def check(self) -> None:
-        """Raise what a fit would raise at its start, before a pass over the data that fits features."""
+        """Raise the errors of wrong settings that a fit would raise at its start.
+
+        It does so before a pass over the data that fits features.
+
+        Raises:
+            ValueError: The fit could not start like this.
+        """
         check_fit(
             self.trainer,
             self.trainer.parts(),

@@ -49,10 +49,19 @@ class Positioned(Protocol):
 
 @dataclass(frozen=True)
 class PredictedRecords:
-    """Records of one file that make a batch: `count` of them, from record `first` on, counted from 0.
+    """The records of a batch of predictions, in a job whose trainers lease records.
 
-    `number` is that of the batch among all batches of the data. So it is the same for the same records, if
-    they are predicted again, and no other batch of the data has it.
+    If they are predicted again, they are in a batch of the same number.
+
+    Attributes:
+        number: The number of the batch among all batches of the data.
+        path: The file of the records.
+        first: The index of the first record in the file, from 0.
+        count: How many records they are.
+
+    Example:
+        >>> kv.train.PredictedRecords(number=3, path="a.parquet", first=96, count=32)
+        PredictedRecords(number=3, path='a.parquet', first=96, count=32)
     """
 
     number: int
@@ -67,15 +76,33 @@ class _OutputAndColumns(NamedTuple):
 
 
 class Prediction(_OutputAndColumns):
-    """What a model gives for a batch: a tensor, or several by name, and columns of the batch beside them.
+    """A model's output for a batch, and columns of the batch beside it.
 
-    `records`: which ones of the data they are, in a job whose trainers lease them; otherwise None.
+    The attribute `records` says which records of the data they are, in a job whose trainers lease records;
+    otherwise it is None.
+
+    Attributes:
+        output: A tensor, or several by name.
+        columns: The requested columns of the batch.
+
+    Example:
+        >>> prediction = kv.train.Prediction(torch.tensor([0.5]), {"user": [7]})
+        >>> output, columns = prediction
+        >>> columns
+        {'user': [7]}
     """
 
     records: PredictedRecords | None = None
 
     def of(self, records: PredictedRecords) -> Prediction:
-        """The same, of these records."""
+        """Return the same prediction with its records.
+
+        Args:
+            records: The records of the batch.
+
+        Returns:
+            A copy.
+        """
         made = Prediction(*self)
         made.records = records
         return made

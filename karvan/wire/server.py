@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ import pyarrow.flight as flight
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.job.address import binding, join_address, location, shut_connections
+from karvan.process_end import PreparedThread
 from karvan.wire.admission import Admission, Limits
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit
@@ -82,6 +82,7 @@ class Server:
             raise ListenError(f"{expected}, got: {_text(error).partition(chr(10))[0][:200]}") from error
         self.address = join_address(host, self._flight.port)
         self._host = host
+        self._ending = PreparedThread(self._flight.shutdown, "karvan-shutdown")
         close_at_exit(listener=self)
 
     def close(self, grace: float = 2.0) -> None:
@@ -93,8 +94,8 @@ class Server:
             return
         self._closed = True
         closed(listener=self)
-        ending = threading.Thread(target=self._flight.shutdown, name="karvan-shutdown", daemon=True)
-        ending.start()
+        ending = self._ending
+        ending.begin()
         due = time.monotonic() + grace
         while ending.is_alive() and time.monotonic() < due:
             for connection in list(self.connections.values()):  # also those that were just opened

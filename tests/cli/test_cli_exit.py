@@ -51,10 +51,16 @@ class First:
 """
 
 JOB = """
+import atexit
+import threading
 import torch
 import karvan as kv
 from store import First, Store
 
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+atexit.register(setattr, threading.Thread, "start", refuse)  # as Python 3.12 does
 notes = open("notes.txt", "w")
 
 def job(eval: bool = True):

@@ -1,8 +1,14 @@
 """inspect: whole checkpoints and damaged ones."""
 
+import os
+import pty
+import re
 import shutil
+import sys
+from contextlib import suppress
 
 import pytest
+from forked_programs import ForkedProgram
 
 import karvan as kv
 
@@ -15,6 +21,35 @@ def test_tables_are_shown(run, checkpoint):
     seen = kv.checkpoint.summary(checkpoint, hottest=2)
     assert [table["rows"] for table in told["tables"]] == [table.rows for table in seen.tables]
     assert [len(table["hottest"]) for table in told["tables"]] == [2, 2, 2]
+
+
+def test_in_a_pipe_lines_have_the_width_of_their_content_and_times_are_those_of_people(run, checkpoint):
+    lines = run("inspect", checkpoint).out.splitlines()
+    assert all(line == line.rstrip() and "…" not in line for line in lines)
+    assert re.search(r"saved (just now|\d+ (seconds|minutes?) ago)$", lines[0])
+    header = next(line for line in lines if line.startswith("table"))
+    assert header.split("  ")[0] == "table"
+    assert len(header) <= 80
+    assert len(re.findall(r"^\w+: Adagrad; hottest keys \(uses\): \d+ \(", "\n".join(lines), re.M)) == 3
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_terminal_shows_every_value_of_a_table_however_narrow_it_is(checkpoint, width):
+    out, terminal = pty.openpty()
+    command = [sys.executable, "-m", "karvan", "inspect", str(checkpoint)]
+    with ForkedProgram(command, stdout=terminal, env={**os.environ, "COLUMNS": str(width)}) as shown:
+        os.close(terminal)
+        written = b""
+        with suppress(OSError):  # the end, of a terminal
+            while part := os.read(out, 65536):
+                written += part
+        assert shown.wait(60) == 0
+    os.close(out)
+    text = written.decode()
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert ("max norm" in text) == (width == 80)  # folded where there is no room
+    assert "…" not in text
 
 
 def test_one_key_is_shown(run, checkpoint):

@@ -1,8 +1,12 @@
 """Help, versions, and what wrong usage gives."""
 
 import json
+import os
+import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,7 +147,51 @@ def test_doctor_finds_all_that_is_needed(run, tmp_path):
     )
     assert {each["state"] for each in ran.json} <= {"ok", "slow", "optional"}
     assert all(each["advice"] for each in ran.json if each["state"] == "slow")
-    assert "what to do" in run("doctor", "--folder", tmp_path).out
+    assert found["platform"]["value"].startswith(f"Linux {platform.machine()}, glibc ")
+    assert {"/dev/shm", "open files", "ray", "confluent-kafka", "tensorboard", "pyodps"} <= set(found)
+    lines = run("doctor", "--folder", tmp_path).out.splitlines()
+    assert lines[0].split()[:2] == ["ok", "platform"]
+    assert all(line == line.rstrip() and "…" not in line for line in lines)
+
+
+def test_doctor_names_an_old_package_and_checks_the_rest_although_one_is_broken(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    (tmp_path / "torch-2.9.1+cpu.dist-info").mkdir()
+    (tmp_path / "torch-2.9.1+cpu.dist-info/METADATA").write_text("Name: torch\nVersion: 2.9.1+cpu\n")
+    (tmp_path / "numpy-99.0.dist-info").mkdir()
+    (tmp_path / "numpy-99.0.dist-info/METADATA").write_text("Name: numpy\nVersion: 99.0\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "karvan", "doctor", "--json", "-", "--folder", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    found = {each["what"]: each for each in json.loads(ended.stdout)}
+    assert (found["torch"]["state"], found["torch"]["value"]) == ("missing", "2.9.1+cpu")
+    assert found["torch"]["advice"] == "Karvan needs at least 2.11: pip install 'torch>=2.11'"
+    assert found["numpy"]["state"] == "ok"
+    assert "libcudart" in found["gpu"]["value"]
+    assert found["open files"]["state"] == "ok"
+
+
+def test_doctor_knows_the_newest_torch_that_is_tested():
+    from karvan.cli.commands import doctor
+
+    constraints = Path(__file__).parents[2] / "constraints.txt"
+    [pinned] = re.findall(r"^torch==(\d+\.\d+)", constraints.read_text(), re.MULTILINE)
+    assert pinned == doctor._NEWEST_TORCH
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_on_another_system_the_import_says_what_is_needed(system):
+    script = f"import sys; sys.platform = {system!r}\ntry: import karvan\nexcept ImportError as e: print(e)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith(
+        f"Karvan needs Linux on x86_64 or aarch64, got {system}. On Windows use WSL"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,6 +8,7 @@ import threading
 
 import pyarrow as pa
 import pytest
+import torch
 from support_paths import support_path
 
 from karvan.data.errors import DataError
@@ -143,3 +144,25 @@ def test_a_broker_that_is_away_when_reading_begins_is_asked_again(broker):
     threading.Timer(1.0, process.send_signal, [signal.SIGCONT]).start()
     reader = KafkaReader("away", config, size=64, until_end=True, timeout=0.3)
     assert sorted(texts(reader)) == sorted(f"m{i}" for i in range(200))
+
+
+def test_a_reader_of_batches_trains_and_its_position_is_in_the_checkpoint(cluster, tmp_path):
+    import karvan as kv
+
+    rows = json_rows(pa.schema([("id", pa.int64()), ("label", pa.float32())]))
+    decoder = kv.data.Decoder(kv.data.infer(rows([]).schema))
+
+    def fit(count):
+        cluster.send("trained", [b'{"id": %d, "label": %d}' % (i, i % 2) for i in range(count)], partitions=1)
+        reader = KafkaReader("trained", cluster.config, lambda x: decoder(rows(x)), size=50, until_end=True)
+        trainer = kv.Trainer(
+            kv.models.DCN([], ["id"], 4, hidden=(4,)),
+            kv.losses.BinaryCrossEntropy(),
+            dense_optimizer=torch.optim.Adam,
+            sparse_optimizer=kv.optim.Adagrad(lr=0.1),
+            checkpoints=tmp_path / "run",
+            progress="none",
+        )
+        return trainer.fit(kv.data.Stream(reader)).trained
+
+    assert [fit(100), fit(150), fit(50)] == [2, 3, 1]

@@ -30,3 +30,13 @@ def test_all_ranks_have_the_history_that_rank_0_writes_also_after_resuming(tmp_p
     assert [entry["step"] for entry in whole if entry["kind"] == "eval"] == [5, 10]
     written = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
     assert timeless(written) == timeless(whole)
+
+
+def test_ranks_agree_on_the_steps_after_which_rank_0_shows_numbers():
+    (shown, steps), (nothing, other_steps) = run(2, "history_programs:train_and_show")
+    lines = [line for line in shown.splitlines() if line.startswith("step ")]
+    assert [int(line.split("/")[0].removeprefix("step ")) for line in lines] == [1, 2, 5, 10, 12]
+    assert all("  2 processes " in line for line in lines)
+    assert "  job     2 trainers, each with a part of the rows\n" in shown
+    assert nothing == ""
+    assert steps == other_steps == [12]

@@ -44,7 +44,7 @@ WRONG = {
     "no staleness": ("staleness: 0", "staleness: input should be greater than or equal to 1, got 0"),
     "an unknown wire": ("wire: int8", "wire: input should be 'float32', 'bfloat16' or 'float16'"),
     "a name with a blank": ("name: my job", "name: string should match pattern"),
-    "no program": ("entry: train.sh", "entry: expected a FILE.py, got 'train.sh'"),
+    "no program": ("entry: train.sh", "entry: expected a FILE.py or a CONFIG.yaml, got 'train.sh'"),
     "a program of no loaders": ("loader_entry: load.py", "roles.loaders has no replicas"),
     "an environment that is ours": (
         "roles: {trainers: {env: {KARVAN_ROLE: x}}}",
@@ -95,6 +95,9 @@ def test_the_example_is_a_job(run, tmp_path):
     (tmp_path / "job.yaml").write_text(out)
     spec = read_spec(tmp_path / "job.yaml", {})
     assert spec.roles.trainers.args == ["--epochs", "2"]
+    train = ("-P", "-m", "karvan", "train", "my.yaml", "--folder", "out/job", "--epochs", "2")
+    assert commands_of(spec)["trainer"][1:] == train
+    (tmp_path / "my.yaml").touch()
     assert all(f"\n{key}:" in out or f"\n# {key}:" in out for key in JobSpec.model_fields)
     assert run("job.yaml", "--check")[0] == 0
 

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
+from subprocess import PIPE
 
-from launch_helpers import Launched, wait_until
+from launch_helpers import PATIENCE, Launched, wait_until
 from processes import is_alive
 
 ROLES = "roles: {trainers: 2, parameter_servers: 1, embedding_workers: 1, loaders: 1}"
@@ -78,3 +81,28 @@ def test_a_job_goes_on_when_nobody_reads_its_output(tmp_path):
         assert job.process.wait() == 0
     assert (tmp_path / "logs" / "loader-0.log").read_text() == "loader-0 was here\n" * 2
     assert "Started trainer-0" in (tmp_path / "logs" / "launcher.log").read_text()
+
+
+def test_after_ctrl_c_the_command_says_what_was_saved_and_how_to_resume(tmp_path):
+    (tmp_path / "train.py").write_text("import time\nprint('runs', flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "job.yaml").write_text(
+        "{name: again, entry: train.py, roles: {trainers: 1}, checkpoints: run, grace: 1}"
+    )
+    saved = tmp_path / "run/step-000000000020"
+    for step in (3, 20):
+        (tmp_path / f"run/step-{step:012}").mkdir(parents=True)
+    words = ["launch", "job.yaml", "--set", "max_restarts=7"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "karvan", *words], cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True
+    )
+    try:
+        next(line for line in job.stdout if "runs" in line)
+        job.send_signal(signal.SIGINT)
+        _, err = job.communicate(timeout=PATIENCE)
+    finally:
+        job.kill()
+    assert job.returncode == 130
+    assert err.splitlines()[-2:] == [
+        f"The job was stopped. Its newest checkpoint is {saved.relative_to(tmp_path)}.",
+        "To resume: karvan launch job.yaml --set max_restarts=7",
+    ]

@@ -2,10 +2,12 @@
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -218,18 +220,112 @@ def test_without_tensorboard_the_log_says_what_to_install():
     assert "pip install 'karvan[monitor]'" in done.stdout
 
 
+def steps_of(lines):
+    """The steps of the lines with numbers of training."""
+    found = [re.match(r"step +([\d,]+)/", line) for line in lines if "eval" not in line]
+    return [int(match[1].replace(",", "")) for match in found if match]
+
+
 def test_plain_progress_tells_evaluations_at_once_and_training_now_and_then():
     stream = io.StringIO()
     fit = trainer(progress=PlainProgress(stream), log_every=2, metrics={"auc": kv.metrics.AUC()})
     fit.fit(batches(), eval_data=batches(1))
-    lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("step 2/12  ")
-    for word in ("samples/s", "loss", "AUC", "rows", "GiB"):
+    lines = [line for line in stream.getvalue().splitlines() if not line.startswith(("Karvan ", "  "))]
+    assert lines[0].startswith("step  2/12  loss")
+    for word in ("samples/s", "loss", "AUC", "rows", "process 0.", "GiB"):
         assert word in lines[0]
-    assert lines[1].startswith("step 12/12  eval  loss")
-    assert lines[2].startswith("step 12/12  ")  # the last numbers, though little time has passed
-    assert lines[3].startswith("Trained 12 steps in ")
-    assert len(lines) == 4
+    assert not any("lr/" in line for line in lines)  # they do not change
+    assert lines[1].startswith("step  6/12  ")
+    assert lines[2].startswith("step 10/12  ")
+    assert lines[3].startswith("step 12/12  eval  loss")
+    assert lines[4].startswith("step 12/12  ")  # the last numbers, though little time has passed
+    assert lines[5].startswith("Trained 12 steps in ")
+    assert len(lines) == 6
+
+
+class Log(kv.loggers.Logger):
+    """Remembers the reports that it gets."""
+
+    def __init__(self):
+        self.reports = []
+
+    def open(self, step):
+        pass
+
+    def close(self):
+        pass
+
+    def write(self, report):
+        self.reports.append(report)
+
+
+def test_people_see_numbers_after_the_first_steps_and_logs_keep_their_period():
+    stream, log = io.StringIO(), Log()
+    fit = trainer(progress=PlainProgress(stream), loggers=[log], metrics={"auc": kv.metrics.AUC()})
+    fit.fit(batches(20) * 11)
+    assert steps_of(stream.getvalue().splitlines()) == [1, 2, 5, 10, 20, 50, 100, 200, 220]
+    assert [report.step for report in log.reports] == [100, 200, 220]
+    assert list(fit.history["step"]) == [100, 200, 220]
+    fixed = Log()
+    other = trainer(progress="none", loggers=[fixed], log_every=100, metrics={"auc": kv.metrics.AUC()})
+    other.fit(batches(20) * 11)
+    assert [each.values["loss"] for each in log.reports] == [each.values["loss"] for each in fixed.reports]
+    assert [each.values["auc"] for each in log.reports] == [each.values["auc"] for each in fixed.reports]
+
+
+class Slow(kv.callbacks.Callback):
+    """Steps that take a while."""
+
+    def on_step_end(self, trainer, logs):
+        time.sleep(0.02)
+
+
+def test_slow_steps_are_shown_by_time_and_a_chosen_period_is_obeyed():
+    shown = {}
+    for every in (None, 7):
+        stream = io.StringIO()
+        fit = trainer(progress=PlainProgress(stream, seconds=0.1), log_every=every, callbacks=[Slow()])
+        fit.fit(batches(30))
+        shown[every] = steps_of(stream.getvalue().splitlines())
+    assert shown[None][:2] == [1, 2]
+    assert all(later - earlier <= 6 for earlier, later in itertools.pairwise(shown[None]))
+    assert len(shown[None]) >= 7
+    assert shown[7] == [7, 14, 21, 28, 30]
+
+
+def test_learning_rates_are_shown_once_a_schedule_changes_them():
+    stream = io.StringIO()
+    fit = trainer(
+        progress=PlainProgress(stream),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5),
+    )
+    fit.fit(batches(10))
+    rates = {
+        step: line.partition("lr/dense ")[2].partition("  ")[0]
+        for line in stream.getvalue().splitlines()
+        for step in steps_of([line])
+    }
+    assert rates == {1: "", 2: "", 5: "0.005", 10: "0.0025"}
+
+
+def test_the_last_numbers_are_shown_once():
+    stream = io.StringIO()
+    trainer(progress=PlainProgress(stream)).fit(batches(10), eval_data=batches(1))
+    assert steps_of(stream.getvalue().splitlines()) == [1, 2, 5, 10]
+
+
+def test_lines_are_aligned_and_name_whose_memory_it_is():
+    stream = io.StringIO()
+    plain = PlainProgress(stream, seconds=0.0)
+    plain.begin(0, 12_500)
+    for step, rate, memory_of in ((1, 59.0, "process"), (2, 123_456.0, "4 processes"), (5, 1_000.0, "GPU")):
+        values = {"samples_per_second": rate, "loss": 0.5, "rows": 1000.0, "memory": 2.0**30}
+        plain.report(Report("train", step, 0, values, memory_of=memory_of))
+    assert stream.getvalue().splitlines() == [
+        "step      1/12,500  loss 0.5000  59 samples/s  1,000 rows  process 1.00 GiB",
+        "step      2/12,500  loss 0.5000  123,456 samples/s  1,000 rows  4 processes 1.00 GiB",
+        "step      5/12,500  loss 0.5000    1,000 samples/s  1,000 rows          GPU 1.00 GiB",
+    ]
 
 
 def test_the_bar_shows_step_rate_loss_auc_rows_and_memory():
@@ -260,7 +356,7 @@ def test_the_bar_keeps_step_total_and_time_left_on_any_terminal(width):
     assert re.search(r"left \d+:\d\d:\d\d", shown)
     assert "lr/dense" not in shown
     assert "rows/item" not in shown
-    texts = ["loss 0.4321", "AUC 0.7654", "123,456 samples/s", "12,345,678 rows", "16.00 GiB"]
+    texts = ["loss 0.4321", "AUC 0.7654", "123,456 samples/s", "12,345,678 rows", "process 16.00 GiB"]
     assert [text for text in texts if text in shown] == texts[: {60: 0, 80: 2, 120: 3}[width]]
     assert shown.endswith({60: "", 80: "AUC 0.7654", 120: "samples/s"}[width])  # no number is cut
 

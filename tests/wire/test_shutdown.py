@@ -148,6 +148,15 @@ PROGRAMS = {
         other = Client("counting", address)
         other.call("ping")
         """,
+    "a server when threads cannot be started any more, as in Python 3.12": """
+        import atexit
+        server = Server(Counting())
+        peer = Client("own", server.address)
+        peer.call("ping")
+        def refuse(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        atexit.register(setattr, threading.Thread, "start", refuse)
+        """,
     "a server with a call in flight": """
         server = Server(Counting())
         peer = Client("own", server.address)
@@ -204,7 +213,7 @@ def process():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_without_noise_with(process, name):
-    head = "import sys, numpy as np\nfrom karvan.wire import *\nfrom wire_helpers import *\n"
+    head = "import sys, threading, numpy as np\nfrom karvan.wire import *\nfrom wire_helpers import *\n"
     head += "from support_paths import support_path\naddress = sys.argv[1]\n"
     body = "\n".join(line[8:] for line in PROGRAMS[name].splitlines())
     quiet = "ignore:This process:DeprecationWarning"  # of os.fork, since Python 3.12

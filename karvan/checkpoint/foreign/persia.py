@@ -54,15 +54,31 @@ def import_persia(
 ) -> ImportReport:
     """Write a checkpoint of PERSIA as a checkpoint of Karvan, with a table for each feature group.
 
-    source: the folder of `dump_checkpoint` or `dump_embedding`. target: a folder that does not exist yet, or
-    a URL. embedding_config: the embedding_config.yml of the job, without which ids have no meaning.
-    optimizer: "adam", "adagrad" or "adagrad_by_row" (vectorwise_shared); by default the one whose state has
-    the size of the rows'. optimizer_state: import it; otherwise it starts from its initial values.
-    dense_prefix: comes before the names of dense tensors; the adapter's model has the net as `net`.
-    step: that of the checkpoint, which PERSIA does not save.
-    progress: called with the bytes that were read since the last call, and with how many will be in all.
-
     Rows are read twice: once to count and to check them, before anything is written.
+
+    Args:
+        source: The folder of `dump_checkpoint` or `dump_embedding`.
+        target: A folder that does not exist yet, or a URL.
+        embedding_config: The embedding_config.yml of the job, without which ids have no meaning.
+        optimizer: "adam", "adagrad" or "adagrad_by_row" (vectorwise_shared); by default the one with state of
+            the size of the rows'.
+        optimizer_state: Whether to import it. Otherwise it starts from its initial values.
+        dense_prefix: Comes before the names of dense tensors; the adapter's model has the net as `net`.
+        step: The step of the checkpoint, which PERSIA does not save.
+        progress: Called with the bytes that were read since the last call, and with how many will be in all.
+
+    Returns:
+        What was imported.
+
+    Raises:
+        ValueError: The optimizer is unknown.
+        CheckpointError: The source cannot be read, or the target exists.
+
+    Example:
+        >>> def convert(source):
+        ...     kv.checkpoint.import_persia(
+        ...         source, "imported", "config/embedding_config.yml"
+        ...     )
     """
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer expects one of {', '.join(OPTIMIZERS)}, got '{optimizer}'.")

@@ -75,12 +75,24 @@ def import_recis(
 ) -> ImportReport:
     """Write a checkpoint of RecIS as a checkpoint of Karvan.
 
-    source: its folder, or RecIS's output_dir: its newest. target: a folder that does not exist yet, or a URL.
-    optimizer_state: import that of rows, too; otherwise it starts from its initial values.
-    betas: those of the sparse Adam, by which its number of steps is found.
-    dense_prefix: comes before the names of dense tensors.
-    step: that of the checkpoint, if it is not the one that RecIS has saved.
-    progress: called with the bytes that were read since the last call, and with how many will be in all.
+    Args:
+        source: Its folder, or RecIS's output_dir for its newest one.
+        target: A folder that does not exist yet, or a URL.
+        optimizer_state: Whether to import that of rows, too. Otherwise it starts from its initial values.
+        betas: The betas of the sparse Adam, by which its number of steps is found.
+        dense_prefix: Comes before the names of dense tensors.
+        step: The step of the checkpoint, if it is not the one that RecIS has saved.
+        progress: Called with the bytes that were read since the last call, and with how many will be in all.
+
+    Returns:
+        What was imported.
+
+    Raises:
+        CheckpointError: The source cannot be read, or the target exists.
+
+    Example:
+        >>> def convert(source):
+        ...     kv.checkpoint.import_recis(source, "imported", betas=(0.9, 0.99))
     """
     path = check_new(target)
     contents = read_recis(

@@ -46,7 +46,22 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What was imported; `notes` say what the user has to know, for example what was not imported and why."""
+    """What was imported from another system.
+
+    Attributes:
+        path: The new checkpoint.
+        system: The other system.
+        step: The step of the checkpoint.
+        tables: The tables, with name, dim, dtype, optimizer, state and rows.
+        dense: The names of the dense tensors.
+        notes: What you have to know, for example what was not imported and why.
+
+    Example:
+        >>> def convert(source):
+        ...     report = kv.checkpoint.import_recis(source, "imported")
+        ...     for note in report.notes:
+        ...         print(note)
+    """
 
     path: Path
     system: str

@@ -35,9 +35,24 @@ def no_report(step: int, error: BaseException) -> None:
 
 
 class Pending:
-    """A save in flight on its own threads; the program does not end before it has ended.
+    """A save in flight on its own threads.
+
+    The program does not end before it has ended.
 
     It uses little of the machine while training continues, and all it can get once somebody waits for it.
+
+    Args:
+        step: The step of the checkpoint.
+        work: What writes it.
+        pace: What slows it down.
+        report: Called with the step and the error if it fails; by default the error is logged.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> pending = kv.checkpoint.start("seventeen", {}, engine)
+        >>> checkpoint = pending.wait()
+        >>> pending.done(), pending.error
+        (True, None)
     """
 
     def __init__(
@@ -56,7 +71,15 @@ class Pending:
 
     @classmethod
     def failed(cls, step: int, error: BaseException) -> Pending:
-        """A save that has failed before writing started."""
+        """Make a save that has failed before writing started.
+
+        Args:
+            step: The step of the checkpoint.
+            error: Why it failed.
+
+        Returns:
+            The save.
+        """
         made = cls.__new__(cls)
         made.step = step
         made._pace = Throttle()
@@ -77,7 +100,11 @@ class Pending:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Check whether it has ended, successfully or not.
+
+        Returns:
+            Whether it has.
+        """
         return self._ended.is_set()
 
     @property
@@ -86,7 +113,18 @@ class Pending:
         return self._error
 
     def wait(self, timeout: float | None = None) -> Checkpoint:
-        """The checkpoint, once it is complete; raises the error of a failed save."""
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: How many seconds to wait; None for no limit.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            TimeoutError: It is not complete yet.
+            CheckpointError: The save has failed.
+        """
         self._pace.hurry()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"The checkpoint of step {self.step} is not complete after {timeout} seconds.")
@@ -102,11 +140,15 @@ class Pending:
         self._ended.wait()
 
     def acknowledge(self) -> None:
-        """The error has been handled: `settle` does not raise it any more."""
+        """Say that the error has been handled: `settle` does not raise it any more."""
         self._error_raised = True
 
     def settle(self) -> None:
-        """Wait; raise the error of a failed save unless it has been raised before."""
+        """Wait until it has ended.
+
+        Raises:
+            CheckpointError: The save has failed, and the error was not raised before.
+        """
         self.join()
         if self._error is not None and not self._error_raised:
             self.wait()

@@ -12,7 +12,7 @@ import typer
 
 from karvan.cli.errors import OK, CommandError
 from karvan.cli.folder_arguments import no_url
-from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, print_table, write_json
+from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
 
@@ -27,11 +27,6 @@ class Measured:
     remark: str = ""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bench", help=help_of(bench))(bench)
-
-
 def bench(
     quick: bool = typer.Option(
         False, "--quick", help="Smaller tables and shorter runs: seconds instead of half a minute."
@@ -41,7 +36,7 @@ def bench(
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Measure the parts of training on this machine, one by one: which one limits a run here?
+    """Measure which part of training limits a run here.
 
     The shape is that of Criteo's logs: 26 ids of dim 16, 13 numbers, batches of 4096, and a DLRM.
 

@@ -5,26 +5,37 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import typer
 
 from karvan.cli.commands.version import installed
 from karvan.cli.errors import FAILED, OK
-from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, print_table, write_json
-from karvan.system_limits import limits
+from karvan.cli.output import JSON_PATH, bytes_text, console, write_json
+from karvan.system_limits import available_memory, limits
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 
 # Package → its purpose, and how to install it.
-_NEEDED = ("torch", "numpy", "pyarrow", "fsspec", "rich", "typer", "pydantic", "PyYAML")
+_NEEDED = (
+    *("torch", "numpy", "pyarrow", "fsspec", "rich", "typer", "pydantic", "PyYAML"),
+    "cryptography",
+)
 _EXTRAS = {
     "tensorboard": ("logs for TensorBoard", "pip install 'karvan[monitor]'"),
     "pyodps": ("reading tables of MaxCompute", "pip install 'karvan[odps]'"),
     "confluent-kafka": ("reading from Kafka", "pip install 'karvan[kafka]'"),
+    "ray": ("jobs on a Ray cluster", "pip install 'karvan[ray]'"),
+    "pandas": ("trainer.history as a DataFrame", "pip install pandas"),
 }
+_NEWEST_TORCH = "2.13"  # that the tests use
+_GLIBC = (2, 28)  # that wheels of torch need
 
 
 @dataclass(frozen=True)
@@ -35,11 +46,6 @@ class Finding:
     state: str
     value: str
     advice: str = ""
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor", help=help_of(doctor))(doctor)
 
 
 def doctor(
@@ -56,27 +62,68 @@ def doctor(
       karvan doctor --folder /data/runs
       karvan doctor --json -
     """
-    findings = [finding for check in _CHECKS for finding in check(folder)]
+    findings = [finding for check in _CHECKS for finding in _findings_of(check, folder)]
     if not write_json(json_path, findings):
-        print_table(
-            None,
-            ["", "what", "found", "what to do"],
-            [
-                [f"[{_COLOURS[each.state]}]{each.state}[/]", each.what, each.value, each.advice]
-                for each in findings
-            ],
-        )
-        slow = sum(each.state == "slow" for each in findings)
-        missing = sum(each.state == "missing" for each in findings)
-        console().print(f"{missing} missing, {slow} slow.")
+        _show(findings)
     return FAILED if any(each.state == "missing" for each in findings) else OK
 
 
+def _findings_of(check: Callable[[Path], Iterator[Finding]], folder: Path) -> Iterator[Finding]:
+    """What a check finds; a package that is missing or broken does not keep others from being checked."""
+    try:
+        yield from check(folder)
+    except (ImportError, OSError) as error:
+        what = check.__name__.strip("_").replace("_", " ")
+        yield Finding(what, "missing", f"{type(error).__name__}: {error}", "See the packages above.")
+
+
+def _show(findings: list[Finding]) -> None:
+    """A line for each, folded on a terminal, with the advice below it."""
+    from rich.text import Text
+
+    out = console()
+    states, names = (
+        max(map(len, column)) for column in zip(*((f.state, f.what) for f in findings), strict=True)
+    )
+    indent = states + names + 4
+    width = max(40, out.width - indent)
+    for finding in findings:
+        lines = [line for text in (finding.value, finding.advice) for line in textwrap.wrap(text, width)]
+        state = Text(finding.state.ljust(states), style=_COLOURS[finding.state])
+        first, *rest = lines or [""]
+        out.print(Text.assemble(state, f"  {finding.what.ljust(names)}  {first}"))
+        for line in rest:
+            out.print(Text(" " * indent + line))
+    counts = {state: sum(each.state == state for each in findings) for state in ("missing", "slow")}
+    out.print(f"{counts['missing']} missing, {counts['slow']} slow.")
+
+
+def _platform(folder: Path) -> Iterator[Finding]:
+    machine, (libc, version) = platform.machine(), platform.libc_ver()
+    text = f"{platform.system()} {machine}, {libc or 'no glibc'} {version}".strip()
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if machine not in ("x86_64", "aarch64"):
+        yield Finding("platform", "optional", text, "Karvan is tested on x86_64 and aarch64 only.")
+    elif libc != "glibc" or numbers < _GLIBC:
+        needed = ".".join(map(str, _GLIBC))
+        advice = f"Wheels of torch need glibc {needed} or later. Use a newer system, or an image with glibc."
+        yield Finding("platform", "optional", text, advice)
+    else:
+        yield Finding("platform", "ok", text)
+    yield Finding("python", "ok", platform.python_version())
+
+
 def _packages(folder: Path) -> Iterator[Finding]:
+    needed = _needed_versions()
     for name in _NEEDED:
-        found = installed(name)
+        found, least = installed(name), needed.get(name.lower(), "")
         if found is None:
             yield Finding(name, "missing", "not installed", f"pip install {name}")
+        elif _numbers(found) < _numbers(least):
+            advice = f"Karvan needs at least {least}: pip install '{name}>={least}'"
+            yield Finding(name, "missing", found, advice)
+        elif name == "torch" and _numbers(found)[:2] > _numbers(_NEWEST_TORCH):
+            yield Finding(name, "ok", found, f"Karvan is tested with torch {least} to {_NEWEST_TORCH}.")
         else:
             yield Finding(name, "ok", found)
     for name, (purpose, how) in _EXTRAS.items():
@@ -85,24 +132,39 @@ def _packages(folder: Path) -> Iterator[Finding]:
             name,
             "ok" if found else "optional",
             found or "not installed",
-            "" if found else f"{how}: {purpose}",
+            "" if found else f"For {purpose}: {how}",
         )
+
+
+def _needed_versions() -> dict[str, str]:
+    """The least version of each package that Karvan declares, by its name in lower case."""
+    matches = (re.match(r"([\w-]+)>=([\d.]+)$", each) for each in metadata.requires("karvan") or ())
+    return {match[1].lower(): match[2] for match in matches if match is not None}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.13.0+cpu becomes (2, 13, 0)."""
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def _native(folder: Path) -> Iterator[Finding]:
     try:
         from karvan import _native
     except ImportError as error:
-        yield Finding(
-            "native core", "missing", str(error), "Reinstall Karvan: pip install --force-reinstall karvan."
-        )
+        advice = "Reinstall Karvan from its wheel or its source: pip install --force-reinstall --no-deps PATH"
+        if "GLIBC" in str(error):
+            advice = "This system's glibc is older than the wheel's: build from the source, pip install PATH"
+        yield Finding("native core", "missing", str(error), advice)
         return
     used, best = _native.kernels(), _native.kernel_names()[0]
     if used != best:
         yield Finding("kernels", "slow", used, f"This CPU can run '{best}', but others were selected.")
     elif used == "plain" and platform.machine() == "x86_64":
         yield Finding(
-            "kernels", "slow", used, "There are faster kernels for AVX2 and AVX-512, which this CPU lacks."
+            "kernels",
+            "slow",
+            used,
+            "This CPU has neither AVX2 nor AVX-512, for which there are faster kernels.",
         )
     else:
         yield Finding("kernels", "ok", f"{used} (of {', '.join(_native.kernel_names())})")
@@ -193,6 +255,21 @@ def _triton() -> tuple[str, str]:
     return str(triton.__version__), ""
 
 
+def _shared_memory(folder: Path) -> Iterator[Finding]:
+    try:
+        total = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        total = 0
+    if total < 2**30:
+        advice = (
+            "Several GPUs of a machine (NCCL) and DataLoaders of torch with workers share memory there: "
+            "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm as root."
+        )
+        yield Finding("/dev/shm", "slow", bytes_text(total) if total else "not there", advice)
+    else:
+        yield Finding("/dev/shm", "ok", bytes_text(total))
+
+
 def _huge_pages(folder: Path) -> Iterator[Finding]:
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     try:
@@ -226,7 +303,7 @@ def _memory(folder: Path) -> Iterator[Finding]:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         values[name] = int(rest.split()[0]) * 1024
-    total, free = values["MemTotal"], values.get("MemAvailable", values["MemFree"])
+    total, free = values["MemTotal"], available_memory()
     row = 162  # bytes of a row of dim 16 with Adagrad, index included
     text = f"{bytes_text(free)} of {bytes_text(total)} free"
     if free < 2**30:
@@ -264,11 +341,13 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Path], Iterator[Finding]]] = [
+    _platform,
     _packages,
     _native,
     _cores,
     _bf16,
     _gpu,
+    _shared_memory,
     _huge_pages,
     _limits,
     _memory,

@@ -11,17 +11,11 @@ from karvan.cli.errors import OK, CommandError
 from karvan.cli.output import (
     JSON_PATH,
     CountedBatches,
-    help_of,
     number_text,
     print_table,
     progress,
     write_json,
 )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("evaluate", help=help_of(evaluate))(evaluate)
 
 
 def evaluate(
@@ -40,7 +34,7 @@ def evaluate(
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Evaluate a checkpoint on the job's evaluation data, or on other files.
+    """Compute the metrics of a checkpoint on evaluation data.
 
     \b
     Examples:

@@ -9,7 +9,7 @@ import typer
 
 from karvan.cli.errors import OK, CommandError
 from karvan.cli.folder_arguments import folder_of, no_url
-from karvan.cli.output import JSON_PATH, console, help_of, print_table, progress, write_json
+from karvan.cli.output import JSON_PATH, console, print_table, progress, write_json
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 _SYSTEMS = ("recis", "persia")
 _OPTIMIZERS = ("adam", "adagrad", "adagrad_by_row")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("import-checkpoint", help=help_of(import_checkpoint))(import_checkpoint)
 
 
 def import_checkpoint(
@@ -77,7 +72,9 @@ def import_checkpoint(
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Write a checkpoint of RecIS or PERSIA as one of Karvan: rows, optimizer state and dense tensors.
+    """Convert a checkpoint of RecIS or PERSIA.
+
+    It has rows, optimizer state and dense tensors.
 
     A new run starts from it by a warm start: train.warm_start of a config, kv.checkpoint.warm_start,
     model_bank of a RecIS program, ctx.load_checkpoint of a PERSIA program. Rows are read in pieces, so that
@@ -87,7 +84,7 @@ def import_checkpoint(
     \b
     Examples:
       karvan import-checkpoint --from recis recis_output/ckpt_1000 out/imported
-      karvan import-checkpoint --from persia dump out/imported --embedding-config slots.yml
+      karvan import-checkpoint --from persia dump out/imported
       karvan inspect out/imported
     """
     from karvan.checkpoint import import_persia, import_recis

@@ -13,21 +13,16 @@ from karvan.cli.output import (
     JSON_PATH,
     bytes_text,
     console,
-    help_of,
     number_text,
     print_table,
     progress,
     write_json,
 )
+from karvan.durations import ago_text
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
     from karvan.checkpoint import KeyRow, Summary
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("inspect", help=help_of(inspect))(inspect)
 
 
 def inspect(
@@ -43,9 +38,11 @@ def inspect(
     top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Show the tables of a checkpoint: rows, bytes, norms and the hottest keys; or one key's row.
+    """Show the tables of a checkpoint, or one key's row.
 
-    Of a run's folder, also which checkpoints are damaged, incomplete or set aside.
+    A table has rows, bytes, norms and its hottest keys.
+
+    For a run's folder, it also shows which checkpoints are damaged, incomplete or set aside.
     With --verify every file is read and its checksum compared; the exit code is 3 if one is damaged.
 
     \b
@@ -80,40 +77,33 @@ def show_summary(seen: Summary) -> None:
     metrics = ", ".join(f"{name} {number_text(value)}" for name, value in seen.metrics.items())
     kind = f"delta on {', '.join(map(str, seen.builds_on))}" if seen.builds_on else seen.kind
     out.print(
-        f"{shown(seen.path)}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, {seen.created}",
+        f"{shown(seen.path)}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, "
+        f"saved {ago_text(seen.created)}",
         markup=False,
     )
     if metrics:
         out.print(f"metrics: {metrics}", markup=False)
     print_table(
         None,
-        [
-            "table",
-            "rows",
-            "dim",
-            "dtype",
-            "optimizer",
-            "bytes",
-            "mean norm",
-            "max norm",
-            "hottest keys (uses)",
-        ],
+        ["table", "rows", "dim", "dtype", "bytes", "norm", "max norm"],
         [
             [
                 table.name,
                 f"{table.rows:,}",
                 table.dim,
                 table.dtype,
-                table.optimizer or "none",
                 bytes_text(table.bytes),
                 number_text(table.mean_norm),
                 number_text(table.max_norm),
-                ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest),
             ]
             for table in seen.tables
         ],
-        right=["rows", "dim", "bytes", "mean norm", "max norm"],
+        right=["rows", "dim", "bytes", "norm", "max norm"],
     )
+    for table in seen.tables:
+        hottest = ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest)
+        used = f"; hottest keys (uses): {hottest}" if hottest else ""
+        out.print(f"{table.name}: {table.optimizer or 'no optimizer'}{used}", markup=False)
     out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
     if seen.not_whole:
         print_table(

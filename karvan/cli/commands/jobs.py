@@ -12,7 +12,8 @@ import typer
 
 from karvan.cli.config.target import pairs
 from karvan.cli.errors import DAMAGED, FAILED, OK, TEMPORARY, CommandError
-from karvan.cli.output import JSON_PATH, help_of, print_table, write_json
+from karvan.cli.output import JSON_PATH, print_table, write_json
+from karvan.durations import ago_text, duration_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
 _JOB = typer.Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.", show_default=False)
 _POLL = 0.1  # seconds
 _HIDDEN = 50  # lines; a master says a few for programs
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (status, logs, scale, stop):
-        app.command(command.__name__, help=help_of(command))(command)
 
 
 def status(
@@ -197,9 +192,10 @@ def _known(job: str) -> Iterator[JobClient]:
 def _end_text(outcome: dict[str, Any] | None) -> str:
     if outcome is None:
         return f"it ended without saying how: {_KILLED['failure']}. `karvan launch` resumes it."
-    text = f"it ended with code {outcome['code']} at {outcome['ended']}"
+    when = "" if outcome["ended"] is None else f", {ago_text(outcome['ended'])}"
+    text = f"it ended with code {outcome['code']}{when}"
     if outcome["code"] in (130, 143):
-        text = f"it was stopped, with code {outcome['code']}, at {outcome['ended']}"
+        text = f"it was stopped, with code {outcome['code']}{when} (the same `karvan launch` resumes it)"
     return f"{text}: {outcome['failure']}" if outcome["failure"] else f"{text}."
 
 
@@ -211,7 +207,15 @@ def _show_all(json_path: str | None) -> int:
         print_table(
             None if rows else "No job was launched yet.",
             ["job", "state", "code", "launched"],
-            [["" if each is None else each for each in row.values()] for row in rows],
+            [
+                [
+                    row["job"],
+                    row["state"],
+                    "" if row["code"] is None else row["code"],
+                    "" if row["launched"] is None else ago_text(row["launched"]),
+                ]
+                for row in rows
+            ],
             right=["code"],
         )
     return OK
@@ -233,32 +237,19 @@ def _row(name: str) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    print_table(
-        f"Job {found['job']}: {found['state']}, mode {found['mode']}, generation {found['generation']}, "
-        f"launched {found['launched']}, master is process {found['master']}",
-        ["role", "index", "process", "host", "state", "generation", "heartbeat", "does"],
-        [
-            (
-                each["role"],
-                each["index"],
-                "" if each["pid"] is None else each["pid"],
-                each["host"],
-                each["state"] if each["code"] in (None, 0) else f"{each['state']}, code {each['code']}",
-                each["generation"],
-                "" if each["heartbeat"] is None else f"{each['heartbeat']:.1f} s ago",
-                each["activity"],
-            )
-            for each in found["processes"]
-        ],
-        right=["index", "process", "generation", "heartbeat"],
-    )
+    print(f"Job {found['job']}: {found['state']}, launched {ago_text(found['launched'])}")
+    print(f"Mode {found['mode']}, generation {found['generation']}, master is process {found['master']}")
+    hosts = {each["host"] for each in found["processes"]} - {""}
+    columns = ["role", "pid", *(["host"] if len(hosts) > 1 else []), "state", "heartbeat", "does"]
+    rows = [_process_row(each) for each in found["processes"]]
+    print_table(None, columns, [[row[name] for name in columns] for row in rows], right=["pid", "heartbeat"])
     work = found["work"]
     if work is not None:
         epochs = "" if work["epochs"] in (None, -1) else f" of {work['epochs']}"
         print(
             f"Work: epoch {work['epoch'] + 1}{epochs}, tasks: {work['done']:,} of {work['tasks']:,} done, "
-            f"{work['leased']:,} leased, {work['waiting']:,} waiting; {work['records']:,} records, "
-            f"{work['bad_records']:,} bad ones skipped"
+            f"{work['leased']:,} leased, {work['waiting']:,} waiting\n"
+            f"      {work['records']:,} records, {work['bad_records']:,} bad ones skipped"
         )
         if work["to_predict"]:
             print(f"Prediction: {work['to_predict']:,} records are left.")
@@ -266,6 +257,18 @@ def _show(found: dict[str, Any]) -> None:
             print(f"The final checkpoint is {'complete' if work['export'] == 'done' else 'being made'}.")
         if work["failure"]:
             print(f"The work has failed: {work['failure']}")
+
+
+def _process_row(process: dict[str, Any]) -> dict[str, str]:
+    state, code, heartbeat = process["state"], process["code"], process["heartbeat"]
+    return {
+        "role": f"{process['role']}-{process['index']}",
+        "pid": "" if process["pid"] is None else str(process["pid"]),
+        "host": process["host"],
+        "state": state if code in (None, 0) else f"{state}, code {code}",
+        "heartbeat": "" if heartbeat is None else f"{duration_text(heartbeat)} ago",
+        "does": process["activity"],
+    }
 
 
 def _print_log(path: Path, tail: int | None, client: JobClient | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +12,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from karvan.cli.config.target import pairs
-from karvan.cli.errors import DAMAGED, OK, CommandError
-from karvan.cli.output import help_of, print_table
+from karvan.cli.errors import DAMAGED, INTERRUPTED, OK, TERMINATED, CommandError
+from karvan.cli.output import print_table
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_commands import Commands
     from karvan.launch.supervision.supervisor import Timing
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("launch", help=help_of(launch))(launch)
 
 
 def launch(
@@ -48,7 +45,9 @@ def launch(
     ),
     example: bool = typer.Option(False, "--example", help="Print a job to start from."),
 ) -> int:
-    """Run a job of trainers, parameter servers, embedding workers and loaders.
+    """Run a job of several processes, or resume it.
+
+    A job has trainers and parameter servers, and optionally embedding workers and loaders.
 
     A process that dies is restarted; after the death of a trainer or a parameter server the job resumes from
     the newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a
@@ -59,7 +58,10 @@ def launch(
 
     \b
     Examples:
+      karvan demo --data out/clicks            # data
+      karvan train --example > my.yaml         # what trainers run
       karvan launch --example > job.yaml
+      karvan launch job.yaml
       karvan launch job.yaml --check
       karvan launch job.yaml --set roles.trainers=4 --set staleness=8
       karvan launch job.yaml --detach
@@ -86,7 +88,7 @@ def launch(
     spec = read_spec(target, changes)
     for path in spec.files():
         if not path.is_file():
-            raise CommandError(f"{target}: there is no file {path}.", DAMAGED)
+            raise CommandError(f"{target}: there is no file {path}.{_how_to_get(path, spec)}", DAMAGED)
     if spec.system == "persia":
         spec = _with_its_configuration(spec)
     _check_token_file(spec)
@@ -101,7 +103,33 @@ def launch(
         _show(spec, commands)
         return OK
     require_limits(sum(spec.of_role(role).replicas for role in commands))
-    return follow(spec, commands, detach=detach, engine=engine, address=address)
+    code = follow(spec, commands, detach=detach, engine=engine, address=address)
+    if code in (INTERRUPTED, TERMINATED):
+        print(_how_to_resume(spec.checkpoints, shlex.join(["karvan", *sys.argv[1:]])), file=sys.stderr)
+    return code
+
+
+def _how_to_resume(checkpoints: Path | None, command: str) -> str:
+    """What a job that was stopped has saved, and how to go on."""
+    if checkpoints is None:
+        return f"The job was stopped. It has no folder of checkpoints, so {command} starts again."
+    if url_of(checkpoints) is not None:
+        where = f"Its checkpoints are at {shown(checkpoints)}"
+    elif newest := max(checkpoints.glob("step-*"), default=None):
+        where = f"Its newest checkpoint is {newest}"
+    else:
+        where = "Nothing was saved yet"
+    return f"The job was stopped. {where}.\nTo resume: {command}"
+
+
+def _how_to_get(path: Path, spec: JobSpec) -> str:
+    if path != spec.entry:
+        return ""
+    if path.suffix == ".py":
+        return " It is the job's entry: the program that trainers run."
+    return (
+        f" It is the job's entry, a config. To write one: karvan train --example > {shlex.quote(str(path))}"
+    )
 
 
 def follow(

@@ -9,14 +9,9 @@ import typer
 
 from karvan.cli.errors import DAMAGED, OK, CommandError
 from karvan.cli.folder_arguments import folder_of
-from karvan.cli.output import console, help_of
+from karvan.cli.output import console
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plot", help=help_of(plot))(plot)
 
 
 def plot(
@@ -33,7 +28,9 @@ def plot(
     ),
     open_page: bool = typer.Option(False, "--open", help="Open the page in a browser."),
 ) -> int:
-    """Plot loss, metrics, learning rate, throughput and table sizes of runs, in one HTML file.
+    """Draw the loss and metrics of runs as charts in an HTML file.
+
+    Other charts are of learning rates, throughput and table sizes.
 
     A Trainer with checkpoints writes its numbers to history.jsonl in its run folder. The page overlays all
     runs. It works without a network, and while the run is still training: run the command again for newer

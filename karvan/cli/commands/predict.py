@@ -8,12 +8,7 @@ import typer
 
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import console, help_of, progress
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("predict", help=help_of(predict))(predict)
+from karvan.cli.output import console, progress
 
 
 def predict(
@@ -34,7 +29,9 @@ def predict(
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="As for train."),
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
 ) -> int:
-    """Write the predictions of a checkpoint for the job's evaluation data, or for other files.
+    """Write the predictions of a checkpoint to a file.
+
+    The data is the job's evaluation data, or --data.
 
     The file gets the requested columns, then `prediction`, or a column for each output of a model with
     several. These are the model's outputs, for clicks logits; --sigmoid converts them to probabilities. The

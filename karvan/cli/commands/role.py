@@ -8,14 +8,8 @@ from pathlib import Path
 import typer
 
 from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
-from karvan.cli.output import help_of
 from karvan.job.environment import set_variables, variable
 from karvan.system_limits import require_limits
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("role", help=help_of(role))(role)
 
 
 def role(
@@ -78,10 +72,9 @@ def role(
     \b
     Examples:
       karvan role parameter-server
-      karvan role parameter-server --index 0 --count 2 --port 7000 --checkpoints out/run
+      karvan role parameter-server --index 0 --count 2 --port 7000
       karvan role parameter-server --registry 127.0.0.1:6000
       karvan role master --port 6000 --checkpoints out/run
-      karvan role parameter-server --host 0.0.0.0 --token-file token --tls-cert ps.pem --tls-key ps.key
     """
     options = {
         "index": index,

@@ -10,15 +10,11 @@ from types import TracebackType
 import typer
 
 from karvan.cli.errors import FAILED, OK, CommandError
-from karvan.cli.output import help_of
 from karvan.exit_codes import code_of_program
 from karvan.job.environment import JobEnvironment
 
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command("run", help=help_of(run), context_settings=settings)(run)
+# What follows PROGRAM is the program's own.
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def run(
@@ -26,7 +22,7 @@ def run(
         metavar="PROGRAM", help="A Python file, or a command of the system.", show_default=False
     ),
     arguments: list[str] = typer.Argument(
-        None, metavar="[ARGUMENTS]...", help="Those of the program.", show_default=False
+        None, metavar="ARGUMENTS...", help="Those of the program.", show_default=False
     ),
     system: str = typer.Option(
         ...,
@@ -36,7 +32,9 @@ def run(
         show_default=False,
     ),
 ) -> int:
-    """Run a program that is written for another system as it is, or a command of that system.
+    """Run a program that is written for another system.
+
+    It runs as it is. A command of that system works, too.
 
     Its imports find adapters of that system's names to Karvan's. Without a GPU, a program that asks for one
     runs on the CPU, with a warning. docs/migrating.md says what is supported.
@@ -45,7 +43,7 @@ def run(
     Examples:
       karvan run --as recis deepctr.py
       torchrun --nproc_per_node 2 --no-python karvan run --as recis deepctr.py
-      karvan run --as elasticdl train --model_zoo models --model_def mnist.CustomModel --training_data digits
+      karvan run --as elasticdl train --model_zoo models --model_def m.Model
     """
     from karvan.compat.programs import SYSTEMS, commands_of, run_command, run_program
     from karvan.compat.unsupported import UsageError

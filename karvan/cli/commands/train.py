@@ -15,7 +15,7 @@ import typer
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, STOPPED, CommandError
 from karvan.cli.feature_fitting import fit_features
-from karvan.cli.output import JSON_PATH, console, help_of, number_text, print_table, write_json
+from karvan.cli.output import JSON_PATH, console, number_text, print_table, write_json
 from karvan.job.checkpoint_url import shown
 from karvan.system_limits import require_limits
 
@@ -23,16 +23,11 @@ if TYPE_CHECKING:
     import karvan as kv
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("train", help=help_of(train))(train)
-
-
 def train(
     target: Path | None = typer.Argument(
         None,
         metavar="FILE.py|CONFIG.yaml",
-        help="A file with [bold]def job() -> kv.TrainingJob[/bold], or a config.",
+        help="A Python file with a function job(), or a config.",
         show_default=False,
     ),
     settings: list[str] = typer.Option(
@@ -53,7 +48,7 @@ def train(
     resume_from: str | None = typer.Option(
         None,
         "--resume-from",
-        metavar="step-…",
+        metavar="STEP",
         help="Continue from this checkpoint of the folder; later ones are set aside.",
         show_default=False,
     ),
@@ -71,13 +66,15 @@ def train(
 ) -> int:
     """Train a model, or continue where the last run stopped.
 
-    A job is defined by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
-    --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command resumes
-    from it. With other data, such as tomorrow's, a finished run continues on that.
+    A CONFIG.yaml, or the function job() of a FILE.py, describes the model and the data. --set, --folder,
+    --precision and --device set keys of the config or parameters of job(). Ctrl-C and SIGTERM save a
+    checkpoint; the same command resumes from it. A finished run continues on new data, such as tomorrow's.
 
     \b
     Examples:
+      karvan demo --data out/clicks            # data for the example
       karvan train --example > my.yaml
+      karvan train my.yaml
       karvan train my.yaml --folder out/run --epochs 3
       karvan train my.yaml --set optimizers.sparse.lr=0.1 --set model.dim=32
       karvan train job.py --set lr=0.01 --max-steps 1000 --folder out/run
@@ -99,6 +96,7 @@ def train(
     ).job()
     changes: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
+    job.trainer.resume_hint = f"To resume: {_command_to_resume(sys.argv[1:])}"
     result = _fit(
         job,
         resume=_choice(resume, resume_from),
@@ -106,11 +104,24 @@ def train(
         new_settings=new_settings,
         quiet=quiet,
     )
-    if not quiet and job.trainer.saver.folder is not None:
-        say_how_to_plot(job.trainer.saver.folder)
-    if not write_json(json_path, result):
-        _show(result)
+    if job.trainer.connection.rank == 0:
+        if not quiet and job.trainer.saver.folder is not None:
+            say_how_to_plot(job.trainer.saver.folder)
+        if not write_json(json_path, result):
+            _show(result)
     return STOPPED.get(result.stopped or "", OK)
+
+
+def _command_to_resume(words: Sequence[str]) -> str:
+    """The command of these words without what only its first run may have."""
+    rest = iter(words)
+    kept = []
+    for word in rest:
+        if word == "--resume-from":
+            next(rest, None)
+        elif word.partition("=")[0] not in ("--resume-from", "--no-resume", "--drop-unfinished"):
+            kept.append(word)
+    return shlex.join(["karvan", *kept])
 
 
 def _choice(resume: bool, resume_from: str | None) -> bool | str:
@@ -174,7 +185,8 @@ def _show(result: kv.train.FitResult) -> None:
     ]
     if rows:
         print_table(
-            f"Step {result.step:,}, {result.epoch} epochs, {result.samples:,} samples",
+            f"Step {result.step:,}, {result.epoch} epoch{'s' * (result.epoch != 1)}, "
+            f"{result.samples:,} samples",
             ["metric", "training", "evaluation"],
             rows,
             right=["training", "evaluation"],

@@ -5,23 +5,16 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-import typer
-
 import karvan
 from karvan.cli.errors import OK
-from karvan.cli.output import JSON_PATH, help_of, write_json
+from karvan.cli.output import JSON_PATH, write_json
 
 # Looked up without importing them.
 _SHOWN = ("torch", "numpy", "pyarrow")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("version", help=help_of(version))(version)
-
-
 def version(json_path: str | None = JSON_PATH) -> int:
-    """Show the versions of Karvan and of the packages it is built on.
+    """Show the versions of Karvan, Python and main packages.
 
     \b
     Examples:

@@ -14,6 +14,8 @@ from karvan.cli.config import schema as configs
 from karvan.cli.config.class_lookup import build, check_arguments, classes_of, find_class, make_by_name
 from karvan.cli.errors import CommandError
 from karvan.data.columns.from_settings import column_from_settings
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 _ADMISSIONS = {
@@ -99,7 +101,12 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
 
 
 def connect_tables(config: configs.Named | None) -> None:
-    """Choose where tables are, by `kv.connect`: `cuda`, or `{name: cuda, …}` with its options."""
+    """Choose where tables are, by `kv.connect`: `cuda`, or `{name: cuda, …}` with its options.
+
+    The trainers of a launched job have them on its parameter servers, unless the config says otherwise.
+    """
+    if config is None and JobEnvironment.read().role == Role.TRAINER:
+        config = configs.Named(name="remote")
     if config is None:
         return
     check_arguments(kv.connect, "connect", (config.name,), config.arguments, ("kind",))

@@ -219,12 +219,12 @@ class Saved(Section):
 
 
 class LogSection(Section):
-    """Files to which the numbers of training are logged, every `every` steps."""
+    """Files to which the numbers of training are logged, every `every` steps; without it, every 100."""
 
     csv: Path | None = None
     jsonl: Path | None = None
     tensorboard: Path | None = None
-    every: Count = 100
+    every: Count | None = None
 
 
 class Predict(Section):

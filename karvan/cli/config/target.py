@@ -15,6 +15,7 @@ from karvan.cli.errors import DAMAGED, FAILED, CommandError
 if TYPE_CHECKING:
     import karvan as kv
 
+EXAMPLE_DATA = "out/clicks"  # what `karvan train --example` reads
 # The key of a config for an option of the command line.
 _IN_CONFIG = {
     "folder": "checkpoints.folder",
@@ -38,6 +39,17 @@ class Target:
 
     def job(self, *, training: bool = True) -> kv.TrainingJob:
         """Make the job; without `training`, a config's training data is not opened."""
+        from karvan.data import DataError
+
+        try:
+            return self._made(training=training)
+        except DataError as error:
+            if error.path is None or not error.path.startswith(EXAMPLE_DATA) or Path(EXAMPLE_DATA).exists():
+                raise
+            hint = f"To write a click log there: karvan demo --data {EXAMPLE_DATA}"
+            raise CommandError(f"{error}\n{hint}", DAMAGED) from error
+
+    def _made(self, *, training: bool) -> kv.TrainingJob:
         if not self.path.exists():
             raise CommandError(
                 f"{self.path}: there is no such file; expected a FILE.py or a CONFIG.yaml.", DAMAGED

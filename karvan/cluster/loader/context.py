@@ -45,11 +45,21 @@ _REPORT_WITHIN = 30.0  # seconds for trainers to receive an error
 
 
 class LoaderContext:
-    """This process as loader number `index` of `count`; it serves until `close`.
+    """This process as one of a job's loaders, which read data and send batches to trainers.
 
-    queue: how many batches may wait for each trainer; reading pauses while a queue is full. The address
-    comes from `settings`, or from the environment (see `karvan.cluster.role_process`), as in a launched job.
-    workers: those that receive ids; by default the embedding workers of the launched job.
+    It serves until `close`, also as a context manager. The job gives it its `index`, the number of loaders
+    `count`, and its addresses.
+
+    Args:
+        queue: How many batches may wait for each trainer. Reading pauses while a queue is full.
+        settings: The addresses; by default those of the environment of a launched job.
+        workers: What receives ids; by default the embedding workers of the launched job.
+        split: How ids are divided among the workers.
+
+    Example:
+        >>> def main():  # the program of a loader, started by `karvan launch`
+        ...     with kv.LoaderContext() as data:
+        ...         data.serve(data.read("clicks/*.parquet", batch_size=4096))
     """
 
     def __init__(
@@ -92,11 +102,21 @@ class LoaderContext:
         atexit.register(self._leave)
 
     def read(self, data: Any, batch_size: int, **options: Any) -> Loader | SharedData:
-        """`kv.data.read` for this loader's share of the data; for all of it if trainers lease their records.
+        """Read this loader's share of data, as `kv.data.read` does.
 
-        A `transform` takes the statistics that the newest checkpoint of the job (`checkpoints`) has under its
-        name, even if it was fitted to other data: the model was trained with those. Trainers save the
-        statistics of the transforms that were passed to `read` before `serve`, `epochs` or `send`.
+        If trainers lease their records, it reads all of it.
+
+        A `transform` takes the statistics that the newest checkpoint of the job has under its name, even if
+        it was fitted to other data: the model was trained with those. Trainers save the statistics of
+        transforms that were passed to `read` before `serve`, `epochs` or `send`.
+
+        Args:
+            data: What to read, as of `kv.data.read`.
+            batch_size: How many samples make a batch.
+            **options: Further arguments of `kv.data.read`.
+
+        Returns:
+            The data, for `serve`.
         """
         self._use(options.get("transform"))
         if self._reading is None:
@@ -106,12 +126,15 @@ class LoaderContext:
         return opened
 
     def serve(self, batches: Batches) -> None:
-        """Send all batches of as many epochs as trainers ask for; usually runs until the process ends.
+        """Send all batches of as many epochs as trainers ask for.
 
-        batches: something that gives an epoch each time it is iterated, or a function from the number of an
-        epoch to its batches. If it has `state_dict` and `load_state_dict`, as the result of `read` does, a
-        loader that takes over continues where the one before stopped. If not, it must give the same batches
-        every time. In a job with `sharding: dynamic` only the result of `read` will do.
+        It usually runs until the process ends.
+
+        Args:
+            batches: The result of `read`; or something that gives an epoch each time it is iterated; or a
+                function from the number of an epoch to its batches. Without `state_dict` and
+                `load_state_dict` it must give the same batches every time. In a job with `sharding: dynamic`
+                it must be the result of `read`.
         """
         self._started = True
         if self._reading is not None:
@@ -122,10 +145,16 @@ class LoaderContext:
             serve(self._service, batches, self._statistics())
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of the epochs that trainers ask for, each as soon as it is requested.
+        """Yield the numbers of the epochs that trainers ask for, each as soon as it is requested.
 
         The same number comes again if an epoch has to be sent again, because a loader or a trainer was
-        replaced. Batches that are not needed then are dropped, so an epoch must repeat the same batches.
+        replaced. An epoch must then repeat the same batches.
+
+        Returns:
+            An iterator of numbers.
+
+        Raises:
+            RuntimeError: The epoch was begun by `serve`, from whose position such a program cannot continue.
         """
         self._require_fixed_shares("epochs")
         self._service.identify(None, self._statistics())
@@ -140,11 +169,16 @@ class LoaderContext:
             self.end()
 
     def send(self, batch: Mapping[str, Any], meta: Any = None) -> bool:
-        """Send the next batch of the epoch; waits while the queue of its trainer is full.
+        """Send the next batch of the epoch.
 
-        It must not be changed afterwards. `meta` is any value that JSON can express; it becomes `meta` of the
-        trainer's batch. False: further batches are not needed, because this or another epoch has to be sent
-        again.
+        It waits while the queue of its trainer is full.
+
+        Args:
+            batch: The batch; it must not be changed afterwards.
+            meta: A value of JSON, which becomes `meta` of the trainer's batch.
+
+        Returns:
+            False if further batches are not needed, because this or another epoch has to be sent again.
         """
         self._require_fixed_shares("send")
         checked = as_batch(batch)
@@ -157,7 +191,7 @@ class LoaderContext:
         return False
 
     def end(self) -> None:
-        """The epoch has no more batches; without `epochs`, the only one."""
+        """End the epoch: it has no more batches."""
         self._require_fixed_shares("end")
         if not self._open and not self._once:
             self._begin_once()
@@ -167,7 +201,11 @@ class LoaderContext:
                 self._require_restart()
 
     def close(self) -> None:
-        """End the epoch, wait until trainers need no more, and stop serving."""
+        """End the epoch, wait until trainers need no more, and stop serving.
+
+        Raises:
+            ValueError: Nothing was served.
+        """
         if self._reading is not None:
             self._leave()
             if not self._started:

@@ -88,20 +88,33 @@ def from_loaders(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> LoaderStream | LoadedData:
-    """The batches that the job's loaders read for this trainer; one iteration is one epoch.
+    """Receive the batches that the job's loaders read for this trainer.
 
-        trainer.fit(kv.data.from_loaders(), epochs=3)
+    One iteration is one epoch.
 
-    ordered: batches come by their numbers, so that a run can be repeated, which is the default; otherwise in
-    the order in which they are ready. prefetch: batches requested from each loader in advance. timeout:
-    seconds to wait for a loader that is lost. ids: features that embedding workers look up; a job that has
-    workers must name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or
-    their addresses; by default those of the launched job. rank and world_size: this trainer among all; by
-    default those of `kv.connect`.
+    In a job with `sharding: dynamic`, `Trainer.fit` leases the records from the job's master, and has loaders
+    read them. Batches then come as they are ready; with `global_batches`, in the order of the epoch.
 
-    In a job with `sharding: dynamic` the result is a `LoadedData`: `Trainer.fit` leases its records from the
-    job's master, and has loaders read them. Batches then come as they are ready; with `global_batches`, in
-    the order of the epoch. So ordered, rank and world_size are errors there.
+    Args:
+        ordered: Whether batches come by their numbers, so that a run can be repeated, which is the default;
+            otherwise as they are ready. Not for `sharding: dynamic`.
+        prefetch: How many batches are requested from each loader in advance.
+        timeout: How many seconds to wait for a loader that is lost.
+        ids: The features that embedding workers look up. A job that has workers must name them, or say
+            `ids=[]` to have the ids in the batches.
+        loaders: How many loaders there are, or their addresses; by default those of the launched job.
+        rank: Which trainer this is; by default that of `kv.connect`. Not for `sharding: dynamic`.
+        world_size: How many trainers there are; by default that of `kv.connect`. Not for `sharding: dynamic`.
+
+    Returns:
+        An iterable of batches with a position.
+
+    Raises:
+        ValueError: An argument is out of range, or is not for `sharding: dynamic`.
+
+    Example:
+        >>> def main(trainer):  # in a job with loaders
+        ...     trainer.fit(kv.data.from_loaders(), epochs=3)
     """
     if is_leased():
         given = {"ordered": ordered, "rank": rank, "world_size": world_size}

@@ -45,12 +45,28 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class Fixed:
-    """Exactly `length` numbers per row.
+    """Declare a column with a fixed number of numbers per row.
 
-    `default` replaces null, and an empty list: one number for all positions or one for each. Without it they
-    are missing values; see the table above. Without a `dtype` it is int64, float32 or bool, by the column's
-    type. Floats with an integer `dtype` must be whole numbers, and NaN counts as null: use it to read ids
-    that pandas has turned into floats because some are missing.
+    Args:
+        name: The name of the column.
+        default: Replaces null, and an empty list: one number for all positions, or one for each. Without it
+            they are missing values.
+        length: How many numbers a row has.
+        dtype: The type of the tensor; by default int64, float32 or bool, by the column's type. Floats with an
+            integer dtype must be whole numbers, and NaN counts as null: use it for ids that pandas has turned
+            into floats because some are missing.
+
+    Raises:
+        ValueError: The length is below 1, or there is another number of defaults.
+        TypeError: A default is no number.
+
+    Example:
+        >>> columns = [kv.data.Fixed("price", default=0.0), kv.data.Fixed("user")]
+        >>> data = kv.data.read(
+        ...     {"user": [7, 8], "price": [1.5, None]}, 2, columns=columns
+        ... )
+        >>> next(iter(data))["price"]
+        tensor([1.5000, 0.0000])
     """
 
     name: str
@@ -70,7 +86,11 @@ class Fixed:
             )
 
     def defaults(self) -> list[Number] | None:
-        """The default of each position, if one was declared."""
+        """Return the default of each position.
+
+        Returns:
+            The defaults; None if there is none.
+        """
         if self.default is None:
             return None
         return list(self.default) if isinstance(self.default, Sequence) else [self.default] * self.length
@@ -78,11 +98,25 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Varlen:
-    """Any number of values per row. Strings become ids by `hash`: "farm" or "murmur".
+    """Declare a column with any number of values per row.
 
-    The id has all 64 bits of the hash, as `Feature.hash` and `kv.ids` give it. With a `bucket`, it is the
-    hash, read as unsigned, modulo `bucket`. "farm63" and "murmur63" drop the sign bit, as RecIS does while
-    reading; so does a bucket of 0.
+    Strings become ids.
+
+    Args:
+        name: The name of the column.
+        hash: The hash that makes ids of strings: "farm" or "murmur". "farm63" and "murmur63" drop the sign
+            bit, as RecIS does while reading.
+        bucket: Ids are the hash, read as unsigned, modulo this. 0 drops the sign bit only. By default the id
+            has all 64 bits.
+
+    Raises:
+        ValueError: The hash is unknown, or there is a bucket without a hash.
+
+    Example:
+        >>> columns = [kv.data.Varlen("tags", hash="farm", bucket=1000)]
+        >>> data = kv.data.read({"tags": [["a", "b"], []]}, 2, columns=columns)
+        >>> next(iter(data))["tags"].lengths()
+        tensor([2, 0])
     """
 
     name: str
@@ -101,7 +135,20 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Raw:
-    """The bytes of strings as they are; `default`, for example the empty string, replaces null."""
+    """Declare a column of strings that are kept as bytes.
+
+    Args:
+        name: The name of the column.
+        default: Replaces null, for example the empty string.
+
+    Raises:
+        TypeError: The default is no string.
+
+    Example:
+        >>> data = kv.data.read({"city": ["rome"]}, 1, columns=[kv.data.Raw("city")])
+        >>> bytes(next(iter(data))["city"].values)
+        b'rome'
+    """
 
     name: str
     default: str | None = None
@@ -115,9 +162,24 @@ Column = Fixed | Varlen | Raw
 
 
 def infer(schema: pa.Schema) -> list[Column]:
-    """A column for every field: numbers `Fixed`, strings `Raw`, lists and `{id: weight}` `Varlen`.
+    """Declare a column for every field of a schema.
 
-    A column in which every value is null, so that it has no type, becomes a `Fixed` of NaN.
+    Numbers become `Fixed`, strings `Raw`, lists and `{id: weight}` `Varlen`. A column in which every value is
+    null becomes a `Fixed` of NaN.
+
+    Args:
+        schema: The schema of the data.
+
+    Returns:
+        The columns.
+
+    Raises:
+        DataError: A field is of a type that cannot be read.
+
+    Example:
+        >>> source = kv.data.open_frame({"user": [7, 8]})
+        >>> [column.name for column in kv.data.infer(source.schema)]
+        ['user']
     """
     return [infer_field(field) for field in schema]
 

@@ -37,10 +37,24 @@ _Read = Callable[[pa.Array], Entry]
 
 
 class Decoder:
-    """Call it with a record batch to get a `Batch` of the declared columns, in their order.
+    """Turn record batches into a `Batch` of declared columns, in their order.
 
-    `labels` are columns in which a missing value, or NaN, is a `DataError`. `nullable` are columns that are
-    known to lack values: they have one kind in all batches, see `BatchSteps`.
+    Call it with a record batch.
+
+    Args:
+        columns: The columns, as `Fixed`, `Varlen` or `Raw`.
+        labels: Columns in which a missing value, or NaN, is an error.
+        nullable: Columns that are known to lack values; they have one kind in all batches.
+
+    Raises:
+        DataError: A column is declared twice, or a label is not among them.
+        TypeError: A column is not declared.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> decode = kv.data.Decoder([kv.data.Fixed("user")])
+        >>> decode(pa.record_batch({"user": [7, 8]}))["user"]
+        tensor([7, 8])
     """
 
     row_wise: ClassVar[bool] = True
@@ -75,7 +89,14 @@ class Decoder:
         return [column.name for column in self.columns]
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise `DataError` unless records of this schema have all columns, of types that can be read."""
+        """Check that records of a schema have all columns, of types that can be read.
+
+        Args:
+            schema: The schema.
+
+        Raises:
+            DataError: They do not.
+        """
         self._has_structs = has_structs(schema)
         schema = flat_schema(schema)
         self._plan = schema, _plan(self.columns, self.labels, schema)

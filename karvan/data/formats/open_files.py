@@ -59,12 +59,31 @@ def open_files(
     partitions: bool = True,
     **options: Any,
 ) -> FileSource | PartitionedSource:
-    """The source of files: a path, folder, glob, URL, or several.
+    """Open files as a source.
 
-    Unless `format` is passed, it is found from the files' extension or first bytes: "parquet", "orc", "ipc",
-    "csv", "tsv", "tfrecord" or "recordio". Folders such as `day=2026-01-31` are columns, unless
-    `partitions` is False; see `hive_partitions.py`. `options` are those of the format's source (`CsvSource`,
-    `RecordSource`).
+    Folders such as `day=2026-01-31` become columns.
+
+    Args:
+        paths: A path, folder, glob or URL, or several.
+        format: "parquet", "orc", "ipc", "csv", "tsv", "tfrecord" or "recordio"; by default found from the
+            files' extension or first bytes.
+        columns: The columns to read; by default all.
+        filesystem: A pyarrow file system that has the files; by default found from the URL.
+        partitions: Whether names of folders become columns.
+        **options: Options of the format.
+
+    Returns:
+        The source.
+
+    Raises:
+        DataError: There are no such files, or they cannot be read.
+        ValueError: The format is unknown.
+
+    Example:
+        >>> written = kv.data.synthetic.ClickLog(users=10, items=10).write("log", 50)
+        >>> source = kv.data.open_files("log")
+        >>> [part.records for part in source.parts()]
+        [50]
     """
     files = find(paths, filesystem)
     if format is None:
@@ -97,7 +116,26 @@ def open_files(
 def read_records(
     paths: PathLike | Iterable[PathLike], format: str | None = None, filesystem: fs.FileSystem | None = None
 ) -> Iterator[bytes]:
-    """All records of TFRecord or RecordIO files as they were written, in order."""
+    """Read all records of TFRecord or RecordIO files as they were written, in order.
+
+    Args:
+        paths: A path, folder, glob or URL, or several.
+        format: "tfrecord" or "recordio"; by default found from the files.
+        filesystem: A pyarrow file system that has the files.
+
+    Returns:
+        An iterator of bytes.
+
+    Raises:
+        DataError: A file is damaged.
+
+    Example:
+        >>> with kv.data.TFRecordWriter("two.tfrecord") as writer:
+        ...     writer.write(b"one")
+        ...     writer.write(b"two")
+        >>> list(kv.data.read_records("two.tfrecord"))
+        [b'one', b'two']
+    """
     source = open_files(paths, format, filesystem=filesystem, partitions=False, content="bytes")
     for part in source.parts():
         for batch in source.read(Split(part.path, 0, part.records)):

@@ -87,7 +87,8 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
         self._process = os.getpid()
 
     def loader(self, num_workers: int = 0, **options: Any) -> torch.utils.data.DataLoader[LeasedBatch]:
-        """A `DataLoader` of the batches, with what they need: see `elastic`."""
+        """A `DataLoader` of the batches, with what they need."""
+        # In order, workers would wait for each other; and connections do not survive a fork.
         if num_workers:
             options = {"multiprocessing_context": "forkserver", "in_order": False, **options}
         return torch.utils.data.DataLoader(self, batch_size=None, num_workers=num_workers, **options)
@@ -201,26 +202,47 @@ def elastic(
     prefetch: int = 4,
     retry_seconds: float = RETRY_SECONDS,
 ) -> ElasticDataset:
-    """Batches that processes lease from a master while they run, instead of having fixed shares.
+    """Lease batches from a master, in a loop of torch, in place of fixed shares.
 
-        dataset = kv.data.elastic("clicks/*.parquet", batch_size=4096, epochs=2)
-        for batch in dataset.loader(num_workers=2):
-            ...  # train
-            dataset.acknowledge(batch)
+    Any number of processes may run the loop, come and go. Together they acknowledge every record once in
+    every epoch. What a process has not acknowledged when it dies is leased by others. `karvan role master`
+    runs a master.
 
-    Any number of processes may run this loop, come and go. Together they acknowledge every record once in
-    every epoch. What a process has not acknowledged when it dies is leased by others, after the master has
-    heard nothing of it for a while.
+    The result's `loader(num_workers=2)` is a torch `DataLoader`; `acknowledge(batch)` says that a batch was
+    trained. A program with workers needs `if __name__ == "__main__":`. All processes must describe the same
+    work: the files, `shuffle`, `seed`, `epochs`, `records_per_task`, `most_tries`.
 
-    `dataset.loader` is torch's `DataLoader` with `batch_size=None`, `in_order=False`, without which several
-    workers wait for each other, and `multiprocessing_context="forkserver"`, because connections do not
-    survive a fork. A program with workers needs `if __name__ == "__main__":`, as always with it.
+    Args:
+        data: What to read, as of `kv.data.read`.
+        batch_size: How many samples make a batch.
+        master: The master's address; by default that of the environment, KARVAN_REGISTRY.
+        columns: The columns to read, as of `kv.data.read`.
+        labels: Columns in which a missing value is an error.
+        format: The format of files.
+        filesystem: A pyarrow file system that has the files.
+        options: Options of the format.
+        shuffle: Whether to mix the tasks, and the records inside of each.
+        seed: The seed of the order.
+        epochs: How often every record is leased; None for endlessly.
+        records_per_task: How many records are leased at once; by default as many as are read at once.
+        most_tries: How often a task may raise errors before the job fails.
+        transform: A function of batches, such as a `kv.FeatureEngine`.
+        workers: How many threads of each process read.
+        prefetch: How many batches are prepared in advance.
+        retry_seconds: How long an unreachable source is tried again.
 
-    `master` is its address, by default KARVAN_REGISTRY; `karvan role master` runs one. All processes must
-    describe the same work: the files, `shuffle`, `seed`, `epochs`, `records_per_task`, `most_tries`. Tasks of
-    `records_per_task` records are leased, by default as many as are read at once. `shuffle` mixes the tasks,
-    and the records inside of each. A task that raises errors `most_tries` times fails the job. `workers`
-    threads of each process read; the other arguments are those of `read`.
+    Returns:
+        A torch IterableDataset.
+
+    Raises:
+        ValueError: There is no master.
+
+    Example:
+        >>> def main():
+        ...     dataset = kv.data.elastic("clicks/*.parquet", 4096, epochs=2)
+        ...     for batch in dataset.loader(num_workers=2):
+        ...         ...  # train
+        ...         dataset.acknowledge(batch)
     """
     check_counts(1, batch_size=batch_size, epochs=epochs, records_per_task=records_per_task)
     check_counts(1, most_tries=most_tries, workers=workers, prefetch=prefetch)

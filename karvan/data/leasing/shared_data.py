@@ -41,10 +41,28 @@ _MOST_OPEN = 1024  # tasks of an evaluation or a prediction, about: the master s
 
 
 class SharedData:
-    """Records that are leased; the arguments are those of `Loader`, which `share` makes for (rank, ranks).
+    """Records that trainers lease; `kv.data.read` makes it in a job with `sharding: dynamic`.
 
-    seed: of the order of tasks and of the records inside of each; None for the order of the source. device:
-    the GPU that batches go to, if any.
+    `Trainer.fit` leases the records; programs need no method of it.
+
+    Args:
+        source: What to read.
+        decode: A function that makes a batch of a record batch.
+        batch_size: How many samples make a batch.
+        share: A function that makes a Loader for a rank and a number of ranks.
+        seed: The seed of the order of tasks, and of the records inside of each; None for the order of the
+            source.
+        workers: How many threads read.
+        prefetch: How many batches are prepared in advance.
+        transform: A function of batches.
+        records_per_task: How many records are leased at once.
+        retry_seconds: How long an unreachable source is tried again.
+        device: The GPU that batches go to, if any.
+
+    Example:
+        >>> def job(trainer):  # in a job with `sharding: dynamic`
+        ...     data = kv.data.read("clicks/*.parquet", batch_size=4096)
+        ...     trainer.fit(data, epochs=3)
     """
 
     def __init__(
@@ -95,25 +113,53 @@ class SharedData:
         return torch.device("cpu") if self._gpu is None else self._gpu
 
     def identity(self) -> Identity:
-        """Distinguishes this data from other data."""
+        """Return what distinguishes this data from other data.
+
+        Returns:
+            The identity.
+        """
         if self._identity is None:
             self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
         return self._identity
 
     def column_kinds(self) -> dict[str, ColumnKind]:
-        """See `Loader.column_kinds`."""
+        """Return the kinds of the columns that are read.
+
+        Returns:
+            The kinds by name.
+        """
         return retrying(lambda: kinds_of(self._source, self._decode), Patience(self._retry_seconds))
 
     def call_data(self, name: str) -> None:
-        """Give the data a name, which is its identity from now on."""
+        """Give the data a name, which is its identity from now on.
+
+        Args:
+            name: The name.
+        """
         self._identity = Identity.named(name, files_of(self._source))
 
     def require_values(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
-        """See `Loader.require_values`."""
+        """Make a missing value of some columns, or NaN, a `DataError`.
+
+        Args:
+            labels: The columns of labels.
+            weights: The columns of weights.
+
+        Returns:
+            A context that ends it.
+        """
         return self._checks.require(labels, weights)
 
     def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
-        """The work, as the master needs to know it."""
+        """Describe the work for the master.
+
+        Args:
+            most_tries: How often a task may raise errors before the job fails.
+            skip_bad_records: How many records that raise errors may be skipped.
+
+        Returns:
+            The work.
+        """
         return WorkSpec(
             self.parts,
             self.records_per_task,
@@ -124,7 +170,15 @@ class SharedData:
         )
 
     def lease(self, client: WorkClient, epoch: int) -> LeasedLoader:
-        """The batches of an epoch that this process leases."""
+        """Return the batches of an epoch that this process leases.
+
+        Args:
+            client: The master.
+            epoch: The number of the epoch.
+
+        Returns:
+            An iterable of batches.
+        """
         return LeasedLoader(
             client,
             self._checks.over(self._source),
@@ -140,16 +194,38 @@ class SharedData:
         )
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
-        """The batches that this process leases of an evaluation; they end when no task waits."""
+        """Return the batches that this process leases of an evaluation.
+
+        They end when no task waits.
+
+        Args:
+            client: The master.
+            number: The number of the evaluation.
+
+        Returns:
+            An iterable of batches.
+        """
         client.begin_evaluation(number, self.parts, self._whole_batches)
         return self._lease_in_order(client, TaskKind.EVALUATE)
 
     def prediction_plan(self) -> TaskPlan:
-        """The tasks of a prediction, each of whole batches: no batch has records of two of them."""
+        """Return the tasks of a prediction, each of whole batches.
+
+        Returns:
+            The tasks.
+        """
         return TaskPlan(self.parts, self._whole_batches)
 
     def lease_prediction(self, client: WorkClient, number: int) -> LeasedLoader:
-        """The batches that this process leases of a prediction that has begun, until all of it is done."""
+        """Return the batches that this process leases of a prediction, until all of it is done.
+
+        Args:
+            client: The master.
+            number: The number of the prediction.
+
+        Returns:
+            An iterable of batches.
+        """
         return self._lease_in_order(client, TaskKind.PREDICT, epoch=number)
 
     @property
@@ -175,18 +251,41 @@ class SharedData:
         )
 
     def search(self, *, in_order: bool = False) -> RecordSearch:
-        """Finds bad records of leased tasks; in_order: of those that are read in the order of the source."""
+        """Return what finds bad records of leased tasks.
+
+        Args:
+            in_order: Whether tasks are read in the order of the source.
+
+        Returns:
+            The search.
+        """
         steps, seed = BatchSteps(self._decode, self.transform), None if in_order else self.seed
         return RecordSearch(self._checks.over(self._source), steps, seed, self._retry_seconds)
 
     def plan(self) -> TaskPlan:
-        """The batches of every epoch, each a task, where steps have fixed batches."""
+        """Return the batches of every epoch, each a task, where steps have fixed batches.
+
+        Returns:
+            The tasks.
+        """
         return TaskPlan(self.parts, self.batch_size, seed=self.seed)
 
     def planned(
         self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
     ) -> PlannedLoader:
-        """The batches of an epoch that one of `ranks` trainers computes; see `PlannedLoader`."""
+        """Return the batches of an epoch that one of several trainers computes.
+
+        Args:
+            plan: The batches of every epoch.
+            epoch: The number of the epoch.
+            first: The index of the first batch.
+            rank: Which trainer this is.
+            ranks: How many trainers there are.
+            of_step: How many batches a step has.
+
+        Returns:
+            An iterable of batches.
+        """
         return PlannedLoader(
             plan,
             self._checks.over(self._source),
@@ -205,7 +304,14 @@ class SharedData:
         )
 
     def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> TaskPipeline:
-        """The batches of these tasks, whoever has leased them."""
+        """Read the batches of tasks, whoever has leased them.
+
+        Args:
+            tasks: The tasks.
+
+        Returns:
+            An iterable of batches.
+        """
         return TaskPipeline(
             self._checks.over(self._source),
             self._decode,
@@ -219,7 +325,15 @@ class SharedData:
         )
 
     def share(self, rank: int, ranks: int) -> Loader:
-        """A fixed share of the records, for an evaluation."""
+        """Return a fixed share of the records, for an evaluation.
+
+        Args:
+            rank: Which share.
+            ranks: How many shares there are.
+
+        Returns:
+            A loader.
+        """
         return self._share(rank, ranks)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -39,38 +39,51 @@ _log = logging.getLogger("karvan.data")
 
 
 class Loader:
-    """Iterates over the batches of this rank, from its position to the end of the last epoch.
+    """Iterate over the batches of this rank; `kv.data.read` makes one.
 
-    An iteration that is left early retains the position, and the next one continues there; after a complete
-    one, the next gives another `epochs` epochs. `len()` is the number of batches of a complete iteration.
-    Batches have `batch_size` samples and do not span epochs, so the last one of an epoch may be smaller;
-    `drop_remainder` skips it, and its records count as handed out.
+    An iteration that is left early retains the position, and the next one continues there. `len()` is the
+    number of batches of a complete iteration. Batches do not span epochs, so the last one of an epoch may be
+    smaller. The shares of ranks are equal to within one record. Batches may share memory: copy what must be
+    held for long.
 
-    `epochs` is how often every record is handed out, None for endlessly. With `steps_per_epoch`, an epoch is
-    instead that many batches on every rank, however large the data is: it continues where the last epoch
-    stopped, and starts again at the end of the data. Ranks then have equal numbers of steps, as synchronous
-    training needs.
+    Threads read pieces, decode them and run `transform`. A `decode` or `transform` that works row by row, as
+    a `Decoder` and a `FeatureEngine` do, runs on large pieces, which is much faster.
 
-    `shuffle` is the number of records that are shuffled at a time, 0 for the order of the source. `workers`
-    threads read, as many decode large pieces, from which batches are cut, and as many run `transform` on each
-    batch. A `decode` or `transform` that is row-wise (see `batch_steps.py`), as a `Decoder` and a
-    `FeatureEngine` are, is run on the large pieces instead, which is much faster. For each worker, memory
-    holds a block that waits and one that is being read, besides the one that batches are cut from, and at
-    most `prefetch` batches that are transformed one by one. Batches of a piece share its memory: copy what
-    must be held for long.
+    Args:
+        source: What to read.
+        decode: A function that makes a batch of a record batch, such as a `Decoder`.
+        batch_size: How many samples make a batch, of each rank.
+        shuffle: How many records are shuffled at a time; 0 for the order of the source.
+        seed: The seed of the order.
+        epochs: How often one iteration gives every record; None for endlessly.
+        steps_per_epoch: How many batches are an epoch, however large the data is. It continues where the last
+            epoch stopped, and starts again at the end of the data.
+        drop_remainder: Whether to skip the last, smaller batch of an epoch. Its records count as handed out.
+        rank: Which share of the data is read; by default that of `kv.connect`.
+        world_size: How many shares there are; by default that of `kv.connect`.
+        workers: How many threads read, decode and transform.
+        prefetch: How many batches are prepared in advance.
+        transform: A function of batches, such as a `kv.FeatureEngine`. It runs on the CPU.
+        split_records: How many records make a split, by which data is divided.
+        retry_seconds: How long an unreachable source is tried again before its error is raised.
+        device: Where batches arrive. With "cuda" they are copied to the GPU beside the computation.
 
-    `rank` and `world_size` are those of the program (see `kv.connect`) unless given; `batch_size` is of each
-    rank. The shares of ranks are equal to within one record. Data is divided by splits of `split_records`;
-    a source whose records are decoded in groups says their usual size by an attribute `group_records`.
+    Raises:
+        ValueError: An argument is out of range.
 
-    With `device="cuda"`, or a certain GPU, batches arrive there with all of their columns: the threads copy
-    them from page-locked memory beside the computation, and the caller's current stream waits for the copy of
-    a batch, but the caller does not. Up to `prefetch` batches are then on the GPU in advance. A `transform`
-    runs before the copy, on the CPU.
-
-    An unreachable source (connections that fail, disk errors, a file system that was unmounted) is tried
-    again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
+    Example:
+        >>> loader = kv.data.Loader(
+        ...     kv.data.open_frame({"user": [7, 8, 9]}),
+        ...     kv.data.Decoder([kv.data.Fixed("user")]),
+        ...     batch_size=2,
+        ... )
+        >>> len(loader), loader.batches_left
+        (2, 2)
     """
+
+    # For each worker, memory holds a block that waits and one that is being read, besides the one that
+    # batches are cut from, and at most `prefetch` batches that are transformed one by one. On a GPU, the
+    # caller's stream waits for the copy of a batch, but the caller does not.
 
     def __init__(
         self,
@@ -183,7 +196,7 @@ class Loader:
 
     @property
     def transform(self) -> Transform | None:
-        """The transform of batches, unchanged; a Trainer saves its state in checkpoints."""
+        """The transform of batches; a Trainer saves its state in checkpoints."""
         return self._steps.transform
 
     @property
@@ -192,9 +205,14 @@ class Loader:
         return torch.device("cpu") if self._delivery is None else self._delivery.device
 
     def single_pass(self, *, transformed: bool = True) -> Loader:
-        """The same records once, on the CPU, in the order of the source, by a loader with its own position.
+        """Return a loader of the same records once, on the CPU, in the order of the source.
 
-        Without `transformed`, batches from before the transform, which `FeatureEngine.fit` needs.
+        Args:
+            transformed: Whether batches are transformed. `FeatureEngine.fit` needs batches from before the
+                transform.
+
+        Returns:
+            The loader, with a position of its own.
         """
         return Loader(
             self._source,
@@ -256,23 +274,36 @@ class Loader:
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
     ) -> AbstractContextManager[Any]:
-        """Make a missing value of these columns, or NaN, a `DataError` that names file and record.
+        """Make a missing value of some columns, or NaN, a `DataError` that names file and record.
 
-        A Trainer calls this for the labels and weights of its loss. Columns that the loader does not read,
-        and those that its transform creates, are not checked. It is valid from the next iteration on, to the
-        end of a `with` block if the result is used in one.
+        A Trainer calls this for the labels and weights of its loss. Columns that the transform creates are
+        not checked. It is valid from the next iteration on.
+
+        Args:
+            labels: The columns of labels.
+            weights: The columns of weights.
+
+        Returns:
+            A context that ends it.
         """
         return self._checks.require(labels, weights)
 
     def check_batches(self, check: Check) -> AbstractContextManager[None]:
-        """Within it, `check` is called with each batch before it goes to a GPU, and may raise.
+        """Return a context in which each batch is checked before it goes to a GPU.
 
-        A Trainer checks labels by it; it checks batches that stay on the CPU itself.
+        Args:
+            check: A function of a batch that may raise.
+
+        Returns:
+            The context.
         """
         return nullcontext() if self._delivery is None else self._delivery.check(check)
 
     def close(self) -> None:
-        """End the current iteration and its threads; the position stays."""
+        """End the current iteration and its threads.
+
+        The position stays.
+        """
         if self._retrying is not None:
             self._retrying.close()
             self._retrying = None
@@ -281,15 +312,25 @@ class Loader:
             self._pipeline = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this rank, JSON-able: exactly after the batches handed out so far.
+        """Return the position of this rank, for JSON: exactly after the batches handed out so far.
 
-        Resuming on another number of ranks requires the `merge` of all ranks' positions.
+        Resuming on another number of ranks requires the [`merge`][karvan.data.merge] of all ranks' positions.
+
+        Returns:
+            The position.
         """
         now = Division(self._world_size, {self._rank: self._position})
         return state_of(self._plan.settings(), self._until, self._earlier, now)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: this rank's own, or a merged one of all ranks of any number."""
+        """Go to a position.
+
+        Args:
+            state: This rank's own position, or a merged one of all ranks.
+
+        Raises:
+            ValueError: The position is of other data, or of another order.
+        """
         check_settings(state, self._plan.settings(), "the one to load")
         earlier, position = Position.from_state(state).of_rank(self._rank, self._world_size)
         self.close()
@@ -304,16 +345,19 @@ class Loader:
     def restart(self) -> None:
         """Go back to where an iteration began that was left early, unless a position was loaded since.
 
-        A Trainer does this at its first step, and before evaluations and predictions: `next(iter(loader))`
-        to look at a batch does not take records from them.
+        A Trainer does this at its first step, and before evaluations and predictions. So
+        `next(iter(loader))`, to look at a batch, does not take records from them.
         """
         if self._begun is not None:
             self.load_state_dict(self._begun)
 
     def start_epoch(self, epoch: int) -> None:
-        """Go to the start of iteration `epoch`, from 0: its batches are those of an uninterrupted training.
+        """Go to the start of an iteration: its batches are those of an uninterrupted training.
 
         With `steps_per_epoch` the data starts at its first record.
+
+        Args:
+            epoch: The number of the iteration, from 0.
         """
         self.close()
         first = epoch * (self._epochs or 1)
@@ -328,17 +372,29 @@ class Loader:
         self._epoch = position.epoch
 
     def identity(self) -> Identity:
-        """Distinguishes this data from other data; the same on all ranks, whatever the order."""
+        """Return what distinguishes this data from other data; the same on all ranks, whatever the order.
+
+        Returns:
+            The identity.
+        """
         if self._identity is None:
             self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
         return self._identity
 
     def column_kinds(self) -> dict[str, ColumnKind]:
-        """The kinds of the columns that are read, by name; a Trainer compares those of all its data."""
+        """Return the kinds of the columns that are read.
+
+        Returns:
+            The kinds by name.
+        """
         return retrying(lambda: kinds_of(self._source, self._steps.decode), Patience(self._retry_seconds))
 
     def call_data(self, name: str) -> None:
-        """Give the data a name, which is its identity from now on."""
+        """Give the data a name, which is its identity from now on.
+
+        Args:
+            name: The name.
+        """
         self._identity = Identity.named(name, files_of(self._source))
 
     def _jobs(self, shares: Shares, position: RankPosition) -> Iterator[ReadJob]:

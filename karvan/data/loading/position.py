@@ -118,7 +118,25 @@ def state_of(
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the `state_dict()`s of all ranks of a job into one for loaders of any world size."""
+    """Join the `state_dict()`s of all ranks of a job into one for loaders of any number of ranks.
+
+    Args:
+        states: The positions of all ranks.
+
+    Returns:
+        The joint position.
+
+    Raises:
+        ValueError: There are none, or they are of different jobs.
+
+    Example:
+        >>> data = [
+        ...     kv.data.read({"x": [1, 2, 3]}, 1, rank=rank, world_size=2)
+        ...     for rank in (0, 1)
+        ... ]
+        >>> state = kv.data.merge(each.state_dict() for each in data)
+        >>> kv.data.read({"x": [1, 2, 3]}, 1).load_state_dict(state)
+    """
     states = list(states)
     if not states:
         raise ValueError("merge needs the positions of at least one rank, but received none.")

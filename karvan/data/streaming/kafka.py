@@ -3,9 +3,8 @@
 Messages become rows by `decode`: by default their bytes, with `json_rows(schema)` the columns of JSON
 objects, or by your own function. A stream has no parts, so a reader is not a `Source` but an iterator:
 
-    reader = KafkaReader("clicks", {"bootstrap.servers": "…"}, json_rows(schema), size=4096)
-    for records in reader:
-        train(decoder(records))
+    rows, decoder = json_rows(schema), Decoder(infer(schema))
+    trainer.fit(KafkaReader("clicks", {"bootstrap.servers": "…"}, lambda m: decoder(rows(m)), size=4096))
 
 The position of a reader is the next offset of every partition: `state_dict()` counts exactly what has been
 handed out, and is saved in the same checkpoint as the model. Nothing is committed to Kafka, since committed
@@ -16,7 +15,7 @@ is an error; they are not silently skipped. Partitions are divided among ranks b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Event
 from typing import Any
@@ -29,26 +28,53 @@ from karvan.data.identity import Identity
 from karvan.data.retry.broker import BrokerOutage
 from karvan.data.retry.patience import RETRY_SECONDS
 from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
+from karvan.ragged import Batch
 
 _ASK_SECONDS = 5.0  # for an answer of brokers that may be unreachable
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
 
 
 class KafkaReader:
-    """The messages of topics in batches of `size`; fewer when `wait` seconds have passed since the first.
+    """Read the messages of Kafka topics in batches.
 
-    `config` is librdkafka's. Without a position reading starts at `start`, "earliest" or "latest". With
-    `until_end` it ends with the last message that existed when it started; otherwise at `close()`, which may
-    be called from another thread. If brokers cannot be reached, the reader logs a warning and waits up to
-    `retry_seconds`; then it raises a `DataError` that is `temporary`. Messages without a value (deletions in
-    compacted topics) are skipped.
+    Each iteration step gives a record batch; `kv.data.Stream` and a `Decoder` turn them into batches for
+    training. If brokers cannot be reached, it logs a warning and waits. Messages without a value are skipped.
+
+    Args:
+        topics: The topics.
+        config: The configuration of librdkafka, such as `{"bootstrap.servers": "broker:9092"}`.
+        decode: A function that makes a record batch of a list of messages, such as
+            `kv.data.json_rows(schema)`, or the `kv.Batch` that a Trainer takes. By default the bytes of
+            messages are the column `record`.
+        size: How many messages make a batch.
+        wait: After how many seconds since its first message a smaller batch is given.
+        start: Where reading starts without a position: "earliest" or "latest".
+        until_end: Whether it ends with the last message that existed when it started. Otherwise it ends at
+            `close()`.
+        timeout: How many seconds a broker has for an answer.
+        retry_seconds: How long brokers that cannot be reached are tried again before a DataError is raised.
+        rank: Which share of the partitions is read.
+        world_size: How many shares there are.
+
+    Raises:
+        ValueError: An argument is out of range.
+        ImportError: confluent-kafka is not installed: `pip install 'karvan[kafka]'`.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> schema = pa.schema({"user": pa.int64(), "label": pa.float32()})
+        >>> reader = kv.data.KafkaReader(
+        ...     "clicks",
+        ...     {"bootstrap.servers": "broker:9092"},
+        ...     kv.data.json_rows(schema),
+        ... )  # doctest: +SKIP
     """
 
     def __init__(
         self,
         topics: str | Sequence[str],
         config: Mapping[str, Any],
-        decode: DecodeBytes = bytes_rows,
+        decode: DecodeBytes | Callable[[list[bytes]], Batch] = bytes_rows,
         *,
         size: int = 1024,
         wait: float = 1.0,
@@ -98,21 +124,42 @@ class KafkaReader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The next offset of every partition that has been read from, by "topic/partition"."""
+        """Return the next offset of every partition that has been read from, by "topic/partition".
+
+        Returns:
+            The position.
+        """
         return {"offsets": dict(self._offsets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position, before iterating; partitions that it does not name start at `start`."""
+        """Continue from a position, before iterating.
+
+        Partitions that it does not name start at `start`.
+
+        Args:
+            state: The position.
+        """
         self._offsets = {str(name): int(offset) for name, offset in state["offsets"].items()}
 
     def identity(self) -> Identity:
-        """The topics: the same data tomorrow, with more messages."""
+        """Return the identity of the topics: the same data tomorrow, with more messages.
+
+        Returns:
+            The identity.
+        """
         topics = ", ".join(self._topics)
         return Identity(f"kafka {topics}", f"Kafka topics {topics}", grows=True)
 
     @staticmethod
     def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the positions of all ranks into one that any number of ranks can start from."""
+        """Join the positions of all ranks into one that any number of ranks can start from.
+
+        Args:
+            states: The positions.
+
+        Returns:
+            The joint position.
+        """
         offsets: dict[str, int] = {}
         for state in states:  # for the partitions of others, a rank has the offsets that it started from
             for name, offset in state["offsets"].items():
@@ -120,10 +167,13 @@ class KafkaReader:
         return {"offsets": offsets}
 
     def close(self) -> None:
-        """End the iteration: the batch being collected is dropped, and not counted as read."""
+        """End the iteration, from any thread.
+
+        The batch being collected is dropped, and not counted as read.
+        """
         self._closed.set()
 
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
+    def __iter__(self) -> Iterator[pa.RecordBatch | Batch]:
         ends = self._assign()
         open_ends = {name for name, end in ends.items() if self._offsets[name] < end}
         reached = dict(self._offsets)
@@ -134,10 +184,9 @@ class KafkaReader:
                     return
                 if messages:
                     batch = self._decode(messages)
-                    if batch.num_rows != len(messages):
-                        raise DataError(
-                            f"decode returned {batch.num_rows} rows for {len(messages)} messages."
-                        )
+                    rows = batch.samples if isinstance(batch, Batch) else batch.num_rows
+                    if rows != len(messages):
+                        raise DataError(f"decode returned {rows} rows for {len(messages)} messages.")
                     self._offsets = dict(reached)
                     yield batch
             self._offsets = dict(reached)

@@ -33,11 +33,24 @@ _MESSAGES = 4096  # at a time
 
 
 class KafkaSource:
-    """The messages of topics between the offsets `since` and `until`, by "topic/partition".
+    """Open the messages of Kafka topics between two offsets as a source.
 
-    `config` is librdkafka's. Without `since`, partitions begin at their first message; without `until`, they
-    end with the last one that exists when the source is opened. If `until` is given, partitions that are not
-    in it are skipped. Messages become rows by `decode`; see `KafkaReader`.
+    Args:
+        topics: The topics.
+        config: The configuration of librdkafka.
+        decode: A function that makes a record batch of a list of messages, as of `KafkaReader`.
+        since: The first offset by "topic/partition"; by default the first message.
+        until: The offset after the last by "topic/partition"; by default the end when the source is opened.
+            Partitions that it does not name are skipped.
+        timeout: How many seconds a broker has for an answer.
+
+    Raises:
+        ImportError: confluent-kafka is not installed: `pip install 'karvan[kafka]'`.
+
+    Example:
+        >>> source = kv.data.KafkaSource(
+        ...     "clicks", {"bootstrap.servers": "broker:9092"}, until={"clicks/0": 5000}
+        ... )  # doctest: +SKIP
     """
 
     def __init__(
@@ -67,11 +80,18 @@ class KafkaSource:
 
     @property
     def schema(self) -> pa.Schema:
-        """See `Source.schema`."""
+        """The columns of the rows."""
         return self._decode([]).schema
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """The first offset of each partition, and the one after its last, by "topic/partition"."""
+        """Return the first offset of each partition, and the one after its last.
+
+        Returns:
+            Pairs by "topic/partition".
+
+        Raises:
+            DataError: `since` or `until` names a partition that does not exist.
+        """
         if self._ranges is None:
             consumer = self._take()
             try:
@@ -92,11 +112,19 @@ class KafkaSource:
         return self._ranges
 
     def parts(self) -> list[Part]:
-        """See `Source.parts`: a partition each, named with its first offset."""
+        """List the partitions, each named with its first offset.
+
+        Returns:
+            The parts.
+        """
         return [Part(f"{name}@{first}", end - first) for name, (first, end) in self.ranges().items()]
 
     def require_fixed(self) -> None:
-        """A ValueError unless every process that opens the source gets the same messages."""
+        """Check that every process that opens the source gets the same messages.
+
+        Raises:
+            ValueError: `until` is missing, or does not name all partitions.
+        """
         if self._since is None or self._until is None:
             ranges = self.ranges()
             given = [{name: each[end] for name, each in ranges.items()} for end in range(2)]
@@ -107,7 +135,17 @@ class KafkaSource:
             )
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """See `Source.read`."""
+        """Read the messages of a split.
+
+        Args:
+            split: The split.
+
+        Returns:
+            An iterator of record batches.
+
+        Raises:
+            DataError: `decode` gives another number of rows, or a broker cannot be reached.
+        """
         name, _, first = split.path.rpartition("@")
         at = int(first) + split.first
         consumer = self._take()

@@ -18,17 +18,20 @@ from karvan.ragged import Batch
 
 
 class Stream:
-    """Iterates over the batches of any iterable, prefetching up to `prefetch`, until its end or `close()`.
+    """Iterate over the batches of any iterable, and prefetch them on a thread.
 
-    Closing works from any thread and at any moment, also while the iterable waits for data: batches that it
-    has delivered by then are still returned, and then the iteration ends. An error of the iterable is raised
-    after the batches before it. The thread ends when the stream is closed or dropped, as soon as the iterable
-    returns control.
+    An error of the iterable is raised after the batches before it. If the iterable has `state_dict()` and
+    `load_state_dict()`, so has the stream: its position is that after the last batch that was handed out.
 
-    If the iterable has `state_dict()` and `load_state_dict()`, so has the stream: its position is that after
-    the last batch that was handed out, however many have been prefetched.
+    Args:
+        batches: An iterable of batches, such as a generator over a `KafkaReader`.
+        prefetch: How many batches are taken in advance.
+        device: Where batches arrive. With "cuda" they are copied to the GPU beside the computation.
 
-    With `device="cuda"`, or a certain GPU, batches arrive there, as those of a `Loader` do.
+    Example:
+        >>> stream = kv.data.Stream({"x": torch.ones(2)} for _ in range(3))
+        >>> len(list(stream))
+        3
     """
 
     def __init__(
@@ -55,12 +58,20 @@ class Stream:
         return before if isinstance(before, torch.device) else torch.device("cpu")
 
     def transform_states(self) -> dict[str, Any]:
-        """The statistics of transforms in other processes, if the iterable is `from_loaders()` or like it."""
+        """Return the statistics of transforms in other processes, if the iterable is `from_loaders()`.
+
+        Returns:
+            The statistics by name.
+        """
         states = getattr(self._batches, "transform_states", None)
         return dict(states()) if states is not None else {}
 
     def column_kinds(self) -> dict[str, Any]:
-        """The kinds of the columns of the iterable, if it is a Loader or like it."""
+        """Return the kinds of the columns of the iterable, if it is a Loader or like it.
+
+        Returns:
+            The kinds by column.
+        """
         kinds = getattr(self._batches, "column_kinds", None)
         return dict(kinds()) if kinds is not None else {}
 
@@ -80,7 +91,7 @@ class Stream:
         return batch.receive() if isinstance(batch, CopyInFlight) else batch
 
     def close(self) -> None:
-        """End the stream after the batches that have arrived already."""
+        """End the stream after the batches that have arrived already, from any thread."""
         self._queue.close()
 
     def __del__(self) -> None:
@@ -88,24 +99,50 @@ class Stream:
             self._queue.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The iterable's position after the last batch that was handed out."""
+        """Return the iterable's position after the last batch that was handed out.
+
+        Returns:
+            The position.
+        """
         state = self._positioned("state_dict")
         return dict(self._position if self._started else state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the iterable to a position; only before the first batch."""
+        """Move the iterable to a position, before the first batch.
+
+        Args:
+            state: The position.
+
+        Raises:
+            RuntimeError: The iteration has started.
+        """
         if self._started:
             raise RuntimeError("A stream must be moved before its first batch is taken, but it has started.")
         self._positioned("load_state_dict")(state)
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the positions of all ranks into one, as the iterable does it."""
+        """Join the positions of all ranks into one, as the iterable does it.
+
+        Args:
+            states: The positions.
+
+        Returns:
+            The joint position.
+        """
         return dict(self._positioned("merge")(states))
 
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
     ) -> AbstractContextManager[Any]:
-        """Make missing values of these columns errors, if the iterable supports it, as a `Loader` does."""
+        """Make missing values of some columns errors, if the iterable supports it, as a `Loader` does.
+
+        Args:
+            labels: The columns of labels.
+            weights: The columns of weights.
+
+        Returns:
+            A context that ends it.
+        """
         require = getattr(self._batches, "require_values", None)
         if require is None:
             return nullcontext()
@@ -113,7 +150,14 @@ class Stream:
         return required
 
     def check_batches(self, check: Check) -> AbstractContextManager[None]:
-        """Within it, `check` is called with each batch before it goes to a GPU, and may raise."""
+        """Return a context in which each batch is checked before it goes to a GPU.
+
+        Args:
+            check: A function of a batch that may raise.
+
+        Returns:
+            The context.
+        """
         if self._delivery is not None:
             return self._delivery.check(check)
         before = getattr(self._batches, "check_batches", None)
@@ -121,7 +165,11 @@ class Stream:
         return checked
 
     def identity(self) -> Identity | None:
-        """The identity of the iterable's data; None if it has none."""
+        """Return the identity of the iterable's data.
+
+        Returns:
+            The identity; None if it has none.
+        """
         identity = getattr(self._batches, "identity", None)
         return None if identity is None else identity()
 

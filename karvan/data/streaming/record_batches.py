@@ -28,7 +28,20 @@ def bytes_rows(records: list[bytes]) -> pa.RecordBatch:
 
 
 def json_rows(schema: pa.Schema) -> DecodeBytes:
-    """A function that reads each record as a JSON object with these columns; others are an error."""
+    """Make a function that reads each record as a JSON object.
+
+    Args:
+        schema: The columns. Other columns in a record are an error.
+
+    Returns:
+        A function that makes a record batch of a list of bytes, for `KafkaReader`.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> decode = kv.data.json_rows(pa.schema({"user": pa.int64()}))
+        >>> decode([b'{"user": 7}', b'{"user": 8}']).to_pydict()
+        {'user': [7, 8]}
+    """
     return _JsonRows(schema)
 
 
@@ -63,11 +76,28 @@ class _JsonRows:
 def record_batches(
     rows: Iterable[Mapping[str, Any]], size: int, schema: pa.Schema | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of `size` rows of an iterable of dicts, and the remaining ones at its end.
+    """Collect rows, as dicts, into record batches.
 
-    Without a schema, that of the first batch is used for all, and a column that has only nulls there takes
-    its type from the first batch with a value. A row that lacks a column has null there; a column that the
-    schema does not have is an error, since it would be lost.
+    A row that lacks a column has null there. A column that the schema does not have is an error, since it
+    would be lost.
+
+    Args:
+        rows: The rows.
+        size: How many rows make a batch; the last one may be smaller.
+        schema: The columns; by default those of the first batch. A column with only nulls there takes its
+            type from the first batch with a value.
+
+    Returns:
+        An iterator of record batches.
+
+    Raises:
+        ValueError: `size` is below 1.
+        DataError: A row does not fit the schema.
+
+    Example:
+        >>> rows = ({"user": user} for user in [7, 8, 9])
+        >>> [batch.num_rows for batch in kv.data.record_batches(rows, size=2)]
+        [2, 1]
     """
     if size < 1:
         raise ValueError(f"A batch needs a size of at least 1, but it is {size}.")

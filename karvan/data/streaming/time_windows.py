@@ -28,17 +28,41 @@ from karvan.data.loading.position import merge
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A complete folder and the loader that reads it."""
+    """A complete folder and the loader that reads it.
+
+    Attributes:
+        name: The name of the folder.
+        loader: The loader.
+
+    Example:
+        >>> window = kv.data.Window("2026-01-31", kv.data.read({"x": [1.0]}, 1))
+        >>> window.name
+        '2026-01-31'
+    """
 
     name: str
     loader: Loader
 
 
 class Windows:
-    """The folders under `root` that match `pattern`, one window each, as they become complete.
+    """The folders of a root, one window each, as they become complete.
 
-    `root` is a path or the URL of any file system. `read` makes the loader of a folder, whose URL has the
-    same options at its end as the root's. `poll` is the number of seconds between listings of the root.
+    Args:
+        root: A path, or the URL of any file system.
+        pattern: Which folders under the root are windows.
+        read: A function that makes the loader of a folder.
+        complete: The name of the file that says that a folder is complete; None if every folder is.
+        end: The name of the file in the root that says that there will be no more windows.
+        poll: How many seconds are between two listings of the root.
+
+    Example:
+        >>> windows = kv.data.Windows(
+        ...     "clicks",
+        ...     "day=*",
+        ...     read=lambda folder: kv.data.read(folder, batch_size=4096),
+        ... )
+        >>> windows.ended
+        False
     """
 
     def __init__(
@@ -70,10 +94,16 @@ class Windows:
         return self._over
 
     def next_window(self, timeout: float | None = None) -> Window | None:
-        """The next complete window; the unread rest of the current one is skipped.
+        """Return the next complete window.
 
-        Waits up to `timeout` seconds, without limit if it is None. Returns None if there is no window:
-        `ended` is True at the end, and False if none is complete yet; the current window then stays.
+        The unread rest of the current one is skipped.
+
+        Args:
+            timeout: How many seconds to wait for it; None for no limit.
+
+        Returns:
+            The window; None if there is none. `ended` then says whether it is the end. Otherwise the current
+            window stays.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -92,17 +122,28 @@ class Windows:
             yield window
 
     def close(self) -> None:
-        """Make the current window the last one; wakes a `next_window` that waits on another thread."""
+        """Make the current window the last one.
+
+        It wakes a `next_window` that waits on another thread.
+        """
         self._closed.set()
 
     def state_dict(self) -> dict[str, Any]:
-        """The current window and the position in it, JSON-able."""
+        """Return the current window and the position in it, for JSON.
+
+        Returns:
+            The position.
+        """
         if self._current is not None:
             return {"window": self._current.name, "position": self._current.loader.state_dict()}
         return self._resumed or {"window": self._after, "position": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: the next `next_window` returns its window, which continues at the position."""
+        """Go to a position: the next `next_window` returns its window, which continues there.
+
+        Args:
+            state: The position.
+        """
         self._current = None
         self._over = False
         self._after = state["window"]
@@ -110,7 +151,17 @@ class Windows:
 
     @staticmethod
     def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the positions of all ranks into one that any number of ranks can start from."""
+        """Join the positions of all ranks into one that any number of ranks can start from.
+
+        Args:
+            states: The positions.
+
+        Returns:
+            The joint position.
+
+        Raises:
+            ValueError: The ranks are in different windows, or some have not started theirs.
+        """
         states = list(states)
         names = sorted({state["window"] for state in states})
         if len(names) != 1:

@@ -59,7 +59,18 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `ClickLog.write` has written, and what a model can reach on it."""
+    """What `ClickLog.write` has written, and what a model can reach on it.
+
+    Attributes:
+        paths: The files.
+        rows: How many records they have.
+        best_auc: The AUC that no model can be expected to exceed.
+        click_rate: The share of clicks.
+
+    Example:
+        >>> kv.data.synthetic.ClickLog(users=10, items=10).write("clicks", 40).rows
+        40
+    """
 
     paths: list[str]
     rows: int
@@ -68,9 +79,30 @@ class Written:
 
 
 class ClickLog:
-    """A seeded click log; `history` is the mean length of the histories, `zipf` the exponent of the ids.
+    """A synthetic click log with planted probabilities, so that the best possible AUC is known.
 
-    `best_auc` is the AUC of the planted probabilities themselves: no model can be expected to exceed it.
+    The same arguments give the same records on every machine.
+
+    Args:
+        seed: The seed of everything.
+        users: How many users there are.
+        items: How many items there are.
+        categories: How many categories there are.
+        cities: How many cities there are.
+        history: The mean length of the histories.
+        zipf: The exponent by which some ids are more frequent than others; 0 for equal.
+        click_rate: The share of clicks.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> log = kv.data.synthetic.ClickLog(users=100, items=100)
+        >>> log.table(0, 5).num_rows
+        5
+        >>> data = kv.data.read(log.source(rows=1000), batch_size=100)
+        >>> len(data)
+        10
     """
 
     schema = SCHEMA
@@ -100,11 +132,27 @@ class ClickLog:
         self._bias = _bias_for(self._planted.draw(0)[1], click_rate)
 
     def table(self, first: int, count: int) -> pa.Table:
-        """Records `first` to `first + count`."""
+        """Draw records.
+
+        Args:
+            first: The index of the first, from 0.
+            count: How many.
+
+        Returns:
+            An Arrow table.
+        """
         return pa.Table.from_batches(self._batches(first, count), SCHEMA)
 
     def probabilities(self, first: int, count: int) -> Floats:
-        """The planted probabilities of a click of these records."""
+        """Return the planted probabilities of a click.
+
+        Args:
+            first: The index of the first record, from 0.
+            count: How many.
+
+        Returns:
+            An array.
+        """
         pieces = [
             _sigmoid(self._planted.draw(number)[1][start:stop] + self._bias)
             for number, start, stop in _chunks(first, count)
@@ -113,19 +161,40 @@ class ClickLog:
 
     @cached_property
     def best_auc(self) -> float:
-        """The expected AUC of the planted probabilities, over the log's first 262,144 records."""
+        """The expected AUC of the planted probabilities, over the log's first 262,144 records.
+
+        No model can be expected to exceed it.
+        """
         return expected_auc(self.probabilities(0, AUC_RECORDS))
 
     def source(self, rows: int, parts: int = 1) -> ClickLogSource:
-        """The first `rows` records as a source, without writing files."""
+        """Return the first records as a source, without writing files.
+
+        Args:
+            rows: How many records.
+            parts: How many parts they are divided into.
+
+        Returns:
+            The source.
+        """
         return ClickLogSource(self, rows, parts)
 
     def write(
         self, path: str | os.PathLike[str], rows: int, format: str = "parquet", files: int = 1
     ) -> Written:
-        """Write the first `rows` records to `files` files in the folder `path`, as Parquet or ORC.
+        """Write the first records to files.
 
-        Records are drawn while others are written, and two files are written at once.
+        Args:
+            path: The folder.
+            rows: How many records.
+            format: "parquet" or "orc".
+            files: How many files.
+
+        Returns:
+            What was written, and the best possible AUC.
+
+        Raises:
+            ValueError: The format is unknown.
         """
         if format not in ("parquet", "orc"):
             raise ValueError(f"format must be 'parquet' or 'orc', but is {format!r}.")
@@ -174,7 +243,18 @@ class ClickLog:
 
 
 class ClickLogSource:
-    """The start of a click log as a source of several parts."""
+    """The start of a click log as a source of several parts; `ClickLog.source` makes it.
+
+    Args:
+        log: The log.
+        rows: How many records.
+        parts: How many parts they are divided into.
+
+    Example:
+        >>> log = kv.data.synthetic.ClickLog(users=100, items=100)
+        >>> [part.records for part in log.source(rows=10, parts=2).parts()]
+        [5, 5]
+    """
 
     schema = SCHEMA
 
@@ -186,20 +266,46 @@ class ClickLogSource:
         }
 
     def parts(self) -> list[Part]:
-        """The requested number of parts, of nearly equal sizes."""
+        """Return parts of nearly equal sizes.
+
+        Returns:
+            The parts.
+        """
         return [Part(path, count) for path, (_, count) in self._parts.items()]
 
     def fingerprint(self) -> str:
-        """The bias, which differs between logs; see `identity.py`."""
+        """Return what differs between logs.
+
+        Returns:
+            A text.
+        """
         return repr(float(self._log._bias))
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """Draws the records of the split."""
+        """Draw the records of a split.
+
+        Args:
+            split: The split.
+
+        Returns:
+            An iterator of record batches.
+        """
         return self._log._batches(self._parts[split.path][0] + split.first, split.count)
 
 
 def expected_auc(probabilities: npt.ArrayLike) -> float:
-    """The AUC that scoring records by their true probabilities is expected to have."""
+    """Compute the AUC that scoring records by their true probabilities is expected to have.
+
+    Args:
+        probabilities: The probability of each record.
+
+    Returns:
+        The AUC.
+
+    Example:
+        >>> round(kv.data.synthetic.expected_auc([0.5, 0.5]), 3)
+        0.5
+    """
     scores = np.asarray(probabilities, np.float64)
     _, group = np.unique(scores, return_inverse=True)
     clicks, others = np.bincount(group, scores), np.bincount(group, 1 - scores)

@@ -1,4 +1,8 @@
-"""Sparse optimizers: `kv.optim.Adagrad(engine, lr=0.05)`. Only rows that have a gradient change."""
+"""Optimizers of rows: `kv.optim.Adagrad(engine, lr=0.05)`.
+
+Only rows that have a gradient change. In the formulas, p is an element of a row's vector and g its gradient.
+Dense parameters have an optimizer of torch.
+"""
 
 from karvan.embedding.optim.adagrad import Adagrad
 from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF
@@ -8,6 +12,6 @@ from karvan.embedding.optim.sgd import SGD
 from karvan.public_names import publish
 from karvan.store import Rule
 
-__all__ = ["FTRL", "FTRLTF", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "Rule", "SparseOptimizer"]
+__all__ = ["Adagrad", "Adam", "AdamW", "AdamWTF", "SGD", "FTRL", "FTRLTF", "SparseOptimizer", "Rule"]
 
 publish("karvan.embedding.optim")

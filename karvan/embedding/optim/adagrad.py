@@ -9,13 +9,35 @@ _LEAST_FOR_LAST = 1e-6  # the first step of a row is then at most lr * 1000 * g
 
 
 class Adagrad(SparseOptimizer):
-    """p -= lr * g / (sqrt(a) + eps), where a sums g².
+    """Adagrad: p -= lr · g / (sqrt(a) + eps), where a sums g².
 
-    accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
-    does, which needs an initial_accumulator_value of at least 1e-6. decay multiplies a before each addition.
-    lr_decay divides the learning rate of a table's step t by 1 + (t - 1) * lr_decay, as torch does.
-    row_wise has a single a for each row, the sum of its mean g²: less memory, nearly as good. weight_decay *
-    p is added to g.
+    It is the usual choice for rows: frequent keys get a smaller learning rate.
+
+    Args:
+        params: An engine, a module with engines in it, a table, or param groups like torch's. Without it,
+            call `attach` later; a Trainer does.
+        lr: The learning rate.
+        lr_decay: Divides the learning rate of a table's step t by 1 + (t - 1) · lr_decay, as in torch.
+        eps: Is added to the root.
+        initial_accumulator_value: The a of a new row.
+        weight_decay: Its product with p is added to g.
+        decay: Multiplies a before each addition.
+        row_wise: Whether a row has a single a, the sum of its mean g². It takes less memory and is nearly as
+            good.
+        accumulate: "first" adds g² to a before the update, as torch does. "last" uses the old a, as PERSIA
+            does; initial_accumulator_value must then be at least 1e-6.
+        clip_value: The largest absolute value of an element of a key's summed gradient.
+        clip_norm: The largest L2 norm of a key's summed gradient; it applies after `clip_value`.
+        weight_bound: The largest absolute value of an element of a vector after the update.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> optimizer = kv.optim.Adagrad(engine, lr=0.05, row_wise=True)
+        >>> engine({"user": torch.tensor([7])})["user"].sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -47,7 +69,7 @@ class Adagrad(SparseOptimizer):
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
     def check_group(self, group: Group) -> None:
-        """See `SparseOptimizer.check_group`."""
+        """Raise if the first gradient of a row would be divided by 0."""
         if group["accumulate"] not in ("first", "last"):
             raise ValueError(f"accumulate must be 'first' or 'last', got '{group['accumulate']}'.")
         initial = group["initial_accumulator_value"]
@@ -66,11 +88,11 @@ class Adagrad(SparseOptimizer):
             )
 
     def state_kind(self, group: Group) -> str:
-        """See `SparseOptimizer.state_kind`."""
+        """Return "adagrad" or the kind with one number a row."""
         return "Adagrad by row" if group["row_wise"] else "Adagrad"
 
     def rule(self, group: Group, step: int) -> Rule:
-        """See `SparseOptimizer.rule`."""
+        """Return the rule "adagrad" or "adagrad_row"."""
         rule = Rule("adagrad_row" if group["row_wise"] else "adagrad")
         rule.beta1 = group["decay"]
         rule.eps = group["eps"]
@@ -79,9 +101,9 @@ class Adagrad(SparseOptimizer):
         return rule
 
     def rate(self, group: Group, step: int) -> float:
-        """See `SparseOptimizer.rate`."""
+        """Return the learning rate after `lr_decay`."""
         return super().rate(group, step) / (1 + (step - 1) * float(group["lr_decay"]))
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
-        """See `SparseOptimizer.initial_state`."""
+        """Return the initial accumulator."""
         return [group["initial_accumulator_value"]] * (1 if group["row_wise"] else dim)

@@ -9,14 +9,31 @@ from karvan.store import Rule
 
 
 class Adam(SparseOptimizer):
-    """m and v are running means of g and g²; p -= alpha * m / (sqrt(v) + eps).
+    """Adam: p -= alpha · m / (sqrt(v) + eps), where m and v are running means of g and g².
 
-    alpha = lr * sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as
-    torch.optim.SparseAdam does. Moments of rows without a gradient do not change. weight_decay * p is added
-    to g.
+    alpha = lr · sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as in
+    torch.optim.SparseAdam. Moments of rows without a gradient do not change.
 
-    amsgrad divides by the root of the largest v that the row has had (Reddi, Kale, Kumar 2018), which is one
-    more number of state for each of the vector.
+    Args:
+        params: An engine, a module with engines in it, a table, or param groups like torch's. Without it,
+            call `attach` later; a Trainer does.
+        lr: The learning rate.
+        betas: How much of the old m and v is kept in each step.
+        eps: Is added to the root.
+        weight_decay: Its product with p is added to g.
+        amsgrad: Whether to divide by the root of the largest v that the row has had (Reddi, Kale, Kumar
+            2018). It takes one more number for each of the vector.
+        clip_value: The largest absolute value of an element of a key's summed gradient.
+        clip_norm: The largest L2 norm of a key's summed gradient; it applies after `clip_value`.
+        weight_bound: The largest absolute value of an element of a vector after the update.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> optimizer = kv.optim.Adam(lr=1e-3)  # sparse_optimizer of a Trainer
+        >>> optimizer.attached
+        False
     """
 
     def __init__(
@@ -36,14 +53,14 @@ class Adam(SparseOptimizer):
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
     def check_group(self, group: Group) -> None:
-        """See `SparseOptimizer.check_group`."""
+        """Raise if `eps` is 0."""
         if not group["eps"] > 0:
             raise ValueError(
                 f"Adam divides a gradient of 0 by eps, so it must be above 0, got {group['eps']}."
             )
 
     def rule(self, group: Group, step: int) -> Rule:
-        """See `SparseOptimizer.rule`."""
+        """Return the rule "adam" or "amsgrad"."""
         rule = self._moments("adam", group, step)
         rule.weight_decay = group["weight_decay"]
         return rule
@@ -56,16 +73,35 @@ class Adam(SparseOptimizer):
         return rule
 
     def state_kind(self, group: Group) -> str:
-        """See `SparseOptimizer.state_kind`."""
+        """Return "adam" or "amsgrad"."""
         return "AMSGrad" if group["amsgrad"] else "Adam"  # the moments mean the same in all three classes
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
-        """See `SparseOptimizer.initial_state`."""
+        """Return moments of zeros."""
         return [0.0] * ((3 if group["amsgrad"] else 2) * dim)
 
 
 class AdamW(Adam):
-    """Adam with decoupled decay: p *= 1 - lr * weight_decay before the update (Loshchilov, Hutter 2019)."""
+    """Adam with decoupled decay: p *= 1 - lr · weight_decay before the update (Loshchilov, Hutter 2019).
+
+    Args:
+        params: An engine, a module with engines in it, a table, or param groups like torch's. Without it,
+            call `attach` later; a Trainer does.
+        lr: The learning rate.
+        betas: How much of the old m and v is kept in each step.
+        eps: Is added to the root.
+        weight_decay: By how much rows with a gradient shrink, times the learning rate.
+        amsgrad: Whether to divide by the root of the largest v that the row has had.
+        clip_value: The largest absolute value of an element of a key's summed gradient.
+        clip_norm: The largest L2 norm of a key's summed gradient; it applies after `clip_value`.
+        weight_bound: The largest absolute value of an element of a vector after the update.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> optimizer = kv.optim.AdamW(lr=1e-3, weight_decay=0.05)
+    """
 
     def __init__(
         self,
@@ -93,7 +129,7 @@ class AdamW(Adam):
         )
 
     def rule(self, group: Group, step: int) -> Rule:
-        """See `SparseOptimizer.rule`."""
+        """Return the rule "adamw", or "amsgrad" with decay."""
         rule = self._moments("adamw", group, step)
         rule.shrink = 1 - self._decay(group)
         return rule
@@ -103,7 +139,26 @@ class AdamW(Adam):
 
 
 class AdamWTF(AdamW):
-    """AdamW as in TensorFlow and RecIS: p *= 1 - weight_decay, independent of the learning rate."""
+    """AdamW as in TensorFlow and RecIS: p *= 1 - weight_decay, independent of the learning rate.
+
+    Args:
+        params: An engine, a module with engines in it, a table, or param groups like torch's. Without it,
+            call `attach` later; a Trainer does.
+        lr: The learning rate.
+        betas: How much of the old m and v is kept in each step.
+        eps: Is added to the root.
+        weight_decay: By how much rows with a gradient shrink.
+        amsgrad: Whether to divide by the root of the largest v that the row has had.
+        clip_value: The largest absolute value of an element of a key's summed gradient.
+        clip_norm: The largest L2 norm of a key's summed gradient; it applies after `clip_value`.
+        weight_bound: The largest absolute value of an element of a vector after the update.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> optimizer = kv.optim.AdamWTF(lr=1e-3, weight_decay=1e-4)
+    """
 
     def _decay(self, group: Group) -> float:
         return float(group["weight_decay"])

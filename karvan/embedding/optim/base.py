@@ -24,18 +24,31 @@ Targets: TypeAlias = Target | Iterable[Target | Group]
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose parameters are tables.
+    """The base class of optimizers of rows: a torch optimizer with tables as its parameters.
 
-    `params` is an engine, a module with engines in it, or a list of param groups like torch's:
-    `[{"params": engine.table("user"), "lr": 0.1}, {"params": engine.table("item")}]`. Without it, call
-    `attach` later. Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer;
-    accumulators and moments are stored in the rows.
+    Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer. Accumulators
+    and moments are stored in the rows. A subclass implements `rule` and `initial_state`, and where needed
+    `check_group` and `state_kind`; the page "Add a sparse optimizer" shows how.
 
-    clip_value limits each element of a key's summed gradient, then clip_norm its L2 norm; weight_bound
-    limits each element of the vector after the update.
+    Args:
+        params: An engine, a module with engines in it, or param groups: `[{"params": engine.table("user"),
+            "lr": 0.1}, {"params": engine.table("item")}]`. Without it, call `attach` later.
+        defaults: The settings of param groups that do not have them.
 
-    A subclass implements `rule` and `initial_state`, and where needed `check_group` and `state_kind`; see
-    docs/extending/optimizer.md.
+    Raises:
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> class Halving(kv.optim.SparseOptimizer):
+        ...     def __init__(self, params=None, lr=0.1):
+        ...         super().__init__(params, {"lr": lr})
+        ...     def rule(self, group, step):
+        ...         return kv.optim.Rule("sgd", weight_decay=0.5)
+        ...     def initial_state(self, group, dim):
+        ...         return []
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> Halving(engine).table_steps()
+        {'user': 0}
     """
 
     def __init__(self, params: Targets | None, defaults: dict[str, Any]) -> None:
@@ -47,7 +60,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.attach(params)
 
     def attach(self, params: Targets) -> None:
-        """Bind an optimizer that was created without tables."""
+        """Bind an optimizer that was created without tables.
+
+        Args:
+            params: As of the constructor.
+
+        Raises:
+            ValueError: It has tables already.
+        """
         if self._tables:
             raise ValueError(f"This {type(self).__name__} is attached to tables already.")
         groups = _groups(params)
@@ -111,17 +131,31 @@ class SparseOptimizer(torch.optim.Optimizer):
         return bool(self._tables)
 
     def table_steps(self) -> dict[str, int]:
-        """How many steps each table has made."""
+        """Return how many steps each table has made.
+
+        Returns:
+            The steps by table.
+        """
         return {handle.name: int(self.state[handle.anchor].get("step", 0)) for handle in self.tables}
 
     def set_table_steps(self, steps: Mapping[str, int]) -> None:
-        """Set what `table_steps` gives."""
+        """Set what `table_steps` returns.
+
+        Args:
+            steps: The steps by table.
+        """
         for handle in self.tables:
             if steps[handle.name] or "step" in self.state[handle.anchor]:
                 self.state[handle.anchor]["step"] = steps[handle.name]
 
     def gradients_finite(self) -> bool:
-        """Whether all gradients that wait for these tables are finite; they stay in the engines."""
+        """Check whether all gradients that wait for these tables are finite.
+
+        They stay in the engines.
+
+        Returns:
+            Whether they are.
+        """
         for engine, handles in self._tables.items():
             for _, gradients in engine.gradients(handle.name for handle in handles):
                 flags = finite_flags(gradients)  # for all tables at once: on a GPU it waits
@@ -130,10 +164,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         return True
 
     def late_gradients(self) -> list[Tensor] | None:
-        """The gradients that wait for these tables, where a device can skip their update by itself.
+        """Return the gradients that wait for these tables, where a device can skip their update by itself.
 
-        None if the host has to decide, as for tables in memory: see `gradients_finite`. They may be scaled,
-        if the loss is.
+        They may be scaled, if the loss is.
+
+        Returns:
+            The gradients; None if the host has to decide, as for tables in memory.
         """
         found: list[Tensor] = []
         for engine, handles in self._tables.items():
@@ -146,9 +182,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         return found
 
     def skip_if(self, found_inf: Tensor) -> None:
-        """The next `step` updates no row unless this float on the device is 0; after `late_gradients`.
+        """Let the next `step` update rows only if a number on the device is 0.
 
-        Ranks that share the tables agree: it is then 1 if it was on any of them.
+        It is called after `late_gradients`. Ranks that share the tables agree: it is then 1 if it was on any
+        of them.
+
+        Args:
+            found_inf: The number, a tensor of one float.
         """
         for engine, handles in self._tables.items():
             for number, (_, gradients) in enumerate(engine.gradients(handle.name for handle in handles)):
@@ -158,7 +198,17 @@ class SparseOptimizer(torch.optim.Optimizer):
                 gradients.skip_if(found_inf)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients that the engines hold, and release them."""
+        """Apply the gradients that the engines hold, and release them.
+
+        Args:
+            closure: Computes the loss again, as of any torch optimizer.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: It has no tables.
+        """
         if not self._tables:
             raise RuntimeError(
                 f"This {type(self).__name__} is attached to no tables: call attach(engine) first."
@@ -200,7 +250,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients of these tables that have not been applied."""
+        """Drop gradients of these tables that have not been applied.
+
+        Args:
+            set_to_none: As of any torch optimizer; it changes nothing.
+        """
         for engine, handles in self._tables.items():
             engine.take_gradients(handle.name for handle in handles)
 
@@ -213,26 +267,65 @@ class SparseOptimizer(torch.optim.Optimizer):
         return rule
 
     def rate(self, group: Group, step: int) -> float:
-        """The learning rate of a table's step, counted from 1."""
+        """Return the learning rate of a table's step.
+
+        Args:
+            group: The settings.
+            step: The step of the table, from 1.
+
+        Returns:
+            The learning rate.
+        """
         return float(group["lr"])
 
     def check_group(self, group: Group) -> None:
-        """Raise a ValueError if settings that are valid one by one cannot work together."""
+        """Raise if settings that are valid one by one cannot work together.
+
+        Args:
+            group: The settings.
+
+        Raises:
+            ValueError: They cannot.
+        """
 
     def state_kind(self, group: Group) -> str:
-        """The name of the kind of a row's state; rows keep theirs if the next optimizer has the same kind."""
+        """Return the kind of a row's state.
+
+        Rows keep their state if the next optimizer has the same kind.
+
+        Args:
+            group: The settings.
+
+        Returns:
+            The name of the kind.
+        """
         return type(self).__name__
 
     @abstractmethod
     def rule(self, group: Group, step: int) -> Rule:
-        """The native rule for one step of the group's tables; `step` is that of the table, counted from 1.
+        """Return the native rule for one step.
 
         The learning rate, clipping and bound are set afterwards.
+
+        Args:
+            group: The settings.
+            step: The step of the table, from 1.
+
+        Returns:
+            The rule.
         """
 
     @abstractmethod
     def initial_state(self, group: Group, dim: int) -> list[float]:
-        """The optimizer state of a new row, as many floats as the rule needs."""
+        """Return the optimizer state of a new row.
+
+        Args:
+            group: The settings.
+            dim: The number of elements of a vector.
+
+        Returns:
+            As many numbers as the rule needs.
+        """
 
 
 def _that_train(engine: EngineState, handles: Sequence[TableHandle]) -> Sequence[TableHandle]:

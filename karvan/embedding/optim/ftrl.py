@@ -7,9 +7,28 @@ from karvan.store import Rule
 
 
 class FTRL(SparseOptimizer):
-    """p = -shrink(z, l1) / ((beta + sqrt(n)) / lr + l2), where z += g - (sqrt(n + g²) - sqrt(n)) / lr * p.
+    """FTRL-Proximal, whose L1 limit makes elements exactly 0.
 
-    n sums g². An element whose |z| is at most l1 becomes exactly 0.
+    p = -shrink(z, l1) / ((beta + sqrt(n)) / lr + l2), where z += g - (sqrt(n + g²) - sqrt(n)) / lr · p, and n
+    sums g². An element with |z| of at most l1 becomes 0.
+
+    Args:
+        params: An engine, a module with engines in it, a table, or param groups like torch's. Without it,
+            call `attach` later; a Trainer does.
+        lr: The learning rate.
+        beta: Slows down the first steps of a row.
+        l1: How strongly elements are pulled to 0.
+        l2: How strongly elements are shrunk.
+        initial_accumulator_value: The n of a new row.
+        clip_value: The largest absolute value of an element of a key's summed gradient.
+        clip_norm: The largest L2 norm of a key's summed gradient; it applies after `clip_value`.
+        weight_bound: The largest absolute value of an element of a vector after the update.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> optimizer = kv.optim.FTRL(lr=0.1, l1=0.01)
     """
 
     def __init__(
@@ -35,7 +54,7 @@ class FTRL(SparseOptimizer):
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
     def check_group(self, group: Group) -> None:
-        """See `SparseOptimizer.check_group`."""
+        """Raise if a gradient would be divided by 0."""
         if not group["lr"] > 0:
             raise ValueError(f"FTRL divides by lr, so it must be above 0, got {group['lr']}.")
         if not (group["beta"] > 0 or group["l2"] > 0 or group["initial_accumulator_value"] > 0):
@@ -45,7 +64,7 @@ class FTRL(SparseOptimizer):
             )
 
     def rule(self, group: Group, step: int) -> Rule:
-        """See `SparseOptimizer.rule`."""
+        """Return the rule "ftrl"."""
         if not group["lr"] > 0:  # a scheduler may have changed it
             raise ValueError(
                 f"FTRL divides by lr, which is {group['lr']} now: expected a scheduler that stays above 0."
@@ -57,21 +76,38 @@ class FTRL(SparseOptimizer):
         return rule
 
     def state_kind(self, group: Group) -> str:
-        """See `SparseOptimizer.state_kind`."""
+        """Return "ftrl"."""
         return "FTRL"  # z and n mean the same in both
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
-        """See `SparseOptimizer.initial_state`."""
+        """Return z and n of a new row."""
         return [0.0] * dim + [group["initial_accumulator_value"]] * dim
 
 
 class FTRLTF(FTRL):
-    """FTRL as in TensorFlow, and so in ElasticDL: p = -shrink(z, l1) / (sqrt(n) / lr + 2 * l2).
+    """FTRL as in TensorFlow and ElasticDL: p = -shrink(z, l1) / (sqrt(n) / lr + 2 · l2).
 
-    It differs from `FTRL` in its defaults, beta = 0 and an initial n of 0.1, and in that l2 counts twice.
-    TensorFlow's `beta`, `l1_regularization_strength`, `l2_regularization_strength` and
-    `initial_accumulator_value` mean the same; its `learning_rate_power` is -0.5 here, and there is no
-    `l2_shrinkage_regularization_strength`.
+    It differs from `FTRL` in its defaults, and in that l2 counts twice. TensorFlow's
+    `l1_regularization_strength` and `l2_regularization_strength` are l1 and l2. Its `learning_rate_power` is
+    -0.5 here, and there is no `l2_shrinkage_regularization_strength`.
+
+    Args:
+        params: An engine, a module with engines in it, a table, or param groups like torch's. Without it,
+            call `attach` later; a Trainer does.
+        lr: The learning rate.
+        beta: Slows down the first steps of a row.
+        l1: How strongly elements are pulled to 0.
+        l2: How strongly elements are shrunk.
+        initial_accumulator_value: The n of a new row.
+        clip_value: The largest absolute value of an element of a key's summed gradient.
+        clip_norm: The largest L2 norm of a key's summed gradient; it applies after `clip_value`.
+        weight_bound: The largest absolute value of an element of a vector after the update.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> optimizer = kv.optim.FTRLTF(lr=0.001, l1=0.01)
     """
 
     def __init__(
@@ -100,7 +136,7 @@ class FTRLTF(FTRL):
         )
 
     def rule(self, group: Group, step: int) -> Rule:
-        """See `SparseOptimizer.rule`."""
+        """Return the rule "ftrl" with TensorFlow's l2."""
         rule = super().rule(group, step)
         rule.l2 = 2 * group["l2"]
         return rule

@@ -69,23 +69,66 @@ class ChainStep(ABC):
 
 
 class Op(ChainStep):
-    """A step that turns its arguments into one entry."""
+    """The base class of steps that turn their arguments into one entry.
+
+    Subclasses are frozen dataclasses.
+
+    Example:
+        >>> from karvan.features import Op
+        >>> class Length(Op):
+        ...     name = "length"
+        ...     def fuse_key(self, entry):
+        ...         return ()
+        ...     @classmethod
+        ...     def run_group(cls, ops, arguments):
+        ...         return [entry.lengths() for (entry,) in arguments]
+        >>> engine = kv.FeatureEngine([kv.Feature("n").select("ids").then(Length())])
+        >>> engine({"ids": kv.Ragged.from_lists([[1, 2], []])})["n"]
+        tensor([2, 0])
+    """
 
     def parts(self) -> Sequence[Op]:
-        """Itself."""
+        """Return the ops that it consists of: itself.
+
+        Returns:
+            One op.
+        """
         return (self,)
 
     def check(self, *entries: Entry) -> None:
-        """Raise a TypeError or ValueError if the entries are not what the step expects."""
+        """Raise if the entries are not what the step expects.
+
+        Args:
+            *entries: The arguments of the step.
+
+        Raises:
+            TypeError: An entry is of the wrong kind.
+            ValueError: An entry has wrong values or shapes.
+        """
 
     @abstractmethod
     def fuse_key(self, *entries: Entry) -> Hashable:
-        """Steps of one class with equal keys run as one call."""
+        """Return what must be equal for steps of this class to run as one call.
+
+        Args:
+            *entries: The arguments of the step.
+
+        Returns:
+            The key.
+        """
 
     @classmethod
     @abstractmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """Run steps of equal keys at once."""
+        """Run steps of equal keys at once.
+
+        Args:
+            ops: The steps.
+            arguments: The entries of each step.
+
+        Returns:
+            The result of each step.
+        """
 
 
 class OpCall(NamedTuple):
@@ -155,7 +198,7 @@ class GroupElementOp(Op):
     """A step that works on each value separately, and does not change rows and weights."""
 
     def fuse_key(self, *entries: Entry) -> Hashable:
-        """Everything except parameters must be equal; see `settings`."""
+        """Return all settings that are not parameters."""
         values = values_of(entries[0])
         return (values.dtype, values.device, self.settings())
 
@@ -165,7 +208,7 @@ class GroupElementOp(Op):
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """Computes the values of all entries as one tensor, and splits the result."""
+        """Compute the values of all entries as one tensor, and split the result."""
         entries = [entry for (entry,) in arguments]
         flat = [flat_values(entry) for entry in entries]
         counts = [int(part.shape[0]) for part in flat]
@@ -184,19 +227,61 @@ class GroupElementOp(Op):
 
 
 class ElementOp(GroupElementOp):
-    """An element op whose settings are numbers, which may differ among ops that run together."""
+    """The base class of steps that compute each value by itself, with numbers as settings.
+
+    Features with different numbers run together. Subclasses are frozen dataclasses.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from karvan.features import ElementOp
+        >>> @dataclass(frozen=True)
+        ... class Scale(ElementOp):
+        ...     factor: float
+        ...     name = "scale"
+        ...     def parameters(self, dtype):
+        ...         return (self.factor,)
+        ...     def compute(self, values, factor):
+        ...         return values * factor
+        >>> engine = kv.FeatureEngine([kv.Feature("x").then(Scale(2.0))])
+        >>> engine({"x": torch.tensor([1.5])})["x"]
+        tensor([3.])
+    """
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
-        """Settings in which ops that run together may differ, for values of this dtype."""
+        """Return the settings in which steps that run together may differ.
+
+        Args:
+            dtype: The type of the values.
+
+        Returns:
+            The numbers.
+        """
         return ()
 
     @abstractmethod
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        """New values; a parameter has one entry for all, or one for each value."""
+        """Compute new values.
+
+        Args:
+            values: The values of all entries.
+            *parameters: For each parameter a tensor, with one number for all values or one for each.
+
+        Returns:
+            As many values.
+        """
 
     @classmethod
     def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
-        """The parameters of all ops in one tensor each."""
+        """Compute the values of several steps, with their parameters as tensors.
+
+        Args:
+            ops: The steps.
+            values: The values of all of them, one after the other.
+            counts: How many values each step has.
+
+        Returns:
+            As many values.
+        """
         own = [op for op in ops if isinstance(op, ElementOp)]
         return own[0].compute(values, *spread([op.parameters(values.dtype) for op in own], counts, values))
 
@@ -205,7 +290,7 @@ class GroupRowOp(Op):
     """A step that works on each row separately, of one entry or, where it joins, of several."""
 
     def fuse_key(self, *entries: Entry) -> Hashable:
-        """Equal settings, and entries of equal kinds."""
+        """Return the settings and the kinds of the entries."""
         return (self, *map(kind_of, entries))
 
     @classmethod
@@ -230,15 +315,46 @@ class GroupRowOp(Op):
 
 
 class RowOp(GroupRowOp):
-    """A row op that does the same to all rows."""
+    """The base class of steps that compute each row by itself.
+
+    Subclasses are frozen dataclasses.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from karvan.features import RowOp
+        >>> @dataclass(frozen=True)
+        ... class First(RowOp):
+        ...     name = "first"
+        ...     def run_rows(self, entry):
+        ...         return entry[:, 0]
+        >>> engine = kv.FeatureEngine([kv.Feature("x").then(First())])
+        >>> engine({"x": torch.tensor([[1, 2], [3, 4]])})["x"]
+        tensor([1, 3])
+    """
 
     @abstractmethod
     def run_rows(self, *entries: Entry) -> Entry:
-        """New rows."""
+        """Compute new rows.
+
+        Args:
+            *entries: The arguments of the step.
+
+        Returns:
+            An entry of as many rows.
+        """
 
     @classmethod
     def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
-        """The ops are equal, so the first one runs for all."""
+        """Compute new rows of several equal steps whose entries have been joined.
+
+        Args:
+            ops: The steps.
+            joined: Their entries, joined.
+            counts: How many rows each step has.
+
+        Returns:
+            An entry of as many rows.
+        """
         assert isinstance(ops[0], RowOp)
         return ops[0].run_rows(*joined)
 

@@ -25,14 +25,29 @@ from karvan.train.state.transforms import Transforms
 
 
 class EvalContext:
-    """Evaluates a model: `with kv.EvalContext(model) as ctx: output, labels = ctx.forward(batch)`.
+    """Evaluate a model in a loop of your own.
 
-    Inside of it the model is in eval mode; afterwards the mode of every module and the state of random
-    generators are restored. No row is inserted, and keys without a row give zeros. label, precision, device
-    and prefetch: see `TrainContext`, whose `eval()` gives an EvalContext of its model.
+    Inside, the model is in eval mode, no row is inserted, and keys without a row give zeros. Afterwards the
+    mode of every module and the state of random generators are restored. With several ranks, each takes its
+    share of the data, and all call `forward` for every batch of a loader.
 
-    With several ranks each takes its share of the data, and all call `forward` equally often: for every batch
-    of a loader. When the data of a rank has ended, its loader takes part for it until that of all has.
+    Args:
+        model: A torch module. It is called with a batch.
+        label: The column, or columns, that `forward` returns with the output; None for none.
+        precision: "fp32", "bf16", "fp16" or "auto".
+        device: Where the model is placed.
+        prefetch: How many batches are read while one is computed.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> data = kv.data.read(
+        ...     {"user": [1, 2], "item": [7, 8], "label": [1.0, 0.0]}, batch_size=2
+        ... )
+        >>> with kv.EvalContext(model) as context:
+        ...     for batch in context.loader(data):
+        ...         output, labels = context.forward(batch)
+        >>> output.shape, labels
+        (torch.Size([2]), tensor([1., 0.]))
     """
 
     def __init__(
@@ -52,7 +67,16 @@ class EvalContext:
 
     @classmethod
     def of(cls, runs: ModelSetup, transforms: Transforms, label: Labels) -> Self:
-        """A context that runs a model with the parts of another one."""
+        """Make a context that shares the parts of another one.
+
+        Args:
+            runs: The model and how it runs.
+            transforms: The transforms of the data.
+            label: The column, or columns, that `forward` returns with the output.
+
+        Returns:
+            The context.
+        """
         context = cls.__new__(cls)
         context._begin(runs, transforms, label)
         return context
@@ -87,7 +111,14 @@ class EvalContext:
                 found.__exit__(kind, error, trace)
 
     def loader(self, data: Iterable[Any]) -> ContextLoader:
-        """The batches of data, taken and prepared in advance."""
+        """Return the batches of data, read and prepared in advance.
+
+        Args:
+            data: Any iterable of batches.
+
+        Returns:
+            An iterable of batches.
+        """
         self._require("loader")
         check_data("loader", data)
         return ContextLoader(lambda: self._batches(data))
@@ -116,7 +147,14 @@ class EvalContext:
                 self._feed = self._loader_batch = None
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
-        """The output, in float32 where it was computed in half precision, and the labels of a batch."""
+        """Compute the model's output for a batch.
+
+        Args:
+            batch: A batch of the loader, one made from it, or any other.
+
+        Returns:
+            The output, as float32 where it was computed in half precision, and the labels.
+        """
         output, used = self._output("forward", batch)
         return output, labels_of(used, self._label, self.device)
 
@@ -136,13 +174,31 @@ class EvalContext:
 
 
 class InferContext(EvalContext):
-    """Predicts with a model: `with kv.InferContext(model, "run") as ctx: output = ctx.predict(batch)`.
+    """Predict with a model in a loop of your own.
 
-    checkpoint is a checkpoint, or a run's folder, of which it loads the newest; without it, the model and its
-    rows are used as they are, for instance on parameter servers that hold them already. Transforms of data
-    passed to `loader` take their statistics from it. It needs no optimizer, and ignores the optimizer state
-    in the checkpoint. Rows in memory belong to this process; on parameter servers a checkpoint replaces the
-    content of the tables. Nothing is ever inserted.
+    It needs no optimizer, and ignores the optimizers' state in the checkpoint. Transforms of data passed to
+    `loader` take their statistics from it. On parameter servers, the checkpoint replaces the content of the
+    tables. No row is ever inserted.
+
+    Args:
+        model: A torch module. It is called with a batch.
+        checkpoint: A checkpoint, or a run's folder for its newest one. Without it, the model and its rows are
+            used as they are.
+        label: The column, or columns, that `forward` returns with the output; None for none.
+        precision: "fp32", "bf16", "fp16" or "auto".
+        device: Where the model is placed.
+        prefetch: How many batches are read while one is computed.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit this model, or is damaged.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> with kv.InferContext(model) as context:
+        ...     batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        ...     output = context.predict(batch)
+        >>> output.shape
+        torch.Size([2])
     """
 
     def __init__(
@@ -168,5 +224,12 @@ class InferContext(EvalContext):
             self.step = found.step
 
     def predict(self, batch: Any) -> Any:
-        """The output for a batch, on the model's device; half precision is given as float32."""
+        """Compute the model's output for a batch.
+
+        Args:
+            batch: A batch. It needs no labels.
+
+        Returns:
+            The output on the model's device, as float32 where it was computed in half precision.
+        """
         return self._output("predict", batch)[0]

@@ -40,29 +40,66 @@ _in_use: WeakSet[nn.Module] = WeakSet()  # models that are in a context
 
 
 class TrainContext:
-    """Trains a model in a custom loop.
+    """Train a model in a loop of your own.
 
-    ```
-    with kv.TrainContext(model, sparse_optimizer=kv.optim.Adagrad(lr=0.05), dense_optimizer=…) as ctx:
-        for batch in ctx.loader(data):
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_of(output, labels))
-    ```
+    The context does what a Trainer does in a step: mixed precision, accumulation, both optimizers, and the
+    work of several ranks. Outputs are float32 in any precision.
 
-    dense_optimizer, sparse_optimizer, frozen, precision, gradient_accumulation_steps, clip_norm, clip_value,
-    nonfinite, dense_reduce, average_every, find_unused_parameters, device, prefetch: see `Trainer`. The
-    optimizers are attributes, for schedulers. precision may be a `torch.amp.GradScaler`, too: arithmetic is
-    fp32, and the scaler scales the loss. Outputs are float32 in any precision, so that a loss of them has
-    full precision.
-    label: the column, or columns, that `forward` returns with the output; None for none.
-    tolerate_failed_saves: how many saves in a row the disk or the servers may refuse; each is a warning, and
-    one more raises the error. If the last save before the context is left has failed, leaving it repeats the
-    save for save_retry_seconds, or raises its error if something was trained since.
+    After `kv.connect` in several processes all of them run the same loop, each with its share of the data. A
+    rank whose data has ended receives batches without samples until all have ended; their labels are empty,
+    and `backward` ignores their loss. In mode async each rank makes its own steps on parameters that servers
+    hold; leaving the context loads the final parameters into the model.
 
-    After `kv.connect` in several processes all of them run the same loop, each with its share of the data,
-    and go through it equally often: one whose data has ended receives batches without samples until all have
-    ended. Their labels are empty, and `backward` ignores their loss. In mode async each makes its own steps
-    on parameters that servers hold; leaving the context loads the final parameters into the model.
+    Args:
+        model: A torch module. It is called with a batch.
+        sparse_optimizer: An optimizer of `kv.optim` for the rows of tables.
+        dense_optimizer: A torch optimizer, or a function that makes one from parameters.
+        frozen: Names of tables, parameters and modules that are not trained, such as `["user", "net.*"]`.
+        precision: "fp32", "bf16", "fp16" or "auto", as of a [`Trainer`][karvan.Trainer]; or a
+            `torch.amp.GradScaler`, which scales the loss of fp32 arithmetic.
+        label: The column, or columns, that `forward` returns with the output; None for none.
+        gradient_accumulation_steps: How many batches make one step, by their mean gradient.
+        clip_norm: The largest L2 norm of all dense gradients together.
+        clip_value: The largest absolute value of an element of a dense gradient.
+        nonfinite: What happens if a gradient is infinite or NaN: "skip", "raise", "skip_tables" or "apply".
+        dense_reduce: How ranks average dense gradients: "mean", "bf16", "fp16" or "powersgd".
+        average_every: 1 averages gradients in every step; above 1 parameters are averaged every so many
+            steps.
+        find_unused_parameters: Set it if parameters take no part in some batches.
+        device: Where the model is placed. By default it goes to the GPU that has its tables, or stays where
+            it is.
+        prefetch: How many batches are read while one is computed.
+        tolerate_failed_saves: How many saves in a row may fail because of the disk or the servers. Each is a
+            warning; one more is an error.
+        save_retry_seconds: How long leaving the context repeats a last save that has failed, if nothing was
+            trained since. Then it raises the error.
+
+    Raises:
+        ValueError: An argument is out of range, or the job's mode needs a Trainer.
+
+    Example:
+        >>> class Rating(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.tables = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        ...         self.out = torch.nn.Linear(4, 1)
+        ...     def forward(self, batch):
+        ...         vectors = self.tables({"user": batch["user"]})
+        ...         return self.out(vectors["user"]).squeeze(1)
+        >>> data = kv.data.read(
+        ...     {"user": [1, 2, 3, 1], "label": [1.0, 0.0, 1.0, 1.0]}, batch_size=2
+        ... )
+        >>> with kv.TrainContext(
+        ...     Rating(),
+        ...     sparse_optimizer=kv.optim.Adagrad(lr=0.05),
+        ...     dense_optimizer=torch.optim.Adam,
+        ... ) as context:
+        ...     for batch in context.loader(data):
+        ...         output, labels = context.forward(batch)
+        ...         loss = torch.nn.functional.mse_loss(output, labels)
+        ...         made = context.backward(loss)
+        >>> context.step
+        2
     """
 
     def __init__(
@@ -125,22 +162,25 @@ class TrainContext:
 
     @property
     def dense_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the model's parameters."""
+        """The optimizer of the dense parameters, for schedulers; None if there is none."""
         return self.update.optimizers.get("dense")
 
     @property
     def sparse_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the rows."""
+        """The optimizer of the rows, for schedulers; None if there is none."""
         return self.update.optimizers.get("sparse")
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, including skipped ones."""
+        """The number of optimizer steps so far, skipped ones included."""
         return self.counts.step
 
     @property
     def skipped(self) -> int:
-        """Steps that were skipped, because a gradient was not finite; on a GPU this waits for it."""
+        """The number of steps that were skipped because a gradient was not finite.
+
+        On a GPU, reading it waits for the GPU.
+        """
         self._steps.settle()
         return self.counts.skipped
 
@@ -187,11 +227,20 @@ class TrainContext:
             self._steps.end()
 
     def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> ContextLoader:
-        """The batches of data, taken and prepared in advance; every iteration is an epoch.
+        """Return the batches of data, read and prepared in advance.
 
-        After `load`, the first one continues where the checkpoint was saved, if it is of the same data; see
-        `load`. One that is left early moves data that has a position to the end of the last step, and the
-        next one continues there. data_name: see `Trainer.fit`.
+        Every iteration is an epoch.
+
+        After `load`, the first iteration continues where the checkpoint was saved if the data is the same. If
+        an iteration is left early, data that has a position moves to the end of the last step, and the next
+        iteration continues there.
+
+        Args:
+            data: Any iterable of batches.
+            data_name: The name of this data in checkpoints, for data that does not know what it reads.
+
+        Returns:
+            An iterable of batches.
         """
         self._require("loader")
         check_data("loader", data)
@@ -212,29 +261,42 @@ class TrainContext:
         yield from self._steps.batches(epoch, required_values(data, names_of(self._label)))
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
-        """The output for a batch, and its labels.
+        """Compute the model's output for a batch.
 
-        The batch is the loader's, or made from it, or any other; in that case each of several ranks brings
-        one, and they are weighted by their numbers of samples.
+        Args:
+            batch: A batch of the loader, one made from it, or any other. With several ranks, each brings one;
+                they are weighted by their numbers of samples.
+
+        Returns:
+            The output, and the labels of the batch.
         """
         self._require("forward")
         output, used = self._steps.forward(batch)
         return full(output), labels_of(used, self._label, self.device)
 
     def backward(self, loss: Losses) -> bool | torch.Tensor:
-        """Compute the gradients of a loss, a mean over the batch, and make the step if it is complete.
+        """Compute the gradients of a loss, and make the step if this was its last batch.
 
-        Returns whether a step was made: False if it was skipped, or before its last batch. On a GPU that
-        finds out by itself, this is a tensor; bool() reads it, and waits for the GPU.
-        Several losses by name are summed.
+        Args:
+            loss: The mean loss over the batch. Several losses by name are summed.
+
+        Returns:
+            Whether a step was made: False if it was skipped, or is not complete. It is a tensor where the GPU
+            decides; bool() reads it, and waits.
+
+        Raises:
+            FloatingPointError: A gradient is not finite, and `nonfinite` is "raise".
         """
         self._require("backward")
         return self._steps.backward(loss)
 
     def eval(self) -> EvalContext:
-        """A context that evaluates the model as it is now, and changes nothing of training.
+        """Return a context that evaluates the model as it is now, and changes nothing of training.
 
-        All ranks call it together, because in mode async they have to agree on a model.
+        All ranks call it together.
+
+        Returns:
+            The context.
         """
         self._require("eval")
         self.dense.settle()
@@ -248,13 +310,26 @@ class TrainContext:
         metrics: Mapping[str, float] | None = None,
         block: bool = True,
     ) -> Pending:
-        """Save a checkpoint into a run's folder, as a Trainer does, to resume from with `load`.
+        """Save a checkpoint into a run's folder, to resume from with `load`.
 
         It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
-        transforms, and the position of the loader used last. extra is a tree of your own, such as a
-        scheduler's state_dict. Unless block, it is written in the background; leaving the context waits.
-        All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
-        and `error` of the result says why; see `tolerate_failed_saves`.
+        transforms, and the position of the loader used last. All ranks save together, between two steps. If
+        the disk or the servers refuse, that is a warning, and the result's `error` says why; see
+        `tolerate_failed_saves`.
+
+        Args:
+            folder: The run's folder, or a `kv.Checkpoints`.
+            extra: A tree of your own to save, such as a scheduler's `state_dict`.
+            metrics: Numbers of this step, by which `Checkpoints` chooses the best.
+            block: Whether to wait until it is written. Otherwise it is written in the background, and leaving
+                the context waits.
+
+        Returns:
+            The save, which can be waited for.
+
+        Raises:
+            RuntimeError: It was called in the middle of a step.
+            CheckpointError: Too many saves in a row have failed.
         """
         if self.in_step:
             raise RuntimeError("save was called in the middle of a step: expected it after its backward.")
@@ -269,18 +344,25 @@ class TrainContext:
         data_name: str | None = None,
         drop_unfinished: bool = False,
     ) -> dict[str, Any]:
-        """Load a checkpoint, or a run's newest, of a TrainContext or a Trainer; returns its `extra`.
+        """Load a checkpoint of a TrainContext or a Trainer.
 
-        Of a run's folder the newest intact one is loaded: a damaged one is renamed to damaged-step-…, with a
-        warning. A damaged checkpoint that was named is an error.
         The next loader continues after the last batch that was trained. A Trainer's schedulers, metrics and
         callbacks are ignored. All ranks load together.
 
-        data: the data to train on next, with its name if it has one. If it is not the checkpoint's data,
-        `epoch` is 0 and its first loader starts at its beginning; `step` continues. If the run has trained it
-        to its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was
-        not trained to its end is an error, unless drop_unfinished; so is an epoch that was started with
-        another kind of data, such as `kv.data.from_loaders()`, which drop_unfinished starts again.
+        Args:
+            checkpoint: A checkpoint; or a run's folder, of which the newest intact one is loaded. A damaged
+                one in a run's folder is set aside with a warning.
+            data: The data to train on next. If it is other data than the checkpoint's, `epoch` starts from 0
+                and its loader from the beginning; `step` continues.
+            data_name: The name of that data.
+            drop_unfinished: Allow other data although the checkpoint's was not trained to its end.
+
+        Returns:
+            The `extra` that was saved.
+
+        Raises:
+            RuntimeError: It was called inside of a loop over a loader.
+            CheckpointError: There is no intact checkpoint, or it does not fit this model.
         """
         if self._iteration() is not None or self.in_step:
             raise RuntimeError("load was called inside of a loop over a loader: expected it before or after.")
@@ -288,13 +370,27 @@ class TrainContext:
         return self._state.load(checkpoint, data, data_name, drop_unfinished)
 
     def sizes(self) -> dict[str, int]:
-        """How many rows each table has, over all ranks or servers together; a collective."""
+        """Count the rows of each table, over all ranks or servers together.
+
+        All ranks call it.
+
+        Returns:
+            The number of rows by table.
+        """
         return self._state.sizes()
 
     def clear(self, tables: str | Sequence[str] | None = None) -> None:
-        """Remove all rows of these tables, or of all; a collective.
+        """Remove all rows of some tables.
 
-        The counts of optimizers for a table continue; gradients of removed rows are dropped.
+        All ranks call it.
+
+        The steps that optimizers count for a table continue; gradients of removed rows are dropped.
+
+        Args:
+            tables: The names of the tables, or one name; by default all.
+
+        Raises:
+            KeyError: There is no such table.
         """
         self._state.clear(tables)
 

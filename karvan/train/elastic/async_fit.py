@@ -171,7 +171,13 @@ class AsyncFit(ElasticFit):
         if self._first and step > before:
             parts.progress.step(step)
             if step // parts.log_every > before // parts.log_every:
-                self._reporter.training({name: metric.compute() for name, metric in parts.metrics.items()})
+                self._reporter.training(self._own_metrics())
+            elif self._reporter.shows(step):
+                self._reporter.show(self._own_metrics())
+
+    def _own_metrics(self) -> dict[str, float]:
+        """The metrics of the batches of this trainer."""
+        return {name: metric.compute() for name, metric in self._parts.metrics.items()}
 
     def _count(self, tally: Mapping[str, int], world: int) -> None:
         steps, new = self._batches.advance(tally, world)

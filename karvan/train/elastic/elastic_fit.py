@@ -51,6 +51,7 @@ from karvan.train.elastic.joint_step import Agreement
 from karvan.train.elastic.leased_evaluation import LeasedEvaluations
 from karvan.train.elastic.leased_work import FitSteps, WorkSettings
 from karvan.train.fit import Begin, Fit, check_fit
+from karvan.train.reporting.banner import show_banner
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
@@ -227,6 +228,7 @@ class ElasticFit(Fit):
         self._transforms.match_loaders()
         self._transforms.require_fitted(parts.model)
         self._begin_training()
+        show_banner(parts, self._data, self._identity, resumes=resumed is not None)
         if resumed is not None:
             found, (_, other) = resumed
             record = dataset.record_of(found)
@@ -364,6 +366,8 @@ class ElasticFit(Fit):
             self._count_step(agreement, taken)
             if counts.step % parts.log_every == 0:
                 self._todo.append("report")
+            elif self._first and self._reporter.shows(counts.step):
+                self._reporter.show({name: metric.compute() for name, metric in parts.metrics.items()})
             if self._goal.evaluates_after_step(counts):
                 self._plan_evaluation()
             saves = parts.saver.due_by_steps(counts.step) or any(

@@ -13,6 +13,12 @@ _MANY = 8  # names in a line
 
 def describe(parts: TrainerParts) -> str:
     """What it trains, how, and how far it is."""
+    body = "".join(f"  {name}: {text}\n" for name, text in described(parts).items())
+    return f"Trainer(\n{body})"
+
+
+def described(parts: TrainerParts) -> dict[str, str]:
+    """The same as texts by name."""
     model, counts = parts.model, parts.counts
     tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -31,8 +37,7 @@ def describe(parts: TrainerParts) -> str:
         "progress": f"step {counts.step:,}, {counts.epoch} epoch{'s' * (counts.epoch != 1)}, "
         f"{counts.samples:,} samples",
     }
-    body = "".join(f"  {name}: {text}\n" for name, text in lines.items() if text)
-    return f"Trainer(\n{body})"
+    return {name: text for name, text in lines.items() if text}
 
 
 def _optimizer(optimizer: Optimizer) -> str:

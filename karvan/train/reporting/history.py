@@ -67,6 +67,12 @@ class History(Logger):
             with suppress(OSError):  # as far as it was complete at the last save, it is there
                 upload(self._path)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """All reports; before the first fit those that are in the run folder."""
+        if not self._entries and self._path is not None:
+            return read_entries(self._path)
+        return self._entries
+
     def frame(self) -> Any:
         """A pandas DataFrame with a row for each report; numbers that a report does not have are NaN."""
         try:

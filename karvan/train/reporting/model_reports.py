@@ -72,13 +72,26 @@ def collecting() -> Iterator[Reported]:
 
 
 def report(name: str, value: Any) -> None:
-    """Report a number from inside a model's forward: `kv.train.report("cut", (lengths > 50).float().mean())`.
+    """Report a number from inside a model's forward.
 
     A Trainer shows the mean over the batches since its last report with the losses: in progress, logs and
-    TensorBoard. Evaluations have the mean over all samples in their result. Over several ranks it is the mean
-    of all. The value is a number, or a tensor of one element on any device, which nothing waits for. Several
-    reports of one name in a forward count as their mean. Outside of a Trainer's forward, as in a plain loop,
-    it does nothing.
+    TensorBoard. Evaluations have the mean over all samples in their result. With several ranks it is the mean
+    of all. Outside of a Trainer's forward it does nothing.
+
+    Args:
+        name: A name that no loss or metric has. Several reports of one name in a forward count as their mean.
+        value: A number, or a tensor of one element on any device. Nothing waits for it.
+
+    Raises:
+        TypeError: `name` is no text, or `value` no number.
+        ValueError: The name is taken, or the tensor has several elements.
+
+    Example:
+        >>> class Net(torch.nn.Module):
+        ...     def forward(self, batch):
+        ...         kv.train.report("long", (batch["age"] > 60).float().mean())
+        ...         return batch["age"] * 0.1
+        >>> output = Net()({"age": torch.tensor([30.0, 70.0])})
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"kv.train.report expects a name, got {name!r}.")

@@ -1,7 +1,12 @@
 """Progress: the bar or the lines that a fit prints.
 
 On a terminal it is a live bar with step, time left, losses, metrics, samples/s, rows and memory; a narrow one
-shows as many of these as fit. Without a terminal it is a line from time to time. `NoProgress` shows nothing.
+shows as many of these as fit. In a notebook it is a bar below the cell, which changes in place. Elsewhere it
+is a line from time to time. `NoProgress` shows nothing.
+
+A fit has numbers every `log_every` steps. Unless the program has set that, a fit also shows numbers when
+progress wants them: after 1, 2, 5, 10, 20, 50, … steps, so that people see something at once, and at least
+every 10 seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +14,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from datetime import timedelta
+from html import escape
 from pathlib import Path
 from typing import IO
 
@@ -17,119 +24,328 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from karvan.notebook import Display, html_table, in_notebook
 from karvan.train.reporting.bar_columns import make_columns
 from karvan.train.reporting.results import Report
 
 NAMES = ("auto", "bar", "plain", "none")
+_SECONDS = 10.0  # between two reports to people, at most
 
 
 class NoProgress:
-    """Shows nothing; the others derive from it."""
+    """Show nothing; derive from it for a display of your own.
+
+    `next_report` is the step after which the display wants numbers besides those of every `log_every` steps;
+    None means never.
+
+    Example:
+        >>> class Dots(kv.train.NoProgress):
+        ...     def step(self, step):
+        ...         print(".", end="")
+        >>> progress = Dots()  # for kv.Trainer(..., progress=progress)
+    """
+
+    next_report: int | None = None
 
     def begin(self, step: int, total: int | None) -> None:
-        """A fit starts after this step, and ends at `total` if that is known."""
+        """Called when a fit starts.
+
+        Args:
+            step: The steps before this fit.
+            total: The last step, if it is known.
+        """
 
     def step(self, step: int) -> None:
-        """A step is over."""
+        """Called after a step.
+
+        Args:
+            step: The number of the step.
+        """
 
     def report(self, report: Report) -> None:
-        """There are new numbers."""
+        """Called with new numbers.
+
+        Args:
+            report: The numbers.
+        """
 
     def say(self, text: str) -> None:
-        """Show a message."""
+        """Show a message.
+
+        Args:
+            text: The message.
+        """
 
     def end(self) -> None:
-        """The fit is over."""
+        """Called when the fit is over."""
+
+
+class _Schedule:
+    """When people want numbers: after 1, 2, 5, 10, 20, 50, … steps of a fit, and `seconds` later at most."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """A fit starts after this step."""
+        self._first, self.next = step, step + 1
+        self._last = (step, time.monotonic())
+
+    def due(self, step: int) -> bool:
+        """Whether numbers of this step are to be shown."""
+        return step >= self.next or time.monotonic() >= self._last[1] + self._seconds
+
+    def shown(self, step: int) -> None:
+        """The numbers of this step are shown. Ranks agree on a step, not on a time, so time becomes steps."""
+        (before, then), self._last = self._last, (step, time.monotonic())
+        rate = (step - before) / max(self._last[1] - then, 1e-9)
+        by_count = self._first + _next_round(step - self._first)
+        self.next = min(by_count, step + max(1, int(rate * self._seconds)))
+
+
+def _next_round(number: int) -> int:
+    """The first of 1, 2, 5, 10, 20, 50, … that is larger."""
+    power = int("1" + "0" * (len(str(number)) - 1))
+    return next(each for each in (power, 2 * power, 5 * power, 10 * power) if each > number)
 
 
 class PlainProgress(NoProgress):
-    """Lines on stderr, or on `stream`: evaluations at once, training at most every `seconds`."""
+    """Show progress as lines: evaluations at once, training after the first steps and then by time.
 
-    def __init__(self, stream: IO[str] | None = None, seconds: float = 10.0) -> None:
+    Args:
+        stream: Where lines are written; by default stderr.
+        seconds: How many seconds after a line the next one comes, once the first steps are over.
+
+    Example:
+        >>> progress = kv.train.PlainProgress(seconds=60)  # for kv.Trainer
+    """
+
+    def __init__(self, stream: IO[str] | None = None, seconds: float = _SECONDS) -> None:
         self._stream = stream
-        self._seconds = seconds
+        self._schedule = _Schedule(seconds)
         self._total: int | None = None
-        self._last = 0.0
         self._held: Report | None = None
+        self._shown_step = -1
+        self._widths: dict[str, int] = {}
+        self._rates: dict[str, float] = {}  # learning rates at first
+        self._rates_move = False  # whether a schedule has changed them, so that they are shown
+
+    @property
+    def next_report(self) -> int | None:  # type: ignore[override]
+        """The step after which it wants numbers."""
+        return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
-        self._total, self._last, self._held = total, 0.0, None
+        """Start the schedule."""
+        self._total, self._held, self._shown_step = total, None, -1
+        self._schedule.begin(step)
 
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`."""
-        if report.kind == "train" and time.monotonic() < self._last + self._seconds:
+        """Show the numbers, or keep them for the next line."""
+        if report.kind != "train":
+            self.say(line_of(report, self._total))
+        elif self._schedule.due(report.step):
+            self._show(report)
+        else:
             self._held = report
+
+    def _show(self, report: Report) -> None:
+        """Print a line of training, its fields below those of the line before."""
+        self._held = None
+        if report.step == self._shown_step:
             return
-        if report.kind == "train":
-            self._last, self._held = time.monotonic(), None
-        self.say(line_of(report, self._total))
+        self._shown_step = report.step
+        self._schedule.shown(report.step)
+        rates = {name: value for name, value in report.values.items() if name.startswith("lr/")}
+        self._rates = self._rates or rates
+        self._rates_move = self._rates_move or rates != self._rates
+        self.say(line_of(report, self._total, self._widths, rates=self._rates_move))
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
+        """Write the message as a line."""
         print(text, file=self._stream or sys.stderr, flush=True)
 
     def end(self) -> None:
-        """See `NoProgress.end`; the last numbers are always shown."""
+        """Show the last numbers."""
         if self._held is not None:
-            self.say(line_of(self._held, self._total))
-            self._held = None
+            self._show(self._held)
 
 
 class BarProgress(NoProgress):
-    """A live bar on stderr, or on `console`."""
+    """Show progress as a live bar, with evaluations as lines above it.
+
+    Args:
+        console: A console of rich; by default one on stderr.
+
+    Example:
+        >>> progress = kv.train.BarProgress()  # for kv.Trainer(..., progress=progress)
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
+        self._schedule = _Schedule(_SECONDS)
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
+    @property
+    def next_report(self) -> int | None:  # type: ignore[override]
+        """The step after which it wants numbers."""
+        return self._schedule.next
+
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
+        """Show the bar."""
+        self._schedule.begin(step)
         self._bar = Progress(*make_columns(self._console, total), console=self._console, refresh_per_second=4)
         self._task = self._bar.add_task("fit", total=total, completed=step, numbers=())
         self._bar.start()
 
     def step(self, step: int) -> None:
-        """See `NoProgress.step`."""
+        """Move the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`; evaluations stay as lines above the bar."""
+        """Show training in the bar, and evaluations above it."""
         if self._bar is None or report.kind != "train":
             self.say(line_of(report, None))
         else:
-            self._bar.update(self._task, numbers=_shown(_by_interest(report.values)))
+            self._schedule.shown(report.step)
+            self._bar.update(self._task, numbers=list(_shown(report).values()))
 
     def say(self, text: str) -> None:
-        """See `NoProgress.say`."""
+        """Write the message above the bar."""
         (self._console if self._bar is None else self._bar.console).print(text, markup=False, highlight=False)
 
     def end(self) -> None:
-        """See `NoProgress.end`."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
+class NotebookProgress(NoProgress):
+    """A bar below the cell of a notebook, with the newest numbers and a table of the last evaluations."""
+
+    def __init__(self) -> None:
+        self._schedule = _Schedule(_SECONDS)
+        self._display: Display | None = None
+        self._total: int | None = None
+        self._began = self._shown_at = 0.0
+        self._running = False
+        self._first = self._step = 0
+        self._numbers: Sequence[str] = ()
+        self._evaluations: list[Report] = []
+        self._said: list[str] = []
+
+    @property
+    def next_report(self) -> int | None:  # type: ignore[override]
+        """The step after which it wants numbers."""
+        return self._schedule.next
+
+    def begin(self, step: int, total: int | None) -> None:
+        """See `NoProgress.begin`."""
+        self._schedule.begin(step)
+        self._display, self._total, self._began = Display(), total, time.monotonic()
+        self._running = True
+        self._first = self._step = step
+        self._numbers, self._evaluations, self._said = (), [], []
+        self._show()
+
+    def step(self, step: int) -> None:
+        """See `NoProgress.step`; the display changes at most four times a second."""
+        self._step = step
+        if time.monotonic() > self._shown_at + 0.25:
+            self._show()
+
+    def report(self, report: Report) -> None:
+        """See `NoProgress.report`."""
+        if report.kind == "train":
+            self._schedule.shown(report.step)
+            self._numbers = list(_shown(report).values())
+        else:
+            self._evaluations.append(report)
+            self._show()
+
+    def say(self, text: str) -> None:
+        """See `NoProgress.say`; messages stay below the bar."""
+        if self._display is None:
+            print(text, flush=True)
+        self._said.append(text)
+        self._show()
+
+    def end(self) -> None:
+        """See `NoProgress.end`; the bar stays as it is, and the last messages are added to it."""
+        self._show()
+        self._running = False
+
+    def _show(self) -> None:
+        if self._display is None:
+            return
+        if self._running:
+            self._shown_at = time.monotonic()
+        seconds, steps = self._shown_at - self._began, self._step - self._first
+        texts = [f"step {self._step:,}", _clock(seconds)]
+        bar = ""
+        if self._total is not None:
+            texts[0] += f"/{self._total:,}"
+            if steps and self._step < self._total:
+                texts[1] += f", {_clock(seconds / steps * (self._total - self._step))} left"
+            bar = _BAR.format(percent=100 * self._step / max(self._total, 1))
+        line = "  ".join([*texts, *self._numbers])
+        names = dict.fromkeys(name for report in self._evaluations for name in report.values)
+        rows = [
+            [each.step, *(each.values.get(name, "") for name in names)] for each in self._evaluations[-10:]
+        ]
+        evaluations = html_table("", ["evaluation at step", *names], rows) if rows else ""
+        said = "".join(f"<div>{escape(text)}</div>" for text in self._said)
+        html = f"{bar}<div>{escape(line.replace('  ', ' · '))}</div>{evaluations}{said}"
+        self._display.show(html, "\n".join([line, *self._said]))
+
+
+# Two layers of the colour of letters: a rail, and what is done of it.
+_LAYER = "position: absolute; inset: 0; background: currentColor; "
+_BAR = f"""\
+<div role="progressbar" aria-valuenow="{{percent:.0f}}" style="position: relative; overflow: hidden; \
+height: 6px; max-width: 60em; margin: 6px 0; border-radius: 3px">
+<div style="{_LAYER}opacity: 0.2"></div>
+<div style="{_LAYER}opacity: 0.7; width: {{percent:.1f}}%"></div>
+</div>
+"""
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
 def make_progress(progress: str | NoProgress) -> NoProgress:
-    """The progress of that name; "auto" is a bar on a terminal and plain lines otherwise."""
+    """The progress of that name; "auto" is a bar on a terminal or in a notebook, otherwise lines."""
     if isinstance(progress, NoProgress):
         return progress
     if progress not in NAMES:
         raise ValueError(f"progress must be one of {', '.join(NAMES)}, or an object, got {progress!r}.")
+    if progress in ("auto", "bar") and in_notebook():
+        return NotebookProgress()
     if progress == "auto":
         progress = "bar" if sys.stderr.isatty() else "plain"
     kinds: dict[str, type[NoProgress]] = {"bar": BarProgress, "plain": PlainProgress, "none": NoProgress}
     return kinds[progress]()
 
 
-def line_of(report: Report, total: int | None) -> str:
-    """A report as a line of text."""
-    known = "" if total is None else f"/{total:,}"
-    kind = "" if report.kind == "train" else f"  {report.kind}"
-    return "  ".join([f"step {report.step:,}{known}{kind}", *_shown(report.values)])
+def line_of(
+    report: Report, total: int | None, widths: dict[str, int] | None = None, *, rates: bool = False
+) -> str:
+    """A report as a line of text; fields are as wide as in earlier lines with the same `widths`, by name."""
+    step = f"{report.step:,}"
+    if total is not None:
+        step = f"{step.rjust(len(f'{total:,}'))}/{total:,}"
+    fields = _shown(report, rates=rates)
+    if widths is not None:
+        for name, text in fields.items():
+            widths[name] = max(widths.get(name, 0), len(text))
+            fields[name] = text.rjust(widths[name])
+    kind = [] if report.kind == "train" else [report.kind]
+    return "  ".join([f"step {step}", *kind, *fields.values()])
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -143,28 +359,41 @@ def memory_bytes(device: torch.device) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-_LAST = ("samples_per_second", "rows", "memory")
+def memory_owner(device: torch.device, ranks: int) -> str:
+    """Whose memory the sum of `memory_bytes` over all ranks is."""
+    one, several = ("GPU", "GPUs") if device.type == "cuda" else ("process", "processes")
+    return one if ranks == 1 else f"{ranks} {several}"
 
 
-def _by_interest(values: Mapping[str, float]) -> dict[str, float]:
-    """Losses and metrics first, because a narrow terminal shows the beginning; no learning rates."""
-    first = {name: value for name, value in values.items() if not name.startswith("lr/")}
-    return dict(sorted(first.items(), key=lambda item: _LAST.index(item[0]) if item[0] in _LAST else -1))
+# Shown behind losses and metrics, because a narrow terminal shows what comes first.
+_LAST = ("samples_per_second", "rows", "memory", "staleness", "staleness_max", "dense_staleness")
 
 
-def _shown(values: Mapping[str, float]) -> list[str]:
-    shown = []
-    for name, value in values.items():
-        if name.startswith("rows/"):
-            continue  # the history has them; here they would crowd out the rest
+def _shown(report: Report, *, rates: bool = False) -> dict[str, str]:
+    """The numbers that people want, as text by name, with learning rates if these change.
+
+    The history has all.
+    """
+    hidden = ("rows/",) if rates else ("rows/", "lr/")
+    values = {name: value for name, value in report.values.items() if not name.startswith(hidden)}
+    texts = {}
+    for name in sorted(values, key=_place):
+        value = values[name]
         if name == "samples_per_second":
-            shown.append(f"{value:,.0f} samples/s")
+            texts[name] = f"{value:,.0f} samples/s"
         elif name == "rows":
-            shown.append(f"{value:,.0f} rows")
+            texts[name] = f"{value:,.0f} rows"
         elif name == "memory":
-            shown.append(f"{value / 2**30:.2f} GiB")
+            texts[name] = f"{report.memory_of} {value / 2**30:.2f} GiB"
         elif name == "auc":
-            shown.append(f"AUC {value:.4f}")
+            texts[name] = f"AUC {value:.4f}"
+        elif name.startswith("lr/"):
+            texts[name] = f"{name} {value:.4g}"
         else:
-            shown.append(f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}")
-    return shown
+            texts[name] = f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}"
+    return texts
+
+
+def _place(name: str) -> int:
+    """Losses and metrics first, in their order, learning rates last."""
+    return _LAST.index(name) if name in _LAST else len(_LAST) if name.startswith("lr/") else -1

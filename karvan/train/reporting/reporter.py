@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Mapping
 
-from karvan.train.reporting.progress import memory_bytes
+from karvan.durations import duration_text
+from karvan.job.environment import JobEnvironment
+from karvan.train.reporting.progress import memory_bytes, memory_owner
 from karvan.train.reporting.results import FitResult, Report
 from karvan.train.state.gathering import merged, summed
 from karvan.train.step.optimizer_step import engines_of
@@ -23,38 +25,71 @@ class Reporter:
         self._engines = engines_of(parts.model)
         self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
         self._stale: dict[str, float] = {}  # the staleness in the last report
-        self._last = (time.monotonic(), parts.counts.samples)
+        self._last = self._shown = (time.monotonic(), parts.counts.samples)
+        self._wanted: int | None = parts.counts.step + 1  # by the first rank; see `shows`
+
+    def shows(self, step: int) -> bool:
+        """Whether progress wants numbers after this step, although loggers do not."""
+        if not self._parts.shows_between:
+            return False
+        alone = self._parts.connection.world_size == 1
+        wanted = self._parts.progress.next_report if alone else self._wanted
+        return wanted is not None and step >= wanted
+
+    def show(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Show what the next report for loggers would have so far; a collective like `training`."""
+        now = time.monotonic(), self._parts.counts.samples
+        values = self._training_values(metrics, now, self._shown)
+        self._shown = now
+        if values:
+            everything = {**values, **self._stale, **self._rates()}
+            self._parts.progress.report(self._make_report("train", everything))
+        self._agree_on_next()
 
     def training(self, metrics: Mapping[str, float] | None = None) -> None:
         """Losses since the last report, metrics since the start of the epoch, and speed; of all ranks.
 
         metrics: those of all ranks, if they are known.
         """
+        now = time.monotonic(), self._parts.counts.samples
+        values = self._training_values(metrics, now, self._last)
+        if not values:
+            return
+        self._last = self._shown = now
+        self._report("train", {**values, **self._staleness(), **self._rates()})
+        self._parts.window.reset()
+        self._agree_on_next()
+
+    def _training_values(
+        self, metrics: Mapping[str, float] | None, now: tuple[float, int], before: tuple[float, int]
+    ) -> dict[str, float]:
+        """Speed, losses, metrics, rows and memory; nothing if there are no losses."""
         parts = self._parts
         channel = parts.connection.main
         if not (losses := parts.window.means(channel)):
-            return
-        (before, samples), self._last = self._last, (time.monotonic(), parts.counts.samples)
-        rates = {
-            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
-            for name, optimizer in parts.setup.update.optimizers.items()
-        }
+            return {}
         if metrics is None:
             metrics = self.metrics()
         rows = self._rows()
-        held = summed(
-            channel, {"rows": sum(rows.values()), "memory": memory_bytes(parts.setup.runs.device), **rows}
-        )
-        values = {
-            "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),
+        memory = memory_bytes(parts.setup.runs.device)
+        return {
+            "samples_per_second": (now[1] - before[1]) / max(now[0] - before[0], 1e-9),
             **losses,
             **metrics,
-            **held,
-            **self._staleness(),
-            **rates,
+            **summed(channel, {"rows": sum(rows.values()), "memory": memory, **rows}),
         }
-        self._report("train", values)
-        parts.window.reset()
+
+    def _agree_on_next(self) -> None:
+        """All ranks learn when the first one shows numbers next."""
+        connection = self._parts.connection
+        if self._parts.shows_between and connection.world_size > 1:
+            self._wanted = connection.main.gather_json(self._parts.progress.next_report)[0]
+
+    def _rates(self) -> dict[str, float]:
+        return {
+            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
+            for name, optimizer in self._parts.setup.update.optimizers.items()
+        }
 
     def _rows(self) -> dict[str, int]:
         """The rows of each table, as far as this rank holds them."""
@@ -102,8 +137,8 @@ class Reporter:
 
     def exclude(self, seconds: float) -> None:
         """Do not count these seconds as training time."""
-        then, samples = self._last
-        self._last = (then + seconds, samples)
+        self._last = (self._last[0] + seconds, self._last[1])
+        self._shown = (self._shown[0] + seconds, self._shown[1])
 
     def metrics(self) -> dict[str, float]:
         """The metrics of training so far, over all ranks."""
@@ -114,6 +149,9 @@ class Reporter:
         parts = self._parts
         parts.progress.end()
         parts.progress.say(_final_message(result))
+        saved_early = result.checkpoint is not None and result.stopped in ("interrupt", "terminate")
+        if saved_early and not JobEnvironment.read().job:  # of a launched job, the launcher says it
+            parts.progress.say(parts.resume_hint)
         if result.bad_records:
             some = f"{result.bad_records} bad record{'s' * (result.bad_records != 1)}"
             parts.progress.say(f"WARNING: {some} skipped, because they raised errors.")
@@ -126,11 +164,15 @@ class Reporter:
             parts.progress.say(f"WARNING: {text}")
             _log.warning(text)
 
-    def _report(self, kind: str, values: Mapping[str, float]) -> None:
+    def _make_report(self, kind: str, values: Mapping[str, float]) -> Report:
         counts = self._parts.counts
         # After the last batch of an epoch, the numbers are still those of that epoch.
         epoch = counts.epoch if counts.batches or not counts.epoch else counts.epoch - 1
-        report = Report(kind, counts.step, epoch, values, counts.samples, time.time())
+        memory_of = memory_owner(self._parts.setup.runs.device, self._parts.connection.world_size)
+        return Report(kind, counts.step, epoch, values, counts.samples, time.time(), memory_of)
+
+    def _report(self, kind: str, values: Mapping[str, float]) -> None:
+        report = self._make_report(kind, values)
         self._parts.loggers.write(report)
         self._parts.progress.report(report)
 
@@ -144,4 +186,5 @@ def _final_message(result: FitResult) -> str:
         return f"Stopped after step {result.step} ({result.stopped}){where}."
     if not result.trained:
         return f"Trained up to step {result.step} already, nothing more to do{where}."
-    return f"Trained {result.trained} steps in {result.seconds:.1f} s, up to step {result.step}{where}."
+    time_taken = duration_text(result.seconds)
+    return f"Trained {result.trained} steps in {time_taken}, up to step {result.step}{where}."

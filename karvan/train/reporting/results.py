@@ -10,17 +10,30 @@ import torch
 from torch import Tensor
 
 from karvan.distributed import CollectiveChannel
+from karvan.durations import duration_text
+from karvan.notebook import html_table
 from karvan.train.reporting.model_reports import split_reports
 from karvan.train.state.gathering import summed
 
 
 @dataclass(frozen=True)
 class StepLogs:
-    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or skipped.
+    """One optimizer step, as callbacks get it.
 
-    On a GPU that finds out by itself, `taken` is a tensor, too: bool() reads it, and waits for the GPU.
-    Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none,
-    and so are `reports`, what the model has reported by `kv.train.report`.
+    Attributes:
+        step: The number of the step.
+        epoch: The index of the epoch.
+        samples: How many samples are in the step, over all ranks.
+        losses: The losses of this rank by name, as tensors; float() reads one. They are NaN if it had no
+            samples.
+        taken: Whether the step was taken or skipped. Where a GPU decides, it is a tensor: bool() reads it,
+            and waits.
+        reports: What the model has reported by `kv.train.report`, by name.
+
+    Example:
+        >>> logs = kv.train.StepLogs(7, 0, 512, {"loss": torch.tensor(0.5)}, True)
+        >>> float(logs.losses["loss"])
+        0.5
     """
 
     step: int
@@ -38,9 +51,21 @@ class StepLogs:
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval".
+    """Numbers about training or an evaluation at a step, as loggers and progress get them.
 
-    `samples` is the number of samples trained so far, `time` the Unix time of the report.
+    Attributes:
+        kind: "train" or "eval".
+        step: The step of the report.
+        epoch: The index of the epoch.
+        values: The numbers by name.
+        samples: How many samples were trained so far.
+        time: The Unix time of the report.
+        memory_of: Whose memory `values["memory"]` is: "process", "4 processes" or "GPU".
+
+    Example:
+        >>> report = kv.train.Report("eval", 100, 0, {"auc": 0.75})
+        >>> report.labels()
+        {'kind': 'eval', 'step': 100, 'epoch': 0}
     """
 
     kind: str
@@ -49,9 +74,14 @@ class Report:
     values: Mapping[str, float]
     samples: int | None = None
     time: float | None = None
+    memory_of: str = "process"
 
     def labels(self) -> dict[str, str | int | float]:
-        """What the values describe, without unknown fields."""
+        """Return what the values describe, without unknown fields.
+
+        Returns:
+            The fields other than `values`, by name.
+        """
         known = {"samples": self.samples, "time": self.time}
         found = {name: value for name, value in known.items() if value is not None}
         return {"kind": self.kind, "step": self.step, "epoch": self.epoch, **found}
@@ -61,11 +91,30 @@ class Report:
 class FitResult:
     """Where a fit ended.
 
-    `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or the reason of a
-    callback. `trained` counts the steps of this call, `skipped` those of them that were skipped, `step` all
-    steps of the run; `epoch` counts the epochs of this data. `metrics` are those of training since the start
-    of the epoch, `evaluation` those of the last evaluation, which was at step `evaluated`. `bad_records`
-    counts the records that the job has skipped because they raise errors; see `skip_bad_records` of job.yaml.
+    Attributes:
+        step: All steps of the run.
+        epoch: How many epochs of this data are complete.
+        samples: How many samples were trained.
+        skipped: How many steps of this call were skipped.
+        trained: How many steps this call made.
+        seconds: How long this call took.
+        stopped: None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or the reason of a
+            callback.
+        checkpoint: The path of the last checkpoint, if one was saved.
+        metrics: The metrics of training since the start of the epoch.
+        evaluation: The losses and metrics of the last evaluation.
+        evaluated: The step of that evaluation.
+        bad_records: How many records the job has skipped because they raise errors; see `skip_bad_records` of
+            job.yaml.
+
+    Example:
+        >>> result = kv.train.FitResult(
+        ...     step=100, epoch=1, samples=51200, skipped=0, trained=100, seconds=9.5,
+        ...     stopped=None, checkpoint="out/run/step-000000000100",
+        ... )
+        >>> print(result)
+        Trained 100 steps in 9.5 s: now at step 100, 1 epoch, 51,200 samples
+          checkpoint  out/run/step-000000000100
     """
 
     step: int
@@ -83,23 +132,34 @@ class FitResult:
 
     def __str__(self) -> str:
         """A summary in a few lines; `repr` has everything."""
+        return "\n  ".join([self._headline(), *(f"{word:<12}{text}" for word, text in self._summary())])
+
+    def _repr_html_(self) -> str:
+        lines = [(word, text.replace("  ", ", ")) for word, text in self._summary()]
+        return html_table(self._headline(), (), lines)
+
+    def _headline(self) -> str:
         skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
-        lines = [
-            f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
-            f"{self.epoch} epoch{'s' * (self.epoch != 1)}, {self.samples:,} samples"
-        ]
+        return (
+            f"Trained {self.trained:,} steps in {duration_text(self.seconds)}{skipped}: "
+            f"now at step {self.step:,}, {self.epoch} epoch{'s' * (self.epoch != 1)}, "
+            f"{self.samples:,} samples"
+        )
+
+    def _summary(self) -> list[tuple[str, str]]:
+        lines = []
         if self.stopped:
-            lines.append(f"stopped     {self.stopped}")
+            lines.append(("stopped", self.stopped))
         if self.bad_records:
-            lines.append(f"bad records {self.bad_records:,} skipped")
+            lines.append(("bad records", f"{self.bad_records:,} skipped"))
         earlier = "" if self.evaluated == self.step else f"  (at step {self.evaluated:,})"
         for word, values, note in (("training", self.metrics, ""), ("evaluation", self.evaluation, earlier)):
             if values:
                 shown = "  ".join(f"{name} {value:.5g}" for name, value in values.items())
-                lines.append(f"{word:<12}{shown}{note}")
+                lines.append((word, shown + note))
         if self.checkpoint:
-            lines.append(f"checkpoint  {self.checkpoint}")
-        return "\n  ".join(lines)
+            lines.append(("checkpoint", self.checkpoint))
+        return lines
 
 
 @dataclass

@@ -32,6 +32,8 @@ NAMES = ("fp32", "bf16", "fp16", "auto")
 class Precision:
     """fp32: nothing is changed. The others derive from it."""
 
+    name = "fp32"
+
     def context(self) -> AbstractContextManager[Any]:
         """The context of a forward and its backward."""
         return nullcontext()
@@ -84,6 +86,7 @@ class Autocast(Precision):
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         self._device = device
         self._dtype = dtype
+        self.name = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
         self._slow = device.type == "cpu" and not fast_bf16()
         if self._slow:
             warnings.warn(
@@ -104,6 +107,7 @@ class Autocast(Precision):
 class ScaledLoss(Precision):
     """fp32 with a loss that is scaled up, for models that compute in half precision by themselves."""
 
+    name = "scaled loss"
     always_checks = True
 
     def __init__(
@@ -156,6 +160,8 @@ class ScaledLoss(Precision):
 
 class Scaled(ScaledLoss):
     """fp16 on CUDA: the loss is scaled up, so that small gradients do not vanish."""
+
+    name = "fp16"
 
     def __init__(self, device: torch.device, engines: Iterable[EmbeddingEngine]) -> None:
         super().__init__(device, engines, torch.amp.GradScaler(device.type))

@@ -35,7 +35,14 @@ def note_termination() -> None:
 
 
 def reset_termination() -> None:
-    """Allow training after a SIGTERM that has ended a fit."""
+    """Allow training again after a SIGTERM has ended a fit.
+
+    Without it, every further fit raises a TerminatedError, because whoever sent the signal does not wait for
+    the next one.
+
+    Example:
+        >>> kv.train.reset_termination()
+    """
     _Termination.received = False
 
 

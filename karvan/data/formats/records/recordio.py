@@ -139,10 +139,24 @@ class RecordIOSource(RecordSource):
 
 
 class RecordIOWriter(RecordFileWriter):
-    """Writes a RecordIO file: `write` takes bytes, `write_rows` tables, whose rows become tf.Example records.
+    """Write a RecordIO file.
 
-    `compression` of each chunk is "snappy", "gzip" or "none". If the name ends in `.gz`, the entire file is
-    compressed as well, and can no longer be read in parts.
+    `write` takes bytes; `write_rows` takes tables, and their rows become tf.Example records. Use it in a
+    `with` block: the file appears when it ends without an error.
+
+    Args:
+        path: The file. If its name ends in `.gz`, all of it is compressed, and it can no longer be read in
+            parts.
+        compression: Of each chunk: "snappy", "gzip" or "none".
+        filesystem: A pyarrow file system that gets the file.
+        chunk_bytes: The size of a chunk, up to 32 MiB.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> with kv.data.RecordIOWriter("one.recordio") as writer:
+        ...     writer.write(b"one")
     """
 
     def __init__(

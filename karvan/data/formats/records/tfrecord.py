@@ -92,9 +92,23 @@ class TFRecordSource(RecordSource):
 
 
 class TFRecordWriter(RecordFileWriter):
-    """Writes a TFRecord file: `write` takes bytes, `write_rows` tables, whose rows become tf.Example records.
+    """Write a TFRecord file.
 
-    `compression` of the file is "gzip", "zlib" or "none"; by default gzip if the name ends in `.gz`.
+    `write` takes bytes; `write_rows` takes tables, and their rows become tf.Example records. Use it in a
+    `with` block: the file appears when it ends without an error.
+
+    Args:
+        path: The file.
+        compression: "gzip", "zlib" or "none"; by default gzip if the name ends in `.gz`.
+        filesystem: A pyarrow file system that gets the file.
+
+    Raises:
+        ValueError: The compression is unknown.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> with kv.data.TFRecordWriter("clicks.tfrecord") as writer:
+        ...     writer.write_rows(pa.table({"user": [7, 8]}))
     """
 
     def __init__(

@@ -147,7 +147,7 @@ def identity_of(folder: Path, command: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _programs(command: Iterable[str]) -> tuple[str, ...]:
-    return tuple(part for part in command if part.endswith(".py"))
+    return tuple(part for part in command if part.endswith((".py", ".yaml", ".yml")))
 
 
 def _inherited() -> dict[str, str]:

@@ -14,7 +14,19 @@ _log = logging.getLogger("karvan.train")
 
 
 class Logger(ABC):
-    """Receives reports between `open` and `close`, which a fit calls."""
+    """The base class of loggers: it receives reports between `open` and `close`, which a fit calls.
+
+    Example:
+        >>> class Printer(kv.loggers.Logger):
+        ...     def open(self, step):
+        ...         pass
+        ...     def write(self, report):
+        ...         print(report.kind, report.step, report.values)
+        ...     def close(self):
+        ...         pass
+        >>> Printer().write(kv.train.Report("eval", 100, 0, {"auc": 0.75}))
+        eval 100 {'auc': 0.75}
+    """
 
     def __str__(self) -> str:
         path = getattr(self, "_path", None)
@@ -22,19 +34,39 @@ class Logger(ABC):
 
     @abstractmethod
     def open(self, step: int) -> None:
-        """A fit starts after this step: reports of later steps are removed, because they come again."""
+        """Start a fit after a step.
+
+        Reports of later steps are removed, because they come again.
+
+        Args:
+            step: The step.
+        """
 
     @abstractmethod
     def write(self, report: Report) -> None:
-        """Add a report."""
+        """Add a report.
+
+        Args:
+            report: The report.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """The fit is over; write everything to disk."""
+        """End the fit, and write everything to disk."""
 
 
 class LoggerGroup(Logger):
-    """Several logs as one, or none."""
+    """Several loggers as one, or none.
+
+    Args:
+        logs: The loggers.
+
+    Raises:
+        TypeError: One of them is no logger.
+
+    Example:
+        >>> loggers = kv.loggers.LoggerGroup([kv.loggers.CSVLogger("log.csv")])
+    """
 
     def __init__(self, logs: Iterable[Logger]) -> None:
         self._logs = list(logs)
@@ -46,12 +78,15 @@ class LoggerGroup(Logger):
                 )
 
     def open(self, step: int) -> None:
-        """See `Logger.open`."""
+        """Start a fit of every logger."""
         for log in self._logs:
             log.open(step)
 
     def write(self, report: Report) -> None:
-        """See `Logger.write`; a failure is a warning, because training does not need the log."""
+        """Add a report to every logger.
+
+        A failure is a warning, because training does not need the log.
+        """
         for log in self._logs:
             try:
                 log.write(report)
@@ -61,7 +96,7 @@ class LoggerGroup(Logger):
                 self._failing.discard(log)
 
     def close(self) -> None:
-        """See `Logger.close`."""
+        """End the fit of every logger."""
         for log in self._logs:
             try:
                 log.close()

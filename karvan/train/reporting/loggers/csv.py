@@ -16,20 +16,27 @@ _FIRST = ("kind", "step", "epoch")
 
 
 class CSVLogger(Logger):
-    """Reports as CSV."""
+    """Write reports as CSV, a row each.
+
+    Args:
+        path: The file.
+
+    Example:
+        >>> logger = kv.loggers.CSVLogger("log.csv")  # loggers=[logger] of a Trainer
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = plain_path(path)
         self._columns: list[str] = list(_FIRST)
 
     def open(self, step: int) -> None:
-        """See `Logger.open`."""
+        """Remove the rows of later steps."""
         rows = self._rows() if step else []
         self._columns = list(rows[0]) if rows else list(_FIRST)
         self._rewrite([row for row in rows if int(row["step"]) <= step])
 
     def write(self, report: Report) -> None:
-        """See `Logger.write`."""
+        """Add a row."""
         row = {**report.labels(), **report.values}
         if new := [name for name in row if name not in self._columns]:
             self._columns += new
@@ -38,7 +45,7 @@ class CSVLogger(Logger):
             file.writelines(f"{line}\n" for line in self._lines([row]))
 
     def close(self) -> None:
-        """See `Logger.close`; every row is on disk already."""
+        """Close the file; every row is on disk already."""
 
     def _rows(self) -> list[dict[str, Any]]:
         """The rows of the file, without those that a crash or a full disk has damaged."""

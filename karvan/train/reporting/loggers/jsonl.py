@@ -14,26 +14,33 @@ from karvan.train.reporting.results import Report
 
 
 class JSONLinesLogger(Logger):
-    """Reports as JSON lines."""
+    """Write reports as JSON, a line each.
+
+    Args:
+        path: The file.
+
+    Example:
+        >>> logger = kv.loggers.JSONLinesLogger("log.jsonl")
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = plain_path(path)
         self._file: IO[str] | None = None
 
     def open(self, step: int) -> None:
-        """See `Logger.open`."""
+        """Remove the lines of later steps."""
         entries = read_entries(self._path) if step else []
         replace_lines(self._path, [json.dumps(entry) for entry in entries if entry["step"] <= step])
         self._file = self._path.open("a")
 
     def write(self, report: Report) -> None:
-        """See `Logger.write`."""
+        """Add a line."""
         assert self._file is not None
         values = {name: value if math.isfinite(value) else None for name, value in report.values.items()}
         print(json.dumps({**report.labels(), **values}), file=self._file, flush=True)
 
     def close(self) -> None:
-        """See `Logger.close`."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

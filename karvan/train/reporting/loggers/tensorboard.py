@@ -10,7 +10,17 @@ from karvan.train.reporting.results import Report
 
 
 class TensorBoardLogger(Logger):
-    """Reports as scalars named train/loss, eval/auc, … in a folder that `tensorboard --logdir` reads."""
+    """Write reports as scalars named train/loss, eval/auc, … for `tensorboard --logdir`.
+
+    Args:
+        folder: The folder of the scalars.
+
+    Raises:
+        ImportError: tensorboard is not installed: `pip install 'karvan[monitor]'`.
+
+    Example:
+        >>> logger = kv.loggers.TensorBoardLogger("tensorboard")  # doctest: +SKIP
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -24,16 +34,16 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def open(self, step: int) -> None:
-        """See `Logger.open`; TensorBoard hides what was logged for later steps."""
+        """Start a fit; TensorBoard hides what was logged for later steps."""
         self._writer = self._make(self._folder, purge_step=step + 1 if step else None)
 
     def write(self, report: Report) -> None:
-        """See `Logger.write`."""
+        """Add a scalar for each number."""
         for name, value in report.values.items():
             self._writer.add_scalar(f"{report.kind}/{name}", value, report.step)
 
     def close(self) -> None:
-        """See `Logger.close`."""
+        """Close the files."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
