@@ -44,7 +44,8 @@ class KafkaReader:
         topics: The topics.
         config: The configuration of librdkafka, such as `{"bootstrap.servers": "broker:9092"}`.
         decode: A function that makes a record batch of a list of messages, such as
-            `kv.data.json_rows(schema)`, or the `kv.Batch` that a Trainer takes. By default they are the bytes of the column `record`.
+            `kv.data.json_rows(schema)`, or the `kv.Batch` that a Trainer takes. By default the bytes of
+            messages are the column `record`.
         size: How many messages make a batch.
         wait: After how many seconds since its first message a smaller batch is given.
         start: Where reading starts without a position: "earliest" or "latest".
