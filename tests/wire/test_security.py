@@ -148,7 +148,7 @@ def test_security_from_files(tmp_path):
 
 def test_what_would_open_a_service_by_mistake_is_an_error(tmp_path):
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ValueError, match="KARVAN_TOKEN_FILE expects a file with something in it"):
+    with pytest.raises(ValueError, match="KARVAN_TOKEN_FILE expects a file that is not empty"):
         Security.from_environment({"KARVAN_TOKEN_FILE": str(tmp_path / "empty")})
     with pytest.raises(FileNotFoundError):
         Security.from_environment({"KARVAN_TOKEN_FILE": str(tmp_path / "none")})
