@@ -163,7 +163,7 @@ class FeatureEngine(nn.Module):
         rows = rows_like(batch)
         if rows is None:
             raise ValueError(
-                f"Feature '{name}' is empty where a batch lacks column '{column}', but this batch has no "
+                f"Feature '{name}' is empty where a batch lacks column '{column}', but the batch has no "
                 "column at all, so its number of samples is unknown."
             )
         return kind(rows)
