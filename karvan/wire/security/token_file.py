@@ -48,7 +48,7 @@ def check_token(content: bytes, expects: str, got: str) -> str:
     """The token in these bytes; a ValueError, worded with the two texts, if they hold none."""
     token = content.strip(b" \t\r\n")
     if not token:  # a job that was meant to be protected must not be open
-        raise ValueError(f"{expects} a file that is not empty, {got}.")
+        raise ValueError(f"{expects} a file that is not empty, {got} is empty.")
     problem = _problem(token)
     if problem:
         expected = f"one line of up to {MOST_CHARACTERS} printable ASCII characters without spaces ({RECIPE})"
