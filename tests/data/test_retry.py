@@ -160,7 +160,7 @@ def test_a_damaged_file_is_an_error_at_once(tmp_path, remote, caplog):
 
 
 def test_a_flipped_byte_of_a_page_is_seen_if_the_page_has_a_checksum(tmp_path):
-    """And is not without one, which is why docs/data.md tells how to write checksums."""
+    """And is not without one, which is why docs/data_storage.md tells how to write checksums."""
     for checksum in (False, True):
         folder = tmp_path / str(checksum)
         folder.mkdir()

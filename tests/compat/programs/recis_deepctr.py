@@ -1,5 +1,5 @@
 # ruff: noqa
-"""The CTR example of RecIS's documentation, as written; two slips are mended, see docs/migrating.md."""
+"""The CTR example of RecIS's documentation, as written; two slips are mended, see docs/migrating_recis.md."""
 
 import os
 import random

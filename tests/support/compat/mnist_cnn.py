@@ -1,4 +1,9 @@
-"""The MNIST CNN of ElasticDL's design for PyTorch, its slips mended as docs/migrating.md says."""
+"""The MNIST CNN of ElasticDL's design for PyTorch, with its slips mended.
+
+As written it runs nowhere: `super(Net, self)` in `CustomModel`, `tf.reshape` of labels, a bracket after the
+loss, an `optimizer` of a `cnn` that does not exist, nothing returned in `Mode.PREDICTION`, steps of 784
+numbers through records of 785, and images of (28, 28) for a convolution of one channel.
+"""
 
 import torch
 from elasticdl.python.common.constants import Mode

@@ -18,7 +18,7 @@ _FOLDERS = re.compile(r"(odps://[^?]+/tables/\w+)((?:/[^/=?]+=[^/?]*)+)/?")
 class OdpsDataset(DatasetBase):
     """Batches of tables of MaxCompute; see `DatasetBase`.
 
-    The account is in the environment, see docs/data.md. A table is "project.table", or
+    The account is in the environment, see docs/data_storage.md. A table is "project.table", or
     "odps://project/tables/table"; "/ds=20240101/hh=01" after it is a partition.
     """
 
