@@ -355,3 +355,40 @@ def test_losses_that_are_no_number_are_refused():
             trainer(loss=loss).fit(batches(1))
     with pytest.raises(TypeError, match="A batch must be a Batch, another mapping"):
         trainer(loss=lambda output, batch: output.sum()).fit([(1, 2)])
+
+
+def clicked(number):
+    """Batches whose label column is "click" alone."""
+    return [{**dict(each), "click": each["label"]} for each in batches(number)]
+
+
+def test_a_metric_without_a_label_counts_the_losses_only_label():
+    loss = kv.losses.BinaryCrossEntropy(label="click")
+    data = clicked(4)
+    for batch in data:
+        del batch["label"]
+    auc = kv.metrics.AUC()
+    result = trainer(loss=loss, metrics={"auc": auc}).fit(data, eval_data=data[:1])
+    assert 0 < result.metrics["auc"] < 1
+    assert auc.label == "click"
+
+
+def test_a_metric_of_a_head_counts_the_label_of_the_heads_loss():
+    loss = kv.losses.Sum(
+        {
+            "ctr": kv.losses.BinaryCrossEntropy("click", "ctr"),
+            "cvr": kv.losses.BinaryCrossEntropy("label", "cvr"),
+        }
+    )
+    metrics = {"ctr": kv.metrics.AUC(output="ctr"), "cvr": kv.metrics.AUC(output="cvr")}
+    fit = trainer(model(heads=["ctr", "cvr"]), loss=loss, metrics=metrics)
+    assert [fit.metrics[name].label for name in metrics] == ["click", "label"]
+
+
+def test_a_metric_without_a_label_is_an_error_where_losses_have_several():
+    loss = kv.losses.Sum(
+        {"click": kv.losses.BinaryCrossEntropy("click"), "buy": kv.losses.BinaryCrossEntropy("buy")}
+    )
+    expected = r"metric 'auc'.*: click, buy.*AUC\(label='click'\)"
+    with pytest.raises(ValueError, match=expected):
+        trainer(loss=loss, metrics={"auc": kv.metrics.AUC()})
