@@ -204,6 +204,40 @@ def test_data_that_ends_for_good_is_an_error_where_more_of_it_is_needed():
         fit.fit([])
 
 
+class Topic:
+    """Data that grows at its end and has a position."""
+
+    def __init__(self, start=0):
+        self.all, self.position = batches(start), 0
+
+    def identity(self):
+        return kv.data.Identity("clicks", "topic clicks", grows=True)
+
+    def __iter__(self):
+        while self.position < len(self.all):
+            self.position += 1
+            yield self.all[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_data_that_grows_may_have_nothing_new(tmp_path, caplog):
+    topic = Topic()
+    counts = []
+    for number in (0, 3, 3, 5):
+        topic.all = batches(number)
+        caplog.clear()
+        fit = trainer(checkpoints=tmp_path / "run")
+        result = fit.fit(topic, eval_data=batches(1))
+        counts.append((result.trained, result.step))
+        assert ("topic clicks: no new messages" in caplog.text) == (not result.trained)
+    assert counts == [(0, 0), (3, 3), (0, 3), (2, 5)]
+
+
 def test_several_outputs_have_a_loss_each_and_all_are_logged():
     net = model(heads=["ctr", "cvr"])
     loss = kv.losses.Sum(
