@@ -38,6 +38,7 @@ class Metric(ABC):
 
     higher_is_better: ClassVar[bool]
     short_name: ClassVar[str]  # its name in reports unless a config names it; stored in histories
+    label_is_of_loss = False  # whether a Trainer has set it; another Trainer then sets it anew
     group: str | None = None  # the column by which samples are grouped, for metrics of groups
 
     def __init__(
@@ -250,7 +251,7 @@ def check_state(metric: Metric, expected: Mapping[str, Tensor], received: Mappin
 def set_labels(metrics: Mapping[str, Any], loss: Any) -> None:
     """Give metrics without a label the loss's; a ValueError for one where the loss has several."""
     for name, metric in metrics.items():
-        if not isinstance(metric, Metric) or metric.label is not None:
+        if not isinstance(metric, Metric) or not (metric.label is None or metric.label_is_of_loss):
             continue
         labels = label_of_head(loss, metric.output) or ["label"]  # a user's function names none
         if len(labels) > 1:
@@ -258,4 +259,4 @@ def set_labels(metrics: Mapping[str, Any], loss: Any) -> None:
                 f"The metric '{name}' does not say which label it counts, and the loss has several: "
                 f"{', '.join(labels)}. Name one of them: {type(metric).__name__}(label='{labels[0]}')."
             )
-        [metric.label] = labels
+        [metric.label], metric.label_is_of_loss = labels, True

@@ -405,6 +405,8 @@ def test_a_metric_without_a_label_counts_the_losses_only_label():
     result = trainer(loss=loss, metrics={"auc": auc}).fit(data, eval_data=data[:1])
     assert 0 < result.metrics["auc"] < 1
     assert auc.label == "click"
+    trainer(metrics={"auc": auc})  # the next Trainer's loss has another label
+    assert auc.label == "label"
 
 
 def test_a_metric_of_a_head_counts_the_label_of_the_heads_loss():
