@@ -8,6 +8,7 @@
 | 3 | data or a checkpoint is damaged, cannot be read, or does not exist | ends |
 | 75 | temporary: an outage (a full disk, unreachable data or servers, a port in use) | restarts |
 | 130 | stopped by Ctrl-C; `train` has saved a checkpoint | |
+| 141 | the reader of the output has gone, as `head` does; nothing is printed | |
 | 143 | stopped by SIGTERM; `train` has saved a checkpoint | |
 
 75 is `EX_TEMPFAIL` of sysexits.h. Classes are looked up by name in `sys.modules`: an error can only be of a
@@ -26,7 +27,7 @@ from karvan.outages import is_temporary
 if TYPE_CHECKING:
     from karvan.settings import SettingsError
 
-OK, FAILED, USAGE, DAMAGED, TEMPORARY, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 75, 130, 143
+OK, FAILED, USAGE, DAMAGED, TEMPORARY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 3, 75, 130, 141, 143
 _PACKAGE = str(Path(__file__).parent)
 _CHECKS = (ValueError, TypeError, KeyError, NotImplementedError)  # raised for wrong arguments
 

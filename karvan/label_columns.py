@@ -24,6 +24,16 @@ def label_columns(loss: Any, kind: str = "label") -> list[str]:
     return [name] if isinstance(name, str) else []
 
 
+def label_of_head(loss: Any, output: str | None) -> list[str]:
+    """The label columns that a metric of this output may count: those of its losses, or else of all."""
+    parts = getattr(loss, "losses", None)
+    if output is not None and isinstance(parts, Mapping):
+        own = [part for part in parts.values() if getattr(part, "output", None) == output]
+        if names := [name for part in own for name in label_columns(part)]:
+            return list(dict.fromkeys(names))
+    return label_columns(loss)
+
+
 def required_labels(
     data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()
 ) -> AbstractContextManager[None]:

@@ -6,9 +6,19 @@ import sys
 import traceback
 
 from karvan import exit_codes
-from karvan.exit_codes import DAMAGED, FAILED, INTERRUPTED, OK, TEMPORARY, TERMINATED, USAGE
+from karvan.exit_codes import DAMAGED, FAILED, INTERRUPTED, OK, PIPE_CLOSED, TEMPORARY, TERMINATED, USAGE
 
-__all__ = ["DAMAGED", "FAILED", "INTERRUPTED", "OK", "STOPPED", "TEMPORARY", "TERMINATED", "USAGE"]
+__all__ = [
+    "DAMAGED",
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "PIPE_CLOSED",
+    "STOPPED",
+    "TEMPORARY",
+    "TERMINATED",
+    "USAGE",
+]
 
 STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by `FitResult.stopped`
 

@@ -24,7 +24,7 @@ from karvan.cli.commands import (
     train,
     version,
 )
-from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, print_error, show
+from karvan.cli.errors import INTERRUPTED, OK, PIPE_CLOSED, USAGE, code_of, print_error, show
 from karvan.cli.help_page import HelpedCommand, HelpedGroup
 from karvan.cli.output import help_of
 from karvan.process_end import run_to_end
@@ -105,9 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print_error("Interrupted.")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has closed it
-        sys.stderr.close()
-        return FAILED
+    except (BrokenPipeError, SystemExit) as end:  # click and rich make a SystemExit of it
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            raise
+        sys.stderr.close()  # the interpreter would complain of what it cannot write
+        return PIPE_CLOSED
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own, which is not a public name of typer
             print_error(_usage(error))

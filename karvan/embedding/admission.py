@@ -111,6 +111,8 @@ class MinCount(Admission):
 
     def native(self) -> tuple[str, float, int]:
         """Return the rule for the native core."""
+        if self.n == 1:  # needs no filter
+            return Always().native()
         return "min_count", float(self.n), self.slots
 
 

@@ -13,7 +13,7 @@ class Accuracy(WeightedMean):
 
     Args:
         threshold: A score is positive from this on; a label is positive from 0.5 on.
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
         logits: Whether the model gives logits, which become probabilities.
@@ -32,7 +32,7 @@ class Accuracy(WeightedMean):
         self,
         threshold: float = 0.5,
         *,
-        label: str = "label",
+        label: str | None = None,
         output: str | None = None,
         weight: str | None = None,
         logits: bool = True,
@@ -53,7 +53,7 @@ class ClassAccuracy(WeightedMean):
 
     Args:
         top: How many of the highest scores count.
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
 
@@ -71,7 +71,7 @@ class ClassAccuracy(WeightedMean):
     higher_is_better = True
 
     def __init__(
-        self, top: int = 1, *, label: str = "label", output: str | None = None, weight: str | None = None
+        self, top: int = 1, *, label: str | None = None, output: str | None = None, weight: str | None = None
     ) -> None:
         if top < 1:
             raise ValueError(f"ClassAccuracy expects top of at least 1, got {top}.")

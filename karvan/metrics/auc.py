@@ -26,7 +26,7 @@ class AUC(Metric):
     Args:
         bins: The number of bins. More are more exact.
         exact: Whether to store every sample instead, 32 bytes each, and accept scores of any range.
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
         logits: Whether the model gives logits, which become probabilities.
@@ -50,7 +50,7 @@ class AUC(Metric):
         bins: int = 2**16,
         exact: bool = False,
         *,
-        label: str = "label",
+        label: str | None = None,
         output: str | None = None,
         weight: str | None = None,
         logits: bool = True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.argument_checks import listed
-from karvan.label_columns import check_weights, refuse_missing
+from karvan.label_columns import check_weights, label_of_head, refuse_missing
 from karvan.ragged import Ragged
 
 State: TypeAlias = dict[str, Tensor]
@@ -22,7 +22,7 @@ class Metric(ABC):
     Tensors may be on any device and of any dtype; sums are float64.
 
     Args:
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
         logits: Whether the model gives logits, which become probabilities.
@@ -38,12 +38,13 @@ class Metric(ABC):
 
     higher_is_better: ClassVar[bool]
     short_name: ClassVar[str]  # its name in reports unless a config names it; stored in histories
+    label_is_of_loss = False  # whether a Trainer has set it; another Trainer then sets it anew
     group: str | None = None  # the column by which samples are grouped, for metrics of groups
 
     def __init__(
         self,
         *,
-        label: str = "label",
+        label: str | None = None,
         output: str | None = None,
         weight: str | None = None,
         logits: bool = True,
@@ -84,7 +85,11 @@ class Metric(ABC):
         """
         scores = self._scores(output)
         selection = {"scores": scores}
-        for role, name in (("labels", self.label), ("weights", self.weight), ("groups", self.group)):
+        for role, name in (
+            ("labels", self.label or "label"),
+            ("weights", self.weight),
+            ("groups", self.group),
+        ):
             if name is not None:
                 selection[role] = self._column(batch, name, role.removesuffix("s"))
                 self._check_beside(role, selection[role], scores)
@@ -241,3 +246,17 @@ def check_state(metric: Metric, expected: Mapping[str, Tensor], received: Mappin
         raise ValueError(
             f"A state of {type(metric).__name__} has {', '.join(expected)}; got {', '.join(received)}."
         )
+
+
+def set_labels(metrics: Mapping[str, Any], loss: Any) -> None:
+    """Give metrics without a label the loss's; a ValueError for one where the loss has several."""
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric) or not (metric.label is None or metric.label_is_of_loss):
+            continue
+        labels = label_of_head(loss, metric.output) or ["label"]  # a user's function names none
+        if len(labels) > 1:
+            raise ValueError(
+                f"The metric '{name}' does not say which label it counts, and the loss has several: "
+                f"{', '.join(labels)}. Name one of them: {type(metric).__name__}(label='{labels[0]}')."
+            )
+        [metric.label], metric.label_is_of_loss = labels, True

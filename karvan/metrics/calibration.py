@@ -13,7 +13,7 @@ class Calibration(RatioOfSums):
     It is NaN where the labels sum up to 0.
 
     Args:
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
         logits: Whether the model gives logits, which become probabilities.

@@ -19,7 +19,7 @@ class GAUC(Grouped):
 
     Args:
         group: The column of groups in the batch, such as users: integers, one for each sample.
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
         logits: Whether the model gives logits, which become probabilities.
@@ -44,7 +44,7 @@ class GAUC(Grouped):
         self,
         group: str = "user",
         *,
-        label: str = "label",
+        label: str | None = None,
         output: str | None = None,
         weight: str | None = None,
         logits: bool = True,

@@ -18,7 +18,7 @@ class HitRate(TopK):
     Args:
         k: How many of the highest scores of a group count.
         group: The column of groups in the batch, such as users: integers, one for each sample.
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights; a group counts as their mean. By default groups count the same.
         logits: Whether the model gives logits, which become probabilities.

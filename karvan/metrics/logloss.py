@@ -17,7 +17,7 @@ class BinaryCrossEntropy(WeightedMean):
     Probabilities are clipped to 2.2e-16 from 0 and 1, as in scikit-learn. Labels may be between 0 and 1.
 
     Args:
-        label: The column of labels in the batch.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
         output: The name of the scores in the model's output; None if that is a tensor itself.
         weight: A column of weights in the batch; by default every sample counts 1.
         logits: Whether the model gives logits, which become probabilities.

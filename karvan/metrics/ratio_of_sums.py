@@ -66,7 +66,7 @@ class MeanDistance(WeightedMean):
     def __init__(
         self,
         *,
-        label: str = "label",
+        label: str | None = None,
         output: str | None = None,
         weight: str | None = None,
         logits: bool = False,

@@ -39,14 +39,12 @@ def make_charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     A chart has one or more views, of which the reader selects one; a view has lines, which every run draws
     as far as it has the numbers. `reference` is a value that a horizontal line marks.
     """
-    quality = [name for name in value_names(runs) if is_quality(name)]
-    charts = [_quality_chart(runs, name) for name in quality]
-    for name in value_names(runs):
-        if name.startswith("lr/"):
-            title = f"Learning rate: {name.removeprefix('lr/')}"
-            charts.append(
-                _chart(title, "", "plain", [_view("", [_line("train", name, "")])], "Speed and size")
-            )
+    charts = [_quality_chart(runs, name) for name in value_names(runs) if is_quality(name)]
+    rates = [name for name in value_names(runs) if name.startswith("lr/")]
+    if rates:
+        lines = [_line("train", name, name.removeprefix("lr/")) for name in rates]
+        view = _view("", lines, by_line=len(runs) == 1 and len(lines) > 1)
+        charts.append(_chart("Learning rate", "", "plain", [view], "Learning"))
     for name, (title, unit, form) in _SPEED.items():
         if name in value_names(runs):
             views = _row_views(runs) if name == "rows" else [_view("", [_line("train", name, "")])]
@@ -79,7 +77,7 @@ def is_quality(name: str) -> bool:
 def _quality_chart(runs: Sequence[RunHistory], name: str) -> dict[str, Any]:
     kinds = [kind for kind in KINDS if any(name in entry.values for run in runs for entry in run.of(kind))]
     lines = [_line(kind, name, _WORDS[kind]) for kind in kinds]
-    chart = _chart(title_of(name), "", "plain", [_view("", lines)], "Quality")
+    chart = _chart(title_of(name), "", "plain", [_view("", lines)], "Learning")
     if "calibration" in name.lower():
         chart |= {"reference": 1.0, "unit": "predicted / observed"}
     return chart

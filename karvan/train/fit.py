@@ -142,6 +142,8 @@ class Fit:
                             self._save()
                 if self._epoch.complete:
                     self._end_epoch()
+                elif self._epoch.empty:
+                    dataset.warn_nothing_new(self._identity, parts.connection)
             self._placement.forget()  # lookups made in advance are withdrawn, and are not counted
             return self._end()
 
@@ -151,7 +153,7 @@ class Fit:
     def _has_all(self) -> bool:
         """Whether this data is trained to its end."""
         early = self._before is not None and self._before.early
-        return early or self._goal.reached(self._counts)
+        return early or self._epoch.empty or self._goal.reached(self._counts)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -169,6 +171,7 @@ class Fit:
         check_choice(parts.saver, self._how.resume)
         parts.saver.require_writable()
         self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
+        self._epoch.may_be_empty = self._identity is not None and self._identity.grows
         self._transforms.use(self._data, self._goal.eval_data)
         resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
         if resumed is None:

@@ -19,6 +19,7 @@ from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
+from karvan.metrics.base import set_labels
 from karvan.monitor.plot_page import framed, plot_page
 from karvan.monitor.run_history import run_of
 from karvan.notebook import Display, html_table, in_notebook
@@ -171,6 +172,7 @@ class Trainer:
         check_trainer(
             model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, loggers, prepare, checkpoints
         )
+        set_labels(metrics or {}, loss)
         if log_every is not None and log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)

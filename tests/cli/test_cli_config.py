@@ -10,6 +10,7 @@ from karvan.cli.config.build_job import make_features, make_job, make_loss, make
 from karvan.cli.config.schema import Config, Model, Named, Table, convert, read_config
 from karvan.cli.errors import CommandError
 from karvan.dense.communication import DenseCommunication
+from karvan.metrics.base import set_labels
 from karvan.settings import SettingsError, parse
 
 MODELS = {
@@ -240,7 +241,9 @@ def test_metrics_have_the_label_and_the_output_of_a_single_loss():
             "metrics": ["AUC", {"name": "GAUC", "group": "film", "label": "liked"}, "Mean"],
         }
     )
-    metrics = make_metrics(config.metrics, make_loss(config.loss))
+    loss = make_loss(config.loss)
+    metrics = make_metrics(config.metrics, loss)
+    set_labels(metrics, loss)
     assert {name: (type(each), each.output) for name, each in metrics.items()} == {
         "auc": (kv.metrics.AUC, "ctr"),
         "gauc": (kv.metrics.GAUC, "ctr"),
@@ -253,10 +256,11 @@ def test_metrics_have_the_label_and_the_output_of_a_single_loss():
     )
 
 
-def test_metrics_of_several_losses_name_their_labels():
-    loss = make_loss({"a": Named(name="BinaryCrossEntropy", label="clicked")})
+def test_metrics_have_the_label_that_several_losses_share():
+    loss = make_loss({name: Named(name="BinaryCrossEntropy", label="clicked") for name in "ab"})
     metrics = make_metrics({"auc": Named(name="AUC")}, loss)
-    assert metrics["auc"].label == "label"
+    set_labels(metrics, loss)
+    assert metrics["auc"].label == "clicked"
 
 
 def test_the_page_lists_every_key():

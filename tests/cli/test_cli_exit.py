@@ -107,12 +107,14 @@ def test_a_full_disk_behind_stdout_is_an_error_of_one_line(command):
     assert ran.stderr.count("\n") == 1
 
 
-def test_a_reader_that_has_gone_ends_a_command_without_a_word():
+@pytest.mark.parametrize("command", [["version"], ["train", "--example"], ["inspect", "run"]])
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(command, trained):
     read, write = os.pipe()
     os.close(read)
-    ran = subprocess.run([sys.executable, "-m", "karvan", "version"], stdout=write, stderr=subprocess.PIPE)
+    words = [sys.executable, "-m", "karvan", *command]
+    ran = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, cwd=trained)
     os.close(write)
-    assert (ran.returncode, ran.stderr) == (1, b"")
+    assert (ran.returncode, ran.stderr) == (141, b"")  # as other programs, which SIGPIPE ends
 
 
 INSPECTING = """

@@ -1,6 +1,7 @@
 """train, evaluate and predict: with a config and with a file, by options, and after a stop."""
 
 import os
+import re
 import signal
 import sys
 from subprocess import PIPE
@@ -139,6 +140,28 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(run, place):
     saved = kv.checkpoint.find(place / "run").step
     assert saved > 0
     _goes_on(run, place, saved)
+
+
+def test_a_quiet_command_that_is_stopped_says_how_to_resume(run, place):
+    ran = run("train", place / "job.py", "--set", "stop=13", "--quiet")
+    assert ran.code == 143
+    assert ran.err.splitlines()[1] == "Stopping after this step. Ctrl-C aborts at once."
+    assert ran.err.splitlines()[2].startswith("To resume: karvan ")
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        (3, "error: Interrupted before a checkpoint was saved.\n"),
+        (33, r"error: Interrupted. The newest checkpoint is of step [123]0.\nTo resume: karvan "),
+    ],
+)
+def test_a_second_ctrl_c_says_what_is_saved_and_how_to_resume(run, place, stop, says):
+    job = place / "job.py"
+    job.write_text(job.read_text().replace("os.kill(os.getpid(), 15)", "raise KeyboardInterrupt"))
+    ran = run("train", job, "--set", f"stop={stop}", "--quiet")
+    assert ran.code == 130
+    assert re.match(says, ran.err)
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(run, place):

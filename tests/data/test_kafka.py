@@ -146,7 +146,7 @@ def test_a_broker_that_is_away_when_reading_begins_is_asked_again(broker):
     assert sorted(texts(reader)) == sorted(f"m{i}" for i in range(200))
 
 
-def test_a_reader_of_batches_trains_and_its_position_is_in_the_checkpoint(cluster, tmp_path):
+def test_a_reader_of_batches_trains_and_its_position_is_in_the_checkpoint(cluster, tmp_path, caplog):
     import karvan as kv
 
     rows = json_rows(pa.schema([("id", pa.int64()), ("label", pa.float32())]))
@@ -166,3 +166,5 @@ def test_a_reader_of_batches_trains_and_its_position_is_in_the_checkpoint(cluste
         return trainer.fit(kv.data.Stream(reader)).trained
 
     assert [fit(100), fit(150), fit(50)] == [2, 3, 1]
+    assert (fit(0), fit(50)) == (0, 1)
+    assert "Kafka topics trained: no new messages" in caplog.text

@@ -76,6 +76,14 @@ def test_min_count_is_never_late_among_many_keys():
     assert handle.rows == 50_000
 
 
+def test_min_count_1_admits_every_key_and_keeps_no_filter(tmp_path):
+    engine, handle = one(admit=kv.admission.MinCount(1))
+    engine({"f": ids(1, 2)})
+    assert keys_of(handle) == [1, 2]
+    kv.Checkpoints(tmp_path).save(1, {}, engine, block=True)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 1 << 20
+
+
 def test_min_count_above_the_filters_range_is_refused_or_works():
     try:
         engine, handle = one(admit=kv.admission.MinCount(300))

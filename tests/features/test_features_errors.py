@@ -133,7 +133,7 @@ def test_steps_on_lists_say_how_a_column_of_single_values_becomes_lists(feature)
     column = OptionalRagged(torch.tensor([1, 3]), torch.tensor([0, 1, 1, 2]))
     for entry in (column, torch.tensor([1, 2, 3])):
         with pytest.raises(
-            (TypeError, ValueError), match=r"one value per sample; fill_missing.*to_ragged\(\)"
+            (TypeError, ValueError), match=r"one value per sample. fill_missing.*to_ragged\(\)"
         ):
             FeatureEngine([feature])({"x": entry})
     lists = Feature("x").to_ragged()

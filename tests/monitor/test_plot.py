@@ -112,12 +112,13 @@ def test_the_page_has_every_number_of_the_logs(trained):
 def test_the_charts_show_loss_metrics_rates_speed_and_table_growth(trained):
     charts = page_of(trained / "slow", trained / "quick").data["charts"]
     assert [chart["title"] for chart in charts] == [
-        *("Loss", "AUC", "Calibration", "Learning rate: dense", "Learning rate: sparse"),
+        *("Loss", "AUC", "Calibration", "Learning rate"),
         *("Throughput", "Table rows", "Memory"),
     ]
     by_title = {chart["title"]: chart for chart in charts}
     assert [line["label"] for line in by_title["AUC"]["views"][0]["lines"]] == ["training", "evaluation"]
     assert by_title["Calibration"]["reference"] == 1
+    assert [line["label"] for line in by_title["Learning rate"]["views"][0]["lines"]] == ["dense", "sparse"]
     assert [chart["title"] for chart in charts if chart["noisy"]] == ["Loss", "Throughput"]
     assert [view["label"] for view in by_title["Table rows"]["views"]] == [
         *("all tables together", "each table", "user", "item"),

@@ -204,6 +204,40 @@ def test_data_that_ends_for_good_is_an_error_where_more_of_it_is_needed():
         fit.fit([])
 
 
+class Topic:
+    """Data that grows at its end and has a position."""
+
+    def __init__(self, start=0):
+        self.all, self.position = batches(start), 0
+
+    def identity(self):
+        return kv.data.Identity("clicks", "topic clicks", grows=True)
+
+    def __iter__(self):
+        while self.position < len(self.all):
+            self.position += 1
+            yield self.all[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_data_that_grows_may_have_nothing_new(tmp_path, caplog):
+    topic = Topic()
+    counts = []
+    for number in (0, 3, 3, 5):
+        topic.all = batches(number)
+        caplog.clear()
+        fit = trainer(checkpoints=tmp_path / "run")
+        result = fit.fit(topic, eval_data=batches(1))
+        counts.append((result.trained, result.step))
+        assert ("topic clicks: no new messages" in caplog.text) == (not result.trained)
+    assert counts == [(0, 0), (3, 3), (0, 3), (2, 5)]
+
+
 def test_several_outputs_have_a_loss_each_and_all_are_logged():
     net = model(heads=["ctr", "cvr"])
     loss = kv.losses.Sum(
@@ -355,3 +389,42 @@ def test_losses_that_are_no_number_are_refused():
             trainer(loss=loss).fit(batches(1))
     with pytest.raises(TypeError, match="A batch must be a Batch, another mapping"):
         trainer(loss=lambda output, batch: output.sum()).fit([(1, 2)])
+
+
+def clicked(number):
+    """Batches whose label column is "click" alone."""
+    return [{**dict(each), "click": each["label"]} for each in batches(number)]
+
+
+def test_a_metric_without_a_label_counts_the_losses_only_label():
+    loss = kv.losses.BinaryCrossEntropy(label="click")
+    data = clicked(4)
+    for batch in data:
+        del batch["label"]
+    auc = kv.metrics.AUC()
+    result = trainer(loss=loss, metrics={"auc": auc}).fit(data, eval_data=data[:1])
+    assert 0 < result.metrics["auc"] < 1
+    assert auc.label == "click"
+    trainer(metrics={"auc": auc})  # the next Trainer's loss has another label
+    assert auc.label == "label"
+
+
+def test_a_metric_of_a_head_counts_the_label_of_the_heads_loss():
+    loss = kv.losses.Sum(
+        {
+            "ctr": kv.losses.BinaryCrossEntropy("click", "ctr"),
+            "cvr": kv.losses.BinaryCrossEntropy("label", "cvr"),
+        }
+    )
+    metrics = {"ctr": kv.metrics.AUC(output="ctr"), "cvr": kv.metrics.AUC(output="cvr")}
+    fit = trainer(model(heads=["ctr", "cvr"]), loss=loss, metrics=metrics)
+    assert [fit.metrics[name].label for name in metrics] == ["click", "label"]
+
+
+def test_a_metric_without_a_label_is_an_error_where_losses_have_several():
+    loss = kv.losses.Sum(
+        {"click": kv.losses.BinaryCrossEntropy("click"), "buy": kv.losses.BinaryCrossEntropy("buy")}
+    )
+    expected = r"metric 'auc'.*: click, buy.*AUC\(label='click'\)"
+    with pytest.raises(ValueError, match=expected):
+        trainer(loss=loss, metrics={"auc": kv.metrics.AUC()})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.config.target import Target, pairs
-from karvan.cli.errors import OK, STOPPED, CommandError
+from karvan.cli.errors import INTERRUPTED, OK, STOPPED, CommandError
 from karvan.cli.feature_fitting import fit_features
 from karvan.cli.output import JSON_PATH, console, number_text, print_table, write_json
 from karvan.job.checkpoint_url import shown
@@ -105,6 +105,8 @@ def train(
         quiet=quiet,
     )
     if job.trainer.connection.rank == 0:
+        if quiet and result.checkpoint is not None and result.stopped in STOPPED:
+            print(job.trainer.resume_hint, file=sys.stderr)  # otherwise progress has shown it
         if not quiet and job.trainer.saver.folder is not None:
             say_how_to_plot(job.trainer.saver.folder)
         if not write_json(json_path, result):
@@ -170,6 +172,13 @@ def _fit(
         )
     except UnfinishedError as error:
         raise CommandError(str(error)) from error
+    except KeyboardInterrupt:  # the second, or before or after training
+        newest = saver.newest_step()
+        if newest is None:
+            raise CommandError("Interrupted before a checkpoint was saved.", INTERRUPTED) from None
+        raise CommandError(
+            f"Interrupted. The newest checkpoint is of step {newest}.\n{job.trainer.resume_hint}", INTERRUPTED
+        ) from None
 
 
 def say_how_to_plot(folder: Path) -> None:

@@ -178,7 +178,7 @@ def _losses() -> dict[str, Any]:
 
 
 def make_metrics(given: Sequence[configs.Named] | Mapping[str, configs.Named], loss: Any) -> dict[str, Any]:
-    """Metrics of kv.metrics, a list or by names; label and output are those of a single loss."""
+    """Metrics of kv.metrics, a list or by names; the output is that of a single loss."""
     known = classes_of(kv.metrics, kv.metrics.Metric)
     if not isinstance(given, Mapping):
         given = _by_short_name([(find_class("metric", known, each.name), each) for each in given])
@@ -201,11 +201,11 @@ def _by_short_name(metrics: Sequence[tuple[Any, configs.Named]]) -> dict[str, co
 
 
 def _of_loss(known: Mapping[str, Any], metric: configs.Named, loss: Any) -> configs.Named:
-    """The metric with the label and the output of the loss, if there is one loss and it names others."""
+    """The metric with the output of a single loss; its label is set by the Trainer."""
     if not isinstance(loss, kv.losses.ColumnLoss):
         return metric
     parameters = inspect.signature(find_class("metric", known, metric.name)).parameters
-    usual = {name: getattr(loss, name) for name in ("label", "output") if name in parameters}
+    usual = {"output": loss.output} if "output" in parameters else {}
     return configs.Named(name=metric.name, **{**usual, **metric.arguments})
 
 

@@ -74,6 +74,8 @@ def make_engine(
     from karvan.launch.engines.ray.engine import RayEngine
     from karvan.launch.engines.ray.process_logs import ProcessLogs
 
+    if address is None:
+        write("launcher", "Starting Ray on this machine, which takes some seconds.")
     cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=_written(spec))
     logs = ProcessLogs(folder.shared, write)
     try:

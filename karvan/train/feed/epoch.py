@@ -73,6 +73,8 @@ class Epoch:
         self._random_later: Any = None  # the generators' state once the data has been skipped forward
         self._feed: Feed | None = None
         self.complete = False  # whether the data has reached its end
+        self.may_be_empty = False  # whether the data may have nothing new, as a topic without new messages
+        self.empty = False  # whether it had nothing new
 
     def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
@@ -101,6 +103,9 @@ class Epoch:
             if counts.batches or any_group:
                 self.complete = True
                 return
+        if self.may_be_empty:
+            self.empty = True
+            return
         raise ValueError(
             f"Epoch {counts.epoch} must have at least one batch, but the data gave none. A generator, or "
             "anything else that can be iterated only once, lasts for one epoch."

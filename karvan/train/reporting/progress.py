@@ -1,8 +1,8 @@
 """Progress: the bar or the lines that a fit prints.
 
-On a terminal it is a live bar with step, time left, losses, metrics, samples/s, rows and memory; a narrow one
-shows as many of these as fit. In a notebook it is a bar below the cell, which changes in place. Elsewhere it
-is a line from time to time. `NoProgress` shows nothing.
+On a terminal it is a live bar with step, time left, losses, metrics, samples per second, rows and memory; a
+narrow one shows as many of these as fit. In a notebook it is a bar below the cell, which changes in place.
+Elsewhere it is a line from time to time. `NoProgress` shows nothing.
 
 A fit has numbers every `log_every` steps. Unless the program has set that, a fit also shows numbers when
 progress wants them: after 1, 2, 5, 10, 20, 50, … steps, so that people see something at once, and at least
@@ -380,11 +380,11 @@ def _shown(report: Report, *, rates: bool = False) -> dict[str, str]:
     for name in sorted(values, key=_place):
         value = values[name]
         if name == "samples_per_second":
-            texts[name] = f"{value:,.0f} samples/s"
+            texts[name] = f"{_short(value)}/s"
         elif name == "rows":
-            texts[name] = f"{value:,.0f} rows"
+            texts[name] = f"{_short(value)} rows"
         elif name == "memory":
-            texts[name] = f"{report.memory_of} {value / 2**30:.2f} GiB"
+            texts[name] = f"{report.memory_of} {_three_digits(value / 2**30)} GiB"
         elif name == "auc":
             texts[name] = f"AUC {value:.4f}"
         elif name.startswith("lr/"):
@@ -392,6 +392,21 @@ def _shown(report: Report, *, rates: bool = False) -> dict[str, str]:
         else:
             texts[name] = f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}"
     return texts
+
+
+_UNITS = (("k", 1e3), ("M", 1e6), ("B", 1e9))
+
+
+def _short(number: float) -> str:
+    """A count in at most five letters, such as 252k."""
+    if not number >= 9_999.5:
+        return f"{number:,.0f}"
+    unit, size = next((each for each in _UNITS if number < 999.5 * each[1]), _UNITS[-1])
+    return f"{_three_digits(number / size)}{unit}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
 def _place(name: str) -> int:

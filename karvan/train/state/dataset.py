@@ -224,6 +224,12 @@ def nothing_to_do(
     return f"The run has trained {goal.text} of {label} already."
 
 
+def warn_nothing_new(identity: Identity | None, connection: Connection) -> None:
+    """Say that data that grows had no records after those that were trained."""
+    if identity is not None and connection.rank == 0:
+        _log.warning("%s: no new messages, so nothing more is trained.", identity.label)
+
+
 def remaining(newest: Checkpoint | None, windows: Windows) -> Iterator[Window]:
     """The windows after those that a run has trained on, starting with one that it has not finished."""
     record = None if newest is None else record_of(newest)

@@ -41,6 +41,9 @@ def test_a_job_without_an_address_has_a_cluster_of_its_own_which_ends_with_it(tm
         job.wait_for_step(1, 120)
         [raylet] = set(job.nodes("trainer"))
         job.finish()
+    text = job.log.read_text()
+    assert text.count("Starting Ray on this machine") == 1
+    assert "Waiting for room" not in text  # it only starts
     wait_until(lambda: not is_alive(raylet), "the cluster to end")
     times, _ = job.records()
     np.testing.assert_array_equal(times, 1)

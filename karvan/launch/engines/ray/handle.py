@@ -28,7 +28,7 @@ from karvan.launch.engines.ray.placement.nodes import NodePlacement
 _log = logging.getLogger("karvan.launch")
 
 _KILLED = -int(signal.SIGKILL)
-_SAY_AFTER, _SAY_EVERY = 10.0, 60.0  # seconds of waiting for room
+_SAY_AFTER, _SAY_EVERY = 30.0, 60.0  # seconds; where there is room, Ray needs some to start
 _ANSWER_WITHIN = 30.0  # seconds that an actor may be unavailable, besides the time that a call takes
 _KILLED_WITHIN = 10.0  # seconds
 _MOST_ACTORS = 20  # whose nodes die before they run, until a process counts as killed
