@@ -146,14 +146,14 @@ def test_a_quiet_command_that_is_stopped_says_how_to_resume(run, place):
     ran = run("train", place / "job.py", "--set", "stop=13", "--quiet")
     assert ran.code == 143
     assert ran.err.splitlines()[1] == "Stopping after this step. Ctrl-C aborts at once."
-    assert ran.err.splitlines()[2].startswith("To resume: karvan ")
+    assert ran.err.splitlines()[2].startswith("To resume: karvan")
 
 
 @pytest.mark.parametrize(
     ("stop", "says"),
     [
         (3, "error: Interrupted before a checkpoint was saved.\n"),
-        (33, r"error: Interrupted. The newest checkpoint is of step [123]0.\nTo resume: karvan "),
+        (33, r"error: Interrupted. The newest checkpoint is of step \d+.\nTo resume: karvan"),
     ],
 )
 def test_a_second_ctrl_c_says_what_is_saved_and_how_to_resume(run, place, stop, says):
