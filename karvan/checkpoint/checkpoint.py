@@ -31,6 +31,7 @@ from karvan.threads import cores
 
 TABLE_STEPS = "table_steps"  # in the state of a checkpoint: how many steps of the optimizer tables have made
 ORIGIN = "origin"  # in the state of a checkpoint of another system: the system, and its name there
+_OTHER_RUN = "The folder belongs to a run with another model or optimizer: train this one in another folder."
 
 
 class Damage(NamedTuple):
@@ -363,7 +364,10 @@ class Checkpoint:
                 "warm_start loads some of them.",
             )
         for name, handle in handles.items():
-            check_table(self.path, name, saved[name], handle, optimizer_state=True)
+            try:
+                check_table(self.path, name, saved[name], handle, optimizer_state=True)
+            except CheckpointError as error:
+                raise CheckpointError(self.path, f"{error.problem} {_OTHER_RUN}") from None
             if saved[name].dtype != handle.spec.dtype:
                 raise CheckpointError.mismatch(
                     self.path, f"table '{name}' of {handle.spec.dtype}", saved[name].dtype
@@ -375,7 +379,9 @@ def check_table(
 ) -> None:
     """Raise if the rows of a saved table do not fit into a model's."""
     if entry.dim != handle.dim:
-        raise CheckpointError.mismatch(path, f"table '{name}' of dim {handle.dim}", f"dim {entry.dim}")
+        raise CheckpointError.mismatch(
+            path, f"table '{name}' of dim {handle.dim}, as the model has it", f"dim {entry.dim}"
+        )
     if not optimizer_state or handle.optimizer is None or entry.optimizer is None:
         return
     expected = (handle.optimizer, len(handle.initial_state))

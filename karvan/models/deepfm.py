@@ -17,8 +17,9 @@ from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, t
 class DeepFM(nn.Module):
     """DeepFM: a linear model, all pairwise matches of vectors, and a net (Guo et al., 2017).
 
-    The net sees the same vectors. A row holds the id's weight in the linear model and its vector, so a table
-    has dim + 1 columns. Each number has a weight and a vector, too, which it multiplies.
+    The net sees the same vectors. A row holds the id's weight in the linear model beside its vector, so a
+    table has dim + 1 columns: with dim=8, the banner, checkpoints and `karvan inspect` show dim 9. Each
+    number has a weight and a vector, too, which it multiplies.
 
     Args:
         numbers: The names of columns of numbers in a batch; a mapping of names to widths for columns of

@@ -242,6 +242,9 @@ def test_another_model_or_a_newer_format_is_an_error_and_no_damage(copy):
     before = contents(copy)
     with pytest.raises(CheckpointError, match="expected table 'user' of dim 5") as raised:
         kv.Checkpoints(copy).resume(Model(5))
+    assert "got dim " in str(raised.value)
+    assert "The folder belongs to a run with another model" in str(raised.value)
+    assert "train this one in another folder" in str(raised.value)
     assert not isinstance(raised.value, DamagedCheckpointError)
     path = copy / NAMES[5] / "manifest.json"
     rest = path.read_bytes().split(b"\n", 1)[1].replace(b'"version": 1', b'"version": 2')

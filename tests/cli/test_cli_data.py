@@ -37,16 +37,16 @@ def test_cells_of_lists_are_declared_in_yaml(run, config):
     assert ran.code == 0, ran.err
 
 
-def test_a_missing_label_is_told_with_file_and_record(run, config):
+def test_a_missing_label_is_told_with_file_record_and_line(run, config):
     ran = run("train", config([*LINES, ",9,0.5,1"]), "--quiet")
     assert ran.code == 3
-    assert "train.csv, record 8, column 'click': The label is missing" in ran.err
+    assert "train.csv, record 8, line 10, column 'click': The label is missing" in ran.err
 
 
 def test_labels_named_in_yaml_must_be_there(run, config):
     ran = run("train", config([*LINES, "1,,0.5,1"], "  labels: [click, user]"), "--quiet")
     assert ran.code == 3
-    assert "train.csv, record 8, column 'user': The label is missing" in ran.err
+    assert "train.csv, record 8, line 10, column 'user': The label is missing" in ran.err
     ran = run("train", config(more="  labels: [clicks]"), "--quiet")
     assert ran.code == 3
     assert "column 'clicks': Labels must be columns that are read" in ran.err

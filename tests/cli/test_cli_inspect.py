@@ -64,6 +64,9 @@ def test_one_key_is_shown(run, checkpoint):
     shown = run("inspect", checkpoint, "--key", "user", hex(hottest.key))
     assert f"used {hottest.count:,} times" in shown.out
     assert run("inspect", checkpoint, "--key", "user", "123456789").code == 3
+    text = run("inspect", checkpoint, "--key", "user", "u-1")
+    assert text.code == 2
+    assert "kv.ids.farm('u-1') or kv.ids.murmur('u-1')" in text.err
     unknown = run("inspect", checkpoint, "--key", "users", "1")
     assert unknown.code == 3
     assert "'user'" in unknown.err or "user" in unknown.err
@@ -115,3 +118,13 @@ def test_a_folder_that_is_no_checkpoint_exits_with_3(run, tmp_path, content):
         ran = run("inspect", tmp_path, *more)
         assert ran.code == 3
         assert "expected" in ran.out + ran.err
+
+
+def test_the_row_of_a_text_id_is_found_by_its_hash(run, tmp_path):
+    hashed = kv.FeatureEngine([kv.Feature("user").hash("farm")])
+    (batch,) = kv.data.read({"user": ["u-1", "u-2"]}, 2, transform=hashed)
+    engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+    engine(batch)
+    kv.checkpoint.save(tmp_path / "one", {}, engine)
+    key = kv.ids.farm("u-1")
+    assert run("inspect", tmp_path / "one", "--key", "user", str(key)).out.startswith(f"user {key}: used 1")

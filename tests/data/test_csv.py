@@ -104,7 +104,7 @@ def test_a_few_bytes_that_decompress_to_one_long_line_are_refused(tmp_path):
     [
         ("a,b\n1,2\n3\n", r"x\.csv, among records 0 to [01]: .*2 columns.*got 1"),
         ("a,b\n1,2\n3,4,5\n", r"x\.csv, among records 0 to [01]: .*2 columns.*got 3"),
-        ("a,b\n1,2\n3,x\n", r"x\.csv, among records 0 to [01], column 'b': .*invalid value 'x'"),
+        ("a,b\n1,2\n3,x\n", r"x\.csv, record 1, line 3, column 'b': Expected integers, got 'x'"),
         ("\n\na,b\n1,2\n", "Expected a header"),
         ("a,a\n1,2\n", "column 'a': The header names the column twice"),
         ("a,b\n1,2\r3,4\n", r"x\.csv, among records 0 to [01]: Expected 1 records, but there are more"),
@@ -383,7 +383,7 @@ def test_a_column_with_text_in_any_file_is_text_in_all_of_them(tmp_path):
         ("7", "1e5", r"Expected integers.* got '1e5'"),
         ("1.5", "123e4567", r"Expected numbers.* got '123e4567'"),
         ("", "V3N4P", r"Expected no values.* got 'V3N4P'"),
-        ("true", "7", "bool.*invalid value '7'.*unlike the first lines"),
+        ("true", "7", r"Expected cells of type bool, as in the first lines.* got '7'"),
     ],
 )
 def test_a_cell_unlike_the_first_lines_is_an_error_that_names_record_and_column(
@@ -394,10 +394,48 @@ def test_a_cell_unlike_the_first_lines_is_an_error_that_names_record_and_column(
     with pytest.raises(DataError, match=rf"x\.csv, .*column 'x': .*{expected}") as caught:
         read_all(open_files(path, quoted_newlines=quoted))
     assert '"string"' in str(caught.value)
-    if "Expected" in expected:
-        assert "record 50," in str(caught.value)
+    if quoted:
+        assert "record 50," in str(caught.value) or first == "true"
+    else:
+        assert "record 50, line 52, column" in str(caught.value)
     declared = open_files(path, schema={"x": "string"}, quoted_newlines=quoted)
     assert read_all(declared)["x"].to_pylist()[50] == late
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("schema", [{}, {"cost": "float32"}])
+def test_text_among_numbers_is_one_error_with_the_line_of_the_file_and_what_to_write(
+    tmp_path, monkeypatch, packed, schema
+):
+    monkeypatch.setattr(csv_module, "_BLOCK", 64)
+    monkeypatch.setattr(csv_module, "_SPAN", 512)
+    text = "user,cost\r\n" + "1,1.5\r\n\r\n" * 200 + "2,free\r\n" + "3,2.5\r\n"
+    path = put(tmp_path, text)
+    if packed:
+        path = tmp_path / "x.csv.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(DataError) as caught:
+        list(kv.data.read(str(path), 100, options={"schema": schema}))
+    told = str(caught.value)
+    assert f"{path}, record 200, line 402, column 'cost': Expected numbers" in told
+    assert "got 'free'" in told
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert 'options={"nulls": ["", "free"]}' in told
+    (batch,) = kv.data.read(str(path), 300, options={"schema": schema, "nulls": ["", "free"]})
+    assert batch["cost"][199:].isnan().tolist() == [False, True, False]
+    assert 'options={"schema": {"cost": "string"}}' in told
+    assert "kv.Feature('cost').hash('farm')" in told
+    hashed = kv.FeatureEngine([kv.Feature("cost").hash("farm")])
+    options = {"schema": {"cost": "string"}}
+    (batch,) = kv.data.read(str(path), 300, options=options, transform=hashed)
+    assert int(batch["cost"][200]) == int(kv.ids.farm(["free"])[0])
+
+
+def test_a_missing_label_of_a_csv_file_is_an_error_that_names_its_line(tmp_path):
+    path = put(tmp_path, "user,label\n" + "1,1\n\n" * 30 + "2,\n")
+    with pytest.raises(DataError, match=r"record 30, line 62, column 'label': The label is missing"):
+        list(kv.data.read(str(path), 8, labels=["label"]))
 
 
 @pytest.mark.parametrize("cells", [["123e4567", "12345678"], ["1e5"], ["7", "nan", "1E5"]])

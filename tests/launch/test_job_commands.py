@@ -231,7 +231,10 @@ def test_logs_show_all_lines_or_those_of_a_process(tmp_path, run):
     assert not any(line.startswith("job | ") for line in lines)
     assert "launcher | trainer-0 is done." in followed
     assert len(followed) < len(lines)
-    assert run("logs", "test", "trainer-0", "--tail", 0)[1] == ""
+    assert run("logs", "test", "trainer-0", "--tail", 0) == (0, "", "")
+    (job.run_folder / "logs" / "trainer-1.log").touch()
+    said = "trainer-1 of job test has no lines. Only rank 0, which is usually trainer-0, shows progress.\n"
+    assert run("logs", "test", "trainer-1") == (0, "", said)
 
 
 def test_the_tasks_of_a_trainer_that_dies_are_given_back(tmp_path, run):

@@ -204,3 +204,29 @@ def test_numbers_may_be_wide_and_wrong_ones_are_named():
         models.DIN(NUMBERS, IDS, {"as": "z"})
     with pytest.raises(ValueError, match="expects tasks"):
         models.MMoE(NUMBERS, IDS, [])
+
+
+@pytest.mark.parametrize("large", [1_770_000_000_000_000, 2e5])
+def test_a_number_too_large_to_learn_from_is_a_warning_once_that_names_it(caplog, large):
+    model = kv.models.DeepFM(["price", "time"], ["user"], dim=4)
+    batch = {
+        "price": torch.tensor([9.5, torch.nan]),
+        "time": torch.tensor([0, large]),
+        "user": torch.tensor([1, 2]),
+    }
+    model.eval()(batch)
+    assert not caplog.records
+    model.train()
+    for _ in range(2):
+        model(batch)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"Number 'time' has values up to {large:.2g} in the first batch")
+    assert "kv.Feature('time').normalise()" in said
+
+
+def test_scaled_numbers_give_no_warning(caplog):
+    scaled = kv.FeatureEngine([kv.Feature("time").log1p()])
+    batch = {"time": torch.tensor([0, 1_770_000_000_000_000]), "user": torch.tensor([1, 2])}
+    kv.models.DeepFM(["time"], ["user"], dim=4)(scaled(batch))
+    assert not caplog.records

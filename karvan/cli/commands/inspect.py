@@ -169,4 +169,7 @@ def _number(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:
-        raise CommandError(f"--key expects a key of 64 bits, decimal or 0x…, got '{text}'.") from None
+        raise CommandError(
+            f"--key expects a key of 64 bits, decimal or 0x…, got '{text}'. The key of a text is its hash: "
+            f"kv.ids.farm({text!r}) or kv.ids.murmur({text!r}), as in the feature."
+        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -104,7 +105,12 @@ def logs(
                     DAMAGED,
                 )
             path = log_of(client.folder.shared, process)
-        _print_log(path, tail, client if follow else None)
+        shown = _print_log(path, tail, client if follow else None)
+        if not shown and tail != 0:
+            who = f"Job {client.name}" if process is None else f"{process} of job {client.name}"
+            alone = process is not None and process.startswith(f"{Role.TRAINER}-") and process != "trainer-0"
+            progress = " Only rank 0, which is usually trainer-0, shows progress." if alone else ""
+            print(f"{who} has no lines.{progress}", file=sys.stderr)
     return OK
 
 
@@ -271,16 +277,19 @@ def _process_row(process: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _print_log(path: Path, tail: int | None, client: JobClient | None) -> None:
-    """Print the lines of a log, and those that follow while a job runs."""
+def _print_log(path: Path, tail: int | None, client: JobClient | None) -> bool:
+    """Print the lines of a log, and those that follow while a job runs; whether there were any."""
     from karvan.launch.engines.log_follower import FollowedLog
     from karvan.launch.merged_logs import JOB, SEPARATOR
 
     first: deque[str] | None = deque(maxlen=tail)
+    has_lines = False
 
     def show(line: str) -> None:
+        nonlocal has_lines
         if line.startswith(f"{JOB}{SEPARATOR}"):
             return
+        has_lines = True
         if first is None:
             print(line, flush=client is not None)
         else:
@@ -300,3 +309,4 @@ def _print_log(path: Path, tail: int | None, client: JobClient | None) -> None:
                 break
             time.sleep(_POLL)
     lines.close()
+    return has_lines

@@ -22,7 +22,7 @@ from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_
 from karvan.data.columns.value_limits import describe_beyond, first_beyond, limits_of
 from karvan.data.columns.whole_floats import describe_inexact, first_inexact
 from karvan.data.errors import DataError
-from karvan.data.source import Source, Split
+from karvan.data.source import Source, Split, place_of
 
 MISSING_WEIGHT = (
     "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
@@ -230,7 +230,8 @@ class _CheckedSource:
                     yield records.slice(0, row)
                 name, _, describe = self._checks[number]
                 message = describe(records.column(name).slice(row, 1))
-                raise DataError(message, path=split.path, place=f"record {at + row}", column=name)
+                place = place_of(self._source, split.path, at + row)
+                raise DataError(message, path=split.path, place=place, column=name)
             at += len(records)
             yield records
 

@@ -254,7 +254,10 @@ class FileSource(ABC):
                             schema=schema,
                         )
             except DataError as error:
-                raise self._blamed(error, path, layout, group) from error.__cause__
+                cause = error.__cause__  # a DataError would say the same with less
+                raise self._blamed(error, path, layout, group) from (
+                    None if isinstance(cause, DataError) else cause
+                )
             if group == len(starts) - 1 and batch is None:
                 return
             if batch is None or found != group or at + batch.num_rows > starts[group + 1]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from karvan.data.errors import DataError
 from karvan.data.retry.file_outages import is_outage
 from karvan.data.retry.patience import Patience
-from karvan.data.source import Part, Source, Split
+from karvan.data.source import Part, Source, Split, place_of
 
 _DOUBTFUL = 3  # attempts after which an error that may be an outage is treated as damage
 
@@ -50,6 +50,10 @@ class RetryingSource:
     def parts(self) -> list[Part]:
         """See `Source.parts`."""
         return retrying(self._source.parts, self._patience)
+
+    def place_of(self, path: str, record: int) -> str:
+        """Where a record is, for errors."""
+        return place_of(self._source, path, record)
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """See `Source.read`."""

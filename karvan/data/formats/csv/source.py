@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import csv as text_csv
 import io
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 
@@ -29,7 +30,7 @@ from pyarrow import csv, types
 from karvan.data.columns.declarations import is_text
 from karvan.data.columns.type_names import type_of
 from karvan.data.columns.type_widening import common_type
-from karvan.data.errors import DataError, reason
+from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv.integer_tables import IntegerTable
 from karvan.data.formats.csv.list_cells import (
@@ -47,9 +48,14 @@ from karvan.native import _native
 _SPAN = 8 << 20
 _BLOCK = 1 << 20
 _LONGEST_LINE = 64 << 20  # a few compressed bytes can be a line of any length
+_COUNTED = 1 << 28  # bytes of a file in which an error counts lines: less than a second
 
 _NUMBER = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*")
 _LEADING_ZERO = re.compile(rb"(?<![0-9.])0[0-9]")
+_MISFIT = re.compile(
+    r"In CSV column #(\d+): (?:Row #(\d+): )?CSV conversion error to (.+?): invalid value '(.*)'", re.DOTALL
+)
+_WORDS = {"int64": "integers", "double": "numbers", "float": "numbers"}
 _CONVERT = (
     "Convert the file, for example by `iconv -f ENCODING -t UTF-8 FILE > NEW`, or read it by "
     "kv.data.read(pandas.read_csv(FILE, encoding=ENCODING), …)."
@@ -202,7 +208,7 @@ class CsvSource(FileSource):
             for number, batch in enumerate(self._stream(path, names, columns)):
                 if number >= group:
                     first = int(layout.starts[number])
-                    yield number, self._convert(batch, first, partial(self._stream, path, names))
+                    yield number, self._convert(path, batch, first, partial(self._stream, path, names))
             return
         bounds: list[int] = layout.detail
         schema = self._schema_of(names)
@@ -217,13 +223,33 @@ class CsvSource(FileSource):
                     yield number, parsed
                     continue
                 first = int(layout.starts[number])
-                for batch in self._converted(data, names, columns, first):
+                for batch in self._converted(path, data, names, columns, first):
                     yield number, batch
 
     def _place(self, layout: Layout, group: int) -> str:
         if group + 1 >= len(layout.starts):
             return "after the last record"
         return f"among records {layout.starts[group]} to {layout.starts[group + 1] - 1}"
+
+    def place_of(self, path: str, record: int) -> str:
+        """Where a record is, for errors: with the line of the file, unless it lies far behind."""
+        layout = self._layout(path)
+        group = int(np.searchsorted(layout.starts, record, side="right")) - 1
+        if self._quoted_newlines or not 0 <= group < len(layout.starts) - 1:
+            return f"record {record}"
+        begin, end = layout.detail[group : group + 2]
+        if end > _COUNTED:
+            return f"record {record}"
+        try:
+            with self._text(path) as text:
+                line = sum(text.read(min(_SPAN, begin - at)).count(b"\n") for at in range(0, begin, _SPAN))
+                lines = text.read(end - begin).split(b"\n")
+        except OSError:
+            return f"record {record}"
+        records = [
+            at for at, cells in enumerate(lines, line + 1) if len(layout.schema) == 1 or cells.strip(b"\r")
+        ]
+        return f"record {record}, line {records[record - int(layout.starts[group])]}"
 
     def _text(self, path: str) -> pa.NativeFile | _LineFeeds:
         text = self._files.filesystem.open_input_stream(path)
@@ -349,30 +375,60 @@ class CsvSource(FileSource):
         reading = csv.ReadOptions(column_names=names, block_size=len(head) + 1)
         return csv.read_csv(lines, reading, parsing, converting)
 
-    def _parse(self, data: bytes, names: list[str], columns: Sequence[str]) -> pa.Table:
-        try:
+    def _parse(
+        self, data: bytes, names: list[str], columns: Sequence[str], place: Callable[[int], str]
+    ) -> pa.Table:
+        with suppress(pa.ArrowInvalid):
             return self._read(data, names, self._converting(names, columns))
-        except pa.ArrowInvalid:
-            integers = self._inferred_as(pa.int64(), columns)
-            with self._inferring():  # the first lines may have been the only ones with small ids
-                return self._read(data, names, self._converting(names, columns, as_text=integers))
+        # The first lines may have been the only ones with small ids.
+        converting = self._converting(names, columns, as_text=self._inferred_as(pa.int64(), columns))
+        with suppress(pa.ArrowInvalid):
+            return self._read(data, names, converting)
+        with self._explained(names, place):  # one thread says the row as well
+            return self._read(data, names, converting, threads=False)
 
     @contextmanager
-    def _inferring(self) -> Iterator[None]:
-        """Say in errors of cells where their types come from, unless all types are declared."""
+    def _explained(self, names: Sequence[str], place: Callable[[int], str] | None = None) -> Iterator[None]:
+        """Say of a cell that does not fit its column which it is, and what to do.
+
+        place: where a record of the text is, by its number in it.
+        """
         try:
             yield
         except pa.ArrowInvalid as error:
-            if not self._inferred or "conversion error" not in str(error):
+            if (found := _MISFIT.search(str(error))) is None:
                 raise
-            raise DataError(f"{reason(error)}, unlike the first lines. {_declare('…')}") from error
+            column, row, type_, cell = found.groups()
+            name = names[int(column)]
+            like = ", as in the first lines of the files" if name in self._inferred else ""
+            raise DataError(
+                f"Expected {_WORDS.get(type_, f'cells of type {type_}')}{like}, got '{cell}'. "
+                f"{self._advice(name, cell)}",
+                place=None if row is None or place is None else place(int(row) - 1),
+                column=name,
+            ) from None
+
+    def _advice(self, name: str, cell: str) -> str:
+        """What to do about a cell that does not fit a column of numbers."""
+        try:
+            float(cell)
+        except ValueError:
+            nulls = json.dumps([*self._nulls, cell], ensure_ascii=False)
+            return (
+                f'If this cell means that there is no value: options={{"nulls": {nulls}}}. If the column is '
+                f'text: options={{"schema": {{"{name}": "string"}}}}, and a step that makes ids of it, such '
+                f"as kv.Feature('{name}').hash('farm')."
+            )
+        return _declare(name)
 
     def _inferred_as(self, type_: pa.DataType, columns: Collection[str]) -> list[str]:
         return [name for name in columns if self._inferred.get(name) == type_]
 
-    def _read(self, data: bytes, names: list[str], converting: csv.ConvertOptions) -> pa.Table:
+    def _read(
+        self, data: bytes, names: list[str], converting: csv.ConvertOptions, *, threads: bool = True
+    ) -> pa.Table:
         for block in (_BLOCK, len(data) + 1):
-            reading = csv.ReadOptions(column_names=names, block_size=block)
+            reading = csv.ReadOptions(column_names=names, block_size=block, use_threads=threads)
             try:
                 return csv.read_csv(pa.BufferReader(data), reading, self._parsing_of(names), converting)
             except pa.ArrowInvalid as error:
@@ -381,7 +437,7 @@ class CsvSource(FileSource):
         raise AssertionError
 
     def _converted(
-        self, data: bytes, names: list[str], columns: Sequence[str], first: int
+        self, path: str, data: bytes, names: list[str], columns: Sequence[str], first: int
     ) -> Iterator[pa.RecordBatch]:
         """The records of some lines, of which `first` is the number of the first."""
 
@@ -392,8 +448,9 @@ class CsvSource(FileSource):
             return batches
 
         at = first
-        for batch in self._parse(data, names, columns).to_batches():
-            yield self._convert(batch, at, texts, at - first)
+        table = self._parse(data, names, columns, lambda row: self.place_of(path, first + row))
+        for batch in table.to_batches():
+            yield self._convert(path, batch, at, texts, at - first)
             at += batch.num_rows
 
     def _stream(
@@ -403,7 +460,7 @@ class CsvSource(FileSource):
             reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
             integers = self._inferred_as(pa.int64(), columns)
             converting = self._converting(names, columns, as_text=[*integers, *as_text])
-            with self._inferring():
+            with self._explained(names):
                 yield from csv.open_csv(text, reading, self._parsing_of(names), converting)
 
     def _parse_through(self, path: str, names: list[str]) -> list[int]:
@@ -445,7 +502,7 @@ class CsvSource(FileSource):
         return name in self._hexadecimal or (type_ is not None and types.is_nested(type_))
 
     def _convert(
-        self, batch: pa.RecordBatch, first: int, texts: _Texts, skipped: int | None = None
+        self, path: str, batch: pa.RecordBatch, first: int, texts: _Texts, skipped: int | None = None
     ) -> pa.RecordBatch:
         """The columns by their types.
 
@@ -453,6 +510,20 @@ class CsvSource(FileSource):
         written, with `skipped` records before these ones, by default all of the file.
         """
         arrays = []
+
+        def require(name: str, cells: pa.Array, fits: pa.Array, expected: str) -> None:
+            """Raise for the first cell that is not what the first lines of the files have shown."""
+            at = pc.index(fits, False).as_py()
+            if at < 0:
+                return
+            cell = cells[at].as_py()
+            raise DataError(
+                f"Expected {expected}, as in the first lines of the files, got '{cell}'. "
+                + (_declare(name) if inferred == pa.null() else self._advice(name, cell)),
+                place=self.place_of(path, first + at),
+                column=name,
+            )
+
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             inferred = self._inferred.get(name)
             if name in self._hexadecimal:
@@ -460,31 +531,19 @@ class CsvSource(FileSource):
             elif self._is_in_cells(name):
                 array = from_text(array, self._types[name], self._separators, name)
             elif inferred == pa.int64() and array.type == pa.string():
-                _require(name, first, array, digits_only(array), "integers")
+                require(name, array, digits_only(array), "integers")
                 array = from_digits(array, name)
             elif inferred == pa.float64():
                 if pc.any(pc.is_inf(array)).as_py():
                     cells = pa.chunked_array(part.column(0) for part in texts([name], [name]))
                     cells = cells.slice(first if skipped is None else skipped, len(array)).combine_chunks()
                     said = pc.match_substring_regex(cells, "(?i)^[+-]?inf(inity)?$")
-                    _require(name, first, cells, pc.or_(pc.invert(pc.is_inf(array)), said), "numbers")
+                    require(name, cells, pc.or_(pc.invert(pc.is_inf(array)), said), "numbers")
             elif inferred == pa.null():
-                _require(name, first, array, pc.is_null(array), "no values")
+                require(name, array, pc.is_null(array), "no values")
                 array = pa.nulls(len(array))
             arrays.append(array)
         return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
-
-
-def _require(name: str, first: int, array: pa.Array, fits: pa.Array, expected: str) -> None:
-    """Raise for the first cell that is not what the first lines of the files have shown."""
-    at = pc.index(fits, False).as_py()
-    if at >= 0:
-        raise DataError(
-            f"Expected {expected}, as in the first lines of the files, got '{array[at].as_py()}'. "
-            f"{_declare(name)}",
-            place=f"record {first + at}",
-            column=name,
-        )
 
 
 def _declare(name: str) -> str:
