@@ -444,6 +444,11 @@ class OptionalText(NestedRagged):
     __slots__ = ()
 
 
+def is_text(entry: object) -> bool:
+    """Whether a column of a batch has strings."""
+    return isinstance(entry, Ragged | NestedRagged) and entry.values.dtype == torch.uint8
+
+
 class IdsReference:
     """Refers to the id features of a batch that an embedding worker holds: which worker, under which name.
 

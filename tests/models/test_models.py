@@ -204,3 +204,13 @@ def test_numbers_may_be_wide_and_wrong_ones_are_named():
         models.DIN(NUMBERS, IDS, {"as": "z"})
     with pytest.raises(ValueError, match="expects tasks"):
         models.MMoE(NUMBERS, IDS, [])
+
+
+@pytest.mark.parametrize("missing", ["b", None])
+def test_text_among_the_numbers_is_told_how_to_become_ids_or_numbers(missing):
+    net = kv.models.DeepFM(["dept"], ["user"], dim=4)
+    (batch,) = kv.data.read({"dept": ["a", missing], "user": [1, 2]}, 2)
+    with pytest.raises(
+        ValueError, match=r"Number 'dept' is text .*hash\(\"farm\"\).*to_numbers\(default=0\)"
+    ):
+        net(batch)

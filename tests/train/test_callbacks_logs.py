@@ -324,7 +324,8 @@ def test_a_stop_before_the_first_step_of_an_epoch_shows_no_metric_of_nothing():
 
 def test_a_loss_that_is_nan_is_shown():
     stream = io.StringIO()
-    fit = trainer(loss=lambda output, batch: output.sum() * math.nan, progress=PlainProgress(stream))
+    options = {"loss": lambda output, batch: output.sum() * math.nan, "nonfinite": "apply"}
+    fit = trainer(progress=PlainProgress(stream), **options)
     fit.fit(batches(2))
     assert "loss nan" in stream.getvalue()
 
