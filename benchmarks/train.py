@@ -88,6 +88,7 @@ def karvan_trainer(
         metrics={"auc": kv.metrics.AUC()},
         precision=precision,
         progress="none",
+        log_every=100,
         callbacks=callbacks,
     )
 

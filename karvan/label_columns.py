@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from karvan.batch_slicing import complete
-from karvan.ragged import OptionalRagged, OptionalText, Ragged
+from karvan.ragged import OptionalRagged, Ragged, is_text
 
 _KINDS = ("label", "weight")
 
@@ -90,15 +90,12 @@ def one_each(name: str, entry: Any) -> Tensor:
     if isinstance(entry, Ragged) and entry.offsets is None:
         return entry.values
     if not isinstance(entry, Tensor):
-        is_text = isinstance(entry, OptionalText) or (
-            isinstance(entry, Ragged) and entry.values.dtype == torch.uint8
-        )
         raise TypeError(
             f"Column '{name}' must be a tensor with one value per sample, but is "
             + (
                 f"text. A feature in read(…, transform=) makes numbers of words, such as 0 and 1 by "
                 f"kv.Feature('{name}').vocabulary(['no', 'yes'])."
-                if is_text
+                if is_text(entry)
                 else f"{type(entry).__name__}."
             )
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -442,6 +442,11 @@ class OptionalText(NestedRagged):
     """
 
     __slots__ = ()
+
+
+def is_text(entry: object) -> TypeGuard[Ragged | NestedRagged]:
+    """Whether a column of a batch has strings."""
+    return isinstance(entry, Ragged | NestedRagged) and entry.values.dtype == torch.uint8
 
 
 class IdsReference:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from karvan.batch_slicing import rows_of
 from karvan.embedding.distinct_ids import find_distinct
 from karvan.embedding.table import POOLED, Table
 from karvan.native import _native, output_buffers
-from karvan.ragged import IdsReference, IndexedRows, NestedRagged, Padded, Ragged
+from karvan.ragged import IdsReference, IndexedRows, NestedRagged, OptionalText, Padded, Ragged, is_text
 from karvan.store.base import Store
 from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout, RowIndex
@@ -26,6 +27,7 @@ _CPU = torch.device("cpu")
 _NARROW = (torch.int32, torch.int16, torch.uint32, torch.uint16, torch.bool)
 _FEWEST_ROWS = 16  # of a matrix in which a padding can be told
 _EIGHT_BITS = (torch.int8, torch.uint8)
+_TEXTS_SEEN = 100  # for an error
 
 
 def mode_of(table: Table) -> str:
@@ -136,7 +138,7 @@ class FeatureInput(Output):
         if values.dtype is not torch.int64:
             values = _widened(values, isinstance(entry, Tensor))
             if values.dtype is not torch.int64:
-                raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), values)
+                raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), entry)
         if values.device != device and not values.is_cpu:
             expected = (
                 "ids on the CPU, where its store is" if device == _CPU else f"ids on the CPU or {device}"
@@ -314,11 +316,19 @@ def _advice(feature: str, entry: object) -> str:
     values = entry.values if isinstance(entry, NestedRagged | Ragged) else entry
     dtype = values.dtype if isinstance(values, Tensor) else None
     if dtype is torch.uint8 or _is_text(values):
+        usual = (
+            f"turn it into ids by kv.Feature('{feature}').hash(\"farm\") in a FeatureEngine, or read it with "
+            f"columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]; in a config, by features: "
+            f"{{{feature}: [{{hash: farm}}]}}."
+        )
+        if (found := _list_in_text(entry)) is None:
+            return f" This looks like text: {usual}"
+        text, separator, is_number = found
+        step, key = ("to_ids()", "to_ids") if is_number else ('hash("farm")', "{hash: farm}")
         return (
-            f" This looks like text: turn it into ids by kv.Feature('{feature}').hash(\"farm\") in a "
-            f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]; "
-            f"in a config, by features: {{{feature}: [{{hash: farm}}]}}. "
-            f"Text of ids, such as '12 7 30', becomes ids by kv.Feature('{feature}').split(\" \").to_ids()."
+            f" This looks like text. If values such as {text!r} are lists, split them first: "
+            f"kv.Feature('{feature}').split(\"{separator}\").{step} in a FeatureEngine; in a config, "
+            f'features: {{{feature}: [{{split: "{separator}"}}, {key}]}}. If each is one id, {usual}'
         )
     if dtype is not None and dtype.is_floating_point:
         return (
@@ -331,6 +341,21 @@ def _advice(feature: str, entry: object) -> str:
     return (
         " kv.data.read makes batches of tensors from arrays and frames." if hasattr(values, "dtype") else ""
     )
+
+
+def _list_in_text(entry: object) -> tuple[str, str, bool] | None:
+    """A text that may be a list, what separates its elements, and whether these are integers."""
+    offsets = entry.inner if isinstance(entry, OptionalText) else getattr(entry, "offsets", None)
+    if not isinstance(offsets, Tensor) or not is_text(entry):
+        return None
+    bounds = offsets[:_TEXTS_SEEN].tolist()
+    letters = bytes(entry.values[: max(bounds)].tolist())
+    texts = [letters[start:end].decode(errors="replace").strip() for start, end in pairwise(bounds)]
+    for separator in "|;, ":
+        for text in texts:
+            if separator in text:
+                return text[:100], separator, all(map(str.isdecimal, text.split(separator)))
+    return None
 
 
 def _is_text(values: object) -> bool:

@@ -14,7 +14,7 @@ from karvan.argument_checks import listed
 from karvan.embedding import Table, init
 from karvan.embedding.table import POOLED
 from karvan.models.layers import Layers
-from karvan.ragged import OptionalRagged
+from karvan.ragged import OptionalRagged, is_text
 
 Names: TypeAlias = Sequence[str] | Mapping[str, int]
 Tables: TypeAlias = Table | Mapping[str, Table] | None
@@ -106,6 +106,12 @@ class Numbers(nn.Module):
                     f"Number '{name}' has missing values: {missing} in the {column.rows} samples of this "
                     f"batch. Choose a value for them: kv.data.Fixed('{name}', default=0) while reading, or "
                     f"kv.Feature('{name}').fill_missing(0)."
+                )
+            if is_text(column):
+                raise ValueError(
+                    f"Number '{name}' is text in the batch. If it names something, turn it into ids by "
+                    f"kv.Feature('{name}').hash(\"farm\") in a FeatureEngine, and name it in `ids` of the "
+                    f"model. If it is numbers, parse them by kv.Feature('{name}').to_numbers(default=0)."
                 )
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
             raise ValueError(f"Number '{name}' must be a tensor (B, {width}), but is {shape}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import (
@@ -62,12 +62,15 @@ class Section(BaseModel):
     """A section of settings with declared keys; any other key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # keys that people look for here, and the ones they mean
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys_only(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
             for key in values:
+                if key in cls.elsewhere:
+                    raise ValueError(f"unknown key '{key}'. Did you mean '{cls.elsewhere[key]}'?")
                 if key not in cls.model_fields:
                     raise ValueError(f"unknown key '{key}'; there are: {listed(key, cls.model_fields)}")
                 value = values[key]

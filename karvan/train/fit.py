@@ -126,7 +126,7 @@ class Fit:
                 with closing(self._epoch.groups(self._begin_epoch)) as groups, self._failing():
                     for group in groups:
                         self._train(group)
-                        if self._counts.step % parts.log_every == 0:
+                        if self._counts.step % self._reporter.period == 0:
                             self._reporter.training()
                             self._outcomes.settle()
                         elif self._reporter.shows(self._counts.step):
@@ -186,8 +186,11 @@ class Fit:
         parts.setup.dense.begin()
         parts.model.train()
         parts.saver.begin()
-        self._reporter = Reporter(parts)
-        parts.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
+        last = self._goal.steps(self._data, self._passes, counts)
+        if not self._alone:  # ranks may have data of different lengths, and report together
+            last = parts.connection.main.gather_json(last)[0]
+        self._reporter = Reporter(parts, None if last is None else last - counts.start_step)
+        parts.progress.begin(counts.step, last)
         stack.callback(parts.progress.end)
         show_banner(parts, self._data, self._identity, resumes=resumed is not None)
         if resumed is not None:

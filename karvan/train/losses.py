@@ -67,7 +67,7 @@ class ColumnLoss(ABC):
     def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
         """The mean, computed in float32 for any precision of the output."""
         scores = _head(output, self.output).float()
-        labels = _column(batch, self.label, scores)
+        labels = _labels(self, batch, scores)
         if self.weight is None:
             return self.mean(scores, labels)
         losses = self.each(scores, labels)
@@ -180,7 +180,7 @@ class CrossEntropy(ColumnLoss):
                 f"CrossEntropy expects {expected} and sample, as an output of shape (samples, classes), got "
                 f"{list(scores.shape)}."
             )
-        labels = _column(batch, self.label, scores[:, 0], torch.int64)
+        labels = _labels(self, batch, scores[:, 0], torch.int64)
         if (
             labels.is_cpu
             and labels.numel()
@@ -389,6 +389,26 @@ def _head(output: Output, name: str | None) -> Tensor:
     if name not in output:
         raise KeyError(f"The model gives no output '{name}'; it gives: {listed(name, output)}")
     return output[name]
+
+
+def _labels(loss: ColumnLoss, batch: AnyBatch, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    if loss.label in batch:
+        return _column(batch, loss.label, like, dtype)
+    likely = [name for name in batch if _is_binary(batch[name])] if loss.label_range == (0.0, 1.0) else []
+    label, kind = likely[0] if len(likely) == 1 else "…", type(loss).__name__
+    among = f" Those of 0 and 1 are: {', '.join(likely)}." if len(likely) > 1 else ""
+    raise KeyError(
+        f"There is no column '{loss.label}' in the batch, which has: {listed(loss.label, batch)}{among} Name "
+        f"the column of the labels: {kind}(label='{label}'), or in a config, loss: {{name: {kind}, label: "
+        f"{label}}}."
+    )
+
+
+def _is_binary(column: Any) -> bool:
+    """Whether a column has a 0 or a 1 for each sample."""
+    if not isinstance(column, Tensor) or not column.numel() or column.numel() != len(column):
+        return False
+    return bool(((column == 0) | (column == 1)).all())
 
 
 def _column(batch: AnyBatch, name: str, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

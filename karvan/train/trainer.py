@@ -95,8 +95,10 @@ class Trainer:
             them in every step, which takes time.
         callbacks: Callbacks of `kv.callbacks`, called in this order.
         loggers: Loggers of `kv.loggers`.
-        log_every: How many steps are between two reports to progress and loggers. By default loggers get one
-            every 100 steps, and progress also after 1, 2, 5, 10, 20, 50, … steps and about every 10 seconds.
+        log_every: How many steps are between two reports to progress and loggers. By default loggers get 50
+            to 100 reports of a fit, or one every 100 steps if it is longer than 5,000 steps or its length is
+            unknown. Progress also shows numbers after 1, 2, 5, 10, 20, 50, … steps and about every 10
+            seconds.
         eval_every: How many steps are between two evaluations, for fits that do not say it.
         progress: "auto" (a bar on a terminal, otherwise lines), "bar", "plain", "none", or an object.
         checkpoints: A folder, or a `kv.Checkpoints`. Without it nothing is saved.
@@ -213,8 +215,7 @@ class Trainer:
                 "average them: expected average_every=1, or no EMA."
             )
         first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
-        self.log_every = log_every or 100
-        self._shows_between = log_every is None
+        self.log_every = log_every
         self.resume_hint = "To resume, run the program again."  # commands set their own
         self.eval_every = eval_every
         self.progress = make_progress(progress if first else "none")
@@ -253,7 +254,6 @@ class Trainer:
             loggers=self.loggers,
             progress=self.progress,
             log_every=self.log_every,
-            shows_between=self._shows_between,
             resume_hint=self.resume_hint,
             nonfinite=self.nonfinite,
             run=self.run_progress,

@@ -46,8 +46,7 @@ class TrainerParts:
     evaluator: Evaluator
     loggers: LoggerGroup
     progress: NoProgress
-    log_every: int
-    shows_between: bool  # progress may show numbers between those of log_every
+    log_every: int | None  # None: `report_period`, and progress may show numbers between
     resume_hint: str  # for people, after Ctrl-C
     nonfinite: str
     run: RunProgress

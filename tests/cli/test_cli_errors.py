@@ -4,6 +4,10 @@ import pytest
 
 CONFIGS = {
     "an unknown section": ("nonsense: 1", "unknown key 'nonsense'; there are: connect, data, features"),
+    "a key of another section": (
+        "train: {log_every: 10}",
+        "train: unknown key 'log_every'. Did you mean 'loggers.every'?",
+    ),
     "an unknown key": ("train: {epoch: 1}", "train: unknown key 'epoch'; there are: epochs, max_steps"),
     "a misspelled key": (
         "train: {max_step: 2}",

@@ -1,5 +1,7 @@
 """Bad input: the message names table and feature, says expected and received, and nothing has changed."""
 
+import re
+
 import pytest
 import reference as ref
 import torch
@@ -255,3 +257,30 @@ def test_load_refuses_rows_of_another_width(engine):
 def test_evict_keys_refuses_float_keys(engine):
     with pytest.raises(BAD, match="goods"):
         engine.table("goods").evict_keys(torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("texts", "step", "config"),
+    [
+        (
+            ["a", "a|b"],
+            'If values such as \'a|b\' are lists, split them first: .*split("|").hash("farm")',
+            "|",
+        ),
+        (
+            ["12 7", "30"],
+            "If values such as '12 7' are lists, split them first: .*split(\" \").to_ids()",
+            " ",
+        ),
+        (["a; b", None], "If values such as 'a; b' are lists, split them first: .*split(\";\").hash", ";"),
+        (["a", "b"], "This looks like text: turn it into ids by kv.Feature('tags').hash", None),
+    ],
+)
+def test_text_that_may_be_lists_is_split_before_it_is_hashed(texts, step, config):
+    engine = kv.EmbeddingEngine({"tags": kv.Table(4, combiner="mean")})
+    (batch,) = kv.data.read({"tags": texts}, len(texts))
+    with pytest.raises(TypeError) as error:
+        engine(batch)
+    assert re.search(".*".join(map(re.escape, step.split(".*"))), str(error.value))
+    assert ("{split: " in str(error.value)) is (config is not None)
+    assert config is None or f'[{{split: "{config}"}}, ' in str(error.value)

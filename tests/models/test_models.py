@@ -230,3 +230,13 @@ def test_scaled_numbers_give_no_warning(caplog):
     batch = {"time": torch.tensor([0, 1_770_000_000_000_000]), "user": torch.tensor([1, 2])}
     kv.models.DeepFM(["time"], ["user"], dim=4)(scaled(batch))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("missing", ["b", None])
+def test_text_among_the_numbers_is_told_how_to_become_ids_or_numbers(missing):
+    net = kv.models.DeepFM(["dept"], ["user"], dim=4)
+    (batch,) = kv.data.read({"dept": ["a", missing], "user": [1, 2]}, 2)
+    with pytest.raises(
+        ValueError, match=r"Number 'dept' is text .*hash\(\"farm\"\).*to_numbers\(default=0\)"
+    ):
+        net(batch)

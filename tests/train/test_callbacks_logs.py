@@ -22,6 +22,7 @@ import karvan as kv
 from karvan.train import BarProgress, PlainProgress, Report
 from karvan.train.callbacks import EarlyStopping
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+from karvan.train.reporting.reporter import report_period
 
 
 class Moments(kv.callbacks.Callback):
@@ -262,15 +263,71 @@ class Log(kv.loggers.Logger):
 def test_people_see_numbers_after_the_first_steps_and_logs_keep_their_period():
     stream, log = io.StringIO(), Log()
     fit = trainer(progress=PlainProgress(stream), loggers=[log], metrics={"auc": kv.metrics.AUC()})
-    fit.fit(batches(20) * 11)
-    assert steps_of(stream.getvalue().splitlines()) == [1, 2, 5, 10, 20, 50, 100, 200, 220]
+    fit.fit(iter(batches(20) * 11))  # of unknown length
+    shown = [int(step) for step in re.findall(r"^step +(\d+) ", stream.getvalue(), re.M)]
+    assert shown == [1, 2, 5, 10, 20, 50, 100, 200, 220]
     assert [report.step for report in log.reports] == [100, 200, 220]
     assert list(fit.history["step"]) == [100, 200, 220]
     fixed = Log()
     other = trainer(progress="none", loggers=[fixed], log_every=100, metrics={"auc": kv.metrics.AUC()})
-    other.fit(batches(20) * 11)
+    other.fit(iter(batches(20) * 11))
     assert [each.values["loss"] for each in log.reports] == [each.values["loss"] for each in fixed.reports]
     assert [each.values["auc"] for each in log.reports] == [each.values["auc"] for each in fixed.reports]
+
+
+@pytest.mark.parametrize(
+    ("steps", "period"), [(0, 1), (54, 1), (99, 1), (220, 4), (4_999, 99), (5_200, 100), (None, 100)]
+)
+def test_the_period_of_reports_suits_the_length_of_a_fit(steps, period):
+    assert report_period(steps) == period
+
+
+def test_a_short_fit_has_at_least_50_reports_or_one_a_step():
+    for data, goal, expected in (
+        (batches(20) * 11, {}, range(4, 221, 4)),
+        (iter(batches(20) * 6), {"max_steps": 110}, range(2, 111, 2)),
+        (batches(4), {"epochs": 3}, range(1, 13)),
+    ):
+        log = Log()
+        trainer(loggers=[log]).fit(data, **goal)
+        assert [report.step for report in log.reports] == list(expected)
+
+
+def test_a_resumed_fit_and_the_next_data_keep_the_period_of_a_fit(tmp_path):
+    made = []
+    for stop_at in (50, None):
+        fit = trainer(checkpoints=tmp_path, callbacks=[StopAt(stop_at)])
+        fit.fit(batches(20) * 11, data_name="first")
+    made.append(list(fit.history["step"]))
+    fit.fit(batches(20) * 5, data_name="second")
+    made.append(list(fit.history["step"])[len(made[0]) :])
+    assert made == [[*range(4, 49, 4), 50, *range(52, 221, 4)], list(range(222, 321, 2))]
+
+
+def test_a_stop_before_the_first_step_of_an_epoch_shows_no_metric_of_nothing():
+    class Stop(kv.callbacks.Callback):
+        def on_epoch_begin(self, trainer, epoch):
+            if epoch == 1:
+                trainer.stop("enough")
+
+    stream, log = io.StringIO(), Log()
+    options = {"progress": PlainProgress(stream), "loggers": [log], "log_every": 10}
+    fit = trainer(metrics={"auc": kv.metrics.AUC()}, callbacks=[Stop()], **options)
+    result = fit.fit(batches(), epochs=2)
+    assert "nan" not in stream.getvalue()
+    assert [(report.step, "loss" in report.values, "auc" in report.values) for report in log.reports] == [
+        (10, True, True),
+        (12, True, False),
+    ]
+    assert math.isnan(result.metrics["auc"])
+
+
+def test_a_loss_that_is_nan_is_shown():
+    stream = io.StringIO()
+    options = {"loss": lambda output, batch: output.sum() * math.nan, "nonfinite": "apply"}
+    fit = trainer(progress=PlainProgress(stream), **options)
+    fit.fit(batches(2))
+    assert "loss nan" in stream.getvalue()
 
 
 class Slow(kv.callbacks.Callback):

@@ -261,3 +261,22 @@ def test_labels_that_are_text_say_how_they_become_numbers(income):
         one.fit(kv.data.read(table, 2))
     words = kv.FeatureEngine([kv.Feature("income").vocabulary(["<=50K", ">50K"])])
     assert one.fit(kv.data.read({**table, "income": ["<=50K", ">50K"]}, 2, transform=words)).step == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (
+            {"clicked": [0, 1, 1]},
+            r"labels: BinaryCrossEntropy\(label='clicked'\), or in a config, loss: {name: B",
+        ),
+        ({"rating": [0.5, 1, 2]}, r"labels: BinaryCrossEntropy\(label='…'\)"),
+        ({"clicked": [0, 1, 1], "bought": [0, 0, 0]}, r"Those of 0 and 1 are: clicked, bought\. Name .*'…'"),
+    ],
+)
+def test_a_label_that_was_not_named_is_asked_for_with_the_columns_that_it_may_be(columns, says):
+    batch = {"user": torch.tensor([7, 8, 9]), **{name: torch.tensor(of) for name, of in columns.items()}}
+    with pytest.raises(
+        KeyError, match=r"There is no column 'label' in the batch, which has: user, .*" + says
+    ):
+        kv.losses.BinaryCrossEntropy()(torch.zeros(3), batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
@@ -178,6 +178,11 @@ class DenseReduceSection(Section):
 class Train(Section):
     """How long to train, and how a step is made."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "log_every": "loggers.every",
+        "checkpoint_every": "checkpoints.every",
+    }
+
     epochs: Count | None = None
     max_steps: Count | None = None
     eval_every: Count | None = None
@@ -219,7 +224,7 @@ class Saved(Section):
 
 
 class LogSection(Section):
-    """Files to which the numbers of training are logged, every `every` steps; without it, every 100."""
+    """Files to which the numbers of training are logged, every `every` steps; without it, 50 to 100 times."""
 
     csv: Path | None = None
     jsonl: Path | None = None

@@ -171,7 +171,7 @@ class AsyncFit(ElasticFit):
         step = self._counts.step
         if self._first and step > before:
             parts.progress.step(step)
-            if step // parts.log_every > before // parts.log_every:
+            if step // self._reporter.period > before // self._reporter.period:
                 self._reporter.training(self._own_metrics())
             elif self._reporter.shows(step):
                 self._reporter.show(self._own_metrics())

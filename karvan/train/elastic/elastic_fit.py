@@ -247,7 +247,8 @@ class ElasticFit(Fit):
         parts.run.columns = self._transforms.columns
         parts.model.train()
         parts.saver.begin()
-        self._reporter = Reporter(parts)  # counts from here on, not from the start of the run
+        # It counts from here on, not from the start of the run.
+        self._reporter = Reporter(parts, self._goal.max_steps)  # how long an epoch is, only its end says
         self.begun = True
         parts.callbacks.on_fit_begin(self._trainer)
 
@@ -364,7 +365,7 @@ class ElasticFit(Fit):
         agreement, taken = self._group_steps.apply(result)
         if agreement.samples:
             self._count_step(agreement, taken)
-            if counts.step % parts.log_every == 0:
+            if counts.step % self._reporter.period == 0:
                 self._todo.append("report")
             elif self._first and self._reporter.shows(counts.step):
                 self._reporter.show({name: metric.compute() for name, metric in parts.metrics.items()})

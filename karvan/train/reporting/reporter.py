@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 
@@ -16,12 +17,21 @@ from karvan.train.trainer_parts import TrainerParts
 
 _log = logging.getLogger("karvan.train")
 
+_REPORTS = 50  # of a fit, at least, if it has as many steps
+_LONGEST = 100  # steps between two reports
+
+
+def report_period(steps: int | None) -> int:
+    """How many steps are between two reports to loggers, for a fit of so many steps; None if unknown."""
+    return _LONGEST if steps is None else max(1, min(_LONGEST, steps // _REPORTS))
+
 
 class Reporter:
-    """Sends reports to a Trainer's loggers and progress."""
+    """Sends reports to a Trainer's loggers and progress; `steps` are those of the fit, if they are known."""
 
-    def __init__(self, parts: TrainerParts) -> None:
+    def __init__(self, parts: TrainerParts, steps: int | None) -> None:
         self._parts = parts
+        self.period = parts.log_every or report_period(steps)
         self._engines = engines_of(parts.model)
         self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
         self._stale: dict[str, float] = {}  # the staleness in the last report
@@ -30,7 +40,7 @@ class Reporter:
 
     def shows(self, step: int) -> bool:
         """Whether progress wants numbers after this step, although loggers do not."""
-        if not self._parts.shows_between:
+        if self._parts.log_every is not None:
             return False
         alone = self._parts.connection.world_size == 1
         wanted = self._parts.progress.next_report if alone else self._wanted
@@ -75,14 +85,14 @@ class Reporter:
         return {
             "samples_per_second": (now[1] - before[1]) / max(now[0] - before[0], 1e-9),
             **losses,
-            **metrics,
+            **{name: value for name, value in metrics.items() if not math.isnan(value)},  # of no samples
             **summed(channel, {"rows": sum(rows.values()), "memory": memory, **rows}),
         }
 
     def _agree_on_next(self) -> None:
         """All ranks learn when the first one shows numbers next."""
         connection = self._parts.connection
-        if self._parts.shows_between and connection.world_size > 1:
+        if self._parts.log_every is None and connection.world_size > 1:
             self._wanted = connection.main.gather_json(self._parts.progress.next_report)[0]
 
     def _rates(self) -> dict[str, float]:

@@ -20,11 +20,17 @@ def train_and_resume(place):
 
 
 def train_and_show():
-    """What this rank shows of a fit of 12 steps, and the steps of its history."""
+    """What this rank shows of a fit of 12 steps, and the steps of its history; and those of a longer fit.
+
+    Of that, ranks would choose different periods by the lengths of their data.
+    """
     kv.connect("sharded")
     stream = io.StringIO()
     trainer = trainer_of(Net())
     if trainer.connection.rank == 0:
         trainer.progress = kv.train.PlainProgress(stream)
     trainer.fit(shares(2) * 3, max_steps=12)
-    return stream.getvalue(), list(trainer.history["step"])
+    steps = list(trainer.history["step"])
+    other = trainer_of(Net())
+    other.fit(shares(2)[:1] * (60 if other.connection.rank == 0 else 110))
+    return stream.getvalue(), steps, list(other.history["step"])

@@ -37,7 +37,7 @@ class ReportArguments:
 class MetricReportHook(TrainerOption):
     """`log_every` of a `kv.Trainer`: samples a second and the rows of tables are in history.jsonl.
 
-    That file is in output_dir; a Trainer writes it every 100 steps without this hook, too. The numbers are
+    That file is in output_dir; a Trainer writes it without this hook, too. The numbers are
     those of the Trainer's own model and precision.
     """
 
