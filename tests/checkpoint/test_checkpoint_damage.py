@@ -135,7 +135,10 @@ def _resign(folder, change):
         (lambda m: m["dense"].update(name="../../x"), "a file is outside"),
         (lambda m: m["tables"]["user"].update(rows=7), "its parts differ in rows"),
         (lambda m: m["tables"]["user"].update(surprise=7), "surprise"),
-        (lambda m: m["tables"]["user"].update(dim=7), "expected table 'user' of dim 2, got dim 7"),
+        (
+            lambda m: m["tables"]["user"].update(dim=7),
+            "expected table 'user' of dim 2, as the model has it, got dim 7",
+        ),
         (
             lambda m: m["tables"]["user"].update(dtype="float16"),
             "expected table 'user' of float32, got float16",

@@ -358,7 +358,7 @@ def test_warm_start_adds_to_what_is_there(tmp_path, old):
         (
             {"rename": {"user": "product"}, "exclude": "item"},
             CheckpointError,
-            "table 'user' of dim 3, got dim 4",
+            "table 'user' of dim 3, as the model has it, got dim 4",
         ),
         ({"rename": {"net.bias": "head.weight"}}, CheckpointError, r"'net.bias' of shape \(1, 5\)"),
         ({"rename": {"usr": "user"}}, CheckpointError, "a table or tensor 'usr' to rename"),

@@ -173,11 +173,14 @@ def test_text_as_ids_says_how_to_hash_it():
         with pytest.raises(TypeError) as told:
             engine({"user": ids})
         assert TEXT in str(told.value)
-        assert """kv.Feature('user').split(" ").to_ids()""" in str(told.value)
     text = {**COLUMNS, "user": np.array([f"u{user}" for user in COLUMNS["user"]])}
     with pytest.raises(TypeError) as told:
         trainer().fit(kv.data.read(text, 16))
     assert TEXT in str(told.value)
+    lists = {**COLUMNS, "user": np.array([f"{user} 7" for user in COLUMNS["user"]])}
+    with pytest.raises(TypeError) as told:
+        trainer().fit(kv.data.read(lists, 16))
+    assert """kv.Feature('user').split(" ").to_ids()""" in str(told.value)
     # What the message says works.
     hashed = kv.FeatureEngine([kv.Feature("user").hash("farm")])
     assert trainer().fit(kv.data.read(text, 16, transform=hashed)).step == 2
