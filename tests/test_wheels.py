@@ -108,8 +108,11 @@ def _environment(python, folder, *packages, **environment):
 def _python_312():
     """Python 3.12, whose wheel is of the stable ABI, where there is one; else the Python of this process."""
     found = shutil.which("python3.12")
-    runs = found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0
-    return found if runs else sys.executable
+    if found is None:
+        return sys.executable
+    # A shim of a version manager may lead nowhere, or depend on the environment.
+    shown = subprocess.run([found, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True)
+    return shown.stdout.strip() or sys.executable
 
 
 def _oldest_torch():
