@@ -35,9 +35,6 @@ _SECONDS = 10.0  # between two reports to people, at most
 class NoProgress:
     """Show nothing; derive from it for a display of your own.
 
-    `next_report` is the step after which the display wants numbers besides those of every `log_every` steps;
-    None means never.
-
     Example:
         >>> class Dots(kv.train.NoProgress):
         ...     def step(self, step):
@@ -45,7 +42,10 @@ class NoProgress:
         >>> progress = Dots()  # for kv.Trainer(..., progress=progress)
     """
 
-    next_report: int | None = None
+    @property
+    def next_report(self) -> int | None:
+        """The step after which it wants numbers, besides those of every `log_every` steps; None: never."""
+        return None
 
     def begin(self, step: int, total: int | None) -> None:
         """Called when a fit starts.
@@ -110,7 +110,19 @@ def _next_round(number: int) -> int:
     return next(each for each in (power, 2 * power, 5 * power, 10 * power) if each > number)
 
 
-class PlainProgress(NoProgress):
+class _ScheduledProgress(NoProgress):
+    """Wants numbers at the steps of a schedule."""
+
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        self._schedule = _Schedule(seconds)
+
+    @property
+    def next_report(self) -> int | None:
+        """The next step of the schedule."""
+        return self._schedule.next
+
+
+class PlainProgress(_ScheduledProgress):
     """Show progress as lines: evaluations at once, training after the first steps and then by time.
 
     Args:
@@ -123,18 +135,13 @@ class PlainProgress(NoProgress):
 
     def __init__(self, stream: IO[str] | None = None, seconds: float = _SECONDS) -> None:
         self._stream = stream
-        self._schedule = _Schedule(seconds)
+        super().__init__(seconds)
         self._total: int | None = None
         self._held: Report | None = None
         self._shown_step = -1
         self._widths: dict[str, int] = {}
         self._rates: dict[str, float] = {}  # learning rates at first
         self._rates_move = False  # whether a schedule has changed them, so that they are shown
-
-    @property
-    def next_report(self) -> int | None:  # type: ignore[override]
-        """The step after which it wants numbers."""
-        return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
         """Start the schedule."""
@@ -172,7 +179,7 @@ class PlainProgress(NoProgress):
             self._show(self._held)
 
 
-class BarProgress(NoProgress):
+class BarProgress(_ScheduledProgress):
     """Show progress as a live bar, with evaluations as lines above it.
 
     Args:
@@ -184,14 +191,9 @@ class BarProgress(NoProgress):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._schedule = _Schedule(_SECONDS)
+        super().__init__()
         self._bar: Progress | None = None
         self._task = TaskID(0)
-
-    @property
-    def next_report(self) -> int | None:  # type: ignore[override]
-        """The step after which it wants numbers."""
-        return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
         """Show the bar."""
@@ -224,11 +226,11 @@ class BarProgress(NoProgress):
             self._bar = None
 
 
-class NotebookProgress(NoProgress):
+class NotebookProgress(_ScheduledProgress):
     """A bar below the cell of a notebook, with the newest numbers and a table of the last evaluations."""
 
     def __init__(self) -> None:
-        self._schedule = _Schedule(_SECONDS)
+        super().__init__()
         self._display: Display | None = None
         self._total: int | None = None
         self._began = self._shown_at = 0.0
@@ -237,11 +239,6 @@ class NotebookProgress(NoProgress):
         self._numbers: Sequence[str] = ()
         self._evaluations: list[Report] = []
         self._said: list[str] = []
-
-    @property
-    def next_report(self) -> int | None:  # type: ignore[override]
-        """The step after which it wants numbers."""
-        return self._schedule.next
 
     def begin(self, step: int, total: int | None) -> None:
         """See `NoProgress.begin`."""
