@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native
 
@@ -207,19 +208,19 @@ class Gradients(Protocol):
         """Whether any key of a table has a gradient."""
 
 
-class GradientFlags:
+class GradientFlags(Gradients):
     """Which tables have gradients, and which of these are finite, by the tables' slots."""
 
     def __init__(self, finite: list[bool], touched: list[bool]) -> None:
         self._finite = finite
         self._touched = touched
 
+    @override
     def finite(self) -> list[bool]:
-        """See `Gradients.finite`."""
         return self._finite
 
+    @override
     def touched(self) -> list[bool]:
-        """See `Gradients.touched`."""
         return self._touched
 
 
@@ -239,7 +240,7 @@ class LateGradients(GradientFlags):
 
 
 def finite_flags(gradients: Gradients) -> list[bool]:
-    """See `Gradients.finite`. Where only the device knows, this waits for it, which `finite` does not."""
+    """Say of each table whether its gradients are finite; other than `finite`, this waits for a device."""
     check = getattr(gradients, "check_finite", gradients.finite)
     flags: list[bool] = check()
     return flags
