@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
+from forked_programs import run_forked
 from free_ports import free_port
 from launch_helpers import wait_until
 from neighbour import needs_root, run_as_neighbour
@@ -225,11 +226,9 @@ def test_a_job_at_ports_has_mutual_tls_by_itself(tmp_path, where):
                 pytest.raises(WireError, match="perhaps it expects a certificate"),
             ):
                 peer.call("ping", deadline=0.5)
-        status = subprocess.run(
+        status = run_forked(
             [sys.executable, "-m", "karvan", "status", "quiet"],
             env={**os.environ, "KARVAN_JOBS": str(tmp_path / "jobs")},
-            capture_output=True,
-            text=True,
         )
         assert "Job quiet: running" in status.stdout
         (tmp_path / "note.end").touch()
@@ -290,7 +289,7 @@ def test_check_makes_no_token(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(f"name: quiet\nentry: {tmp_path / 'train.py'}\n")
     monkeypatch.setenv("KARVAN_JOBS", str(tmp_path / "jobs"))
     command = [sys.executable, "-m", "karvan", "launch", str(tmp_path / "job.yaml"), "--check"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = run_forked(command)
     assert said.returncode == 0
     assert not re.search("[0-9a-f]{64}", said.stdout + said.stderr)
     assert not (tmp_path / "jobs").exists()

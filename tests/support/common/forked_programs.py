@@ -24,7 +24,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
 def fork_context():
     """Processes that are forked from the one that has imported all of that."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fork_imports"])
+    context.set_forkserver_preload(["fork_imports"])  # as tests/conftest.py does
     return context
 
 
@@ -146,10 +146,11 @@ class ForkedProgram:
         self.wait()
 
 
-def run_forked(command, timeout=120, **options):
+def run_forked(command, input=None, timeout=120, **options):
     """What a program says, and its exit code."""
-    program = ForkedProgram(command, stdout=PIPE, stderr=PIPE, **options)
-    stdout, stderr = program.communicate(timeout=timeout)
+    given = {"stdin": None if input is None else PIPE, "stdout": PIPE, "stderr": PIPE}
+    program = ForkedProgram(command, **given, **options)
+    stdout, stderr = program.communicate(input, timeout)
     return CompletedProcess(command, program.returncode, stdout, stderr)
 
 
