@@ -90,6 +90,7 @@ class ForkedProgram:
         self._process = fork_context().Process(target=_run, args=values, daemon=True)
         self._process.start()
         self.pid = self._process.pid
+        self.sentinel = self._process.sentinel  # ready when it has ended, for multiprocessing.connection.wait
         for file in opened:
             os.close(file)
 
