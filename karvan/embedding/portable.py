@@ -67,7 +67,7 @@ def describe_with_rows(engine: EngineState, handles: Handles) -> dict[str, Any]:
 
 def restore(engine: EngineState, handles: Handles, state: Mapping[str, Any]) -> None:
     """Restore a state of `describe` or `describe_with_rows`; rows in it replace all rows of the engine."""
-    tables: Mapping[str, Any] = state.get("tables", {})  # earlier versions wrote the step only
+    tables: Mapping[str, Any] = state["tables"]
     content = {name: entry for name, entry in tables.items() if "content" in entry}
     for name, entry in content.items():
         _check(find_table(handles, name), entry)
@@ -99,7 +99,7 @@ def _keeps_rows(
             "This state_dict has no rows, and the engine's rows come from another model or another run. "
             f"The saved parameters were not trained with these vectors. {_advice(expected)}"
         )
-    if content is None and _is_whole(engine):  # a state of an earlier version, or of ranks
+    if content is None and _is_whole(engine):  # a state of ranks
         return False
     if engine.step in (0, step):
         return False

@@ -288,7 +288,7 @@ class FeatureEngine(nn.Module):
         Raises:
             ValueError: The features or their steps differ.
         """
-        steps = state.get(STEPS, {})  # states of earlier versions have none
+        steps = state.get(STEPS, {})
         state = {name: fit_state for name, fit_state in state.items() if name != STEPS}
         if set(state) != set(self._fitted):
             raise ValueError(
@@ -297,7 +297,7 @@ class FeatureEngine(nn.Module):
             )
         for name, step in self._fitted.items():
             own = self._steps_of(name, step + 1)
-            if state[name] is not None and steps.get(name, own) != own:
+            if state[name] is not None and steps[name] != own:
                 raise ValueError(
                     f"Feature '{name}' of FeatureEngine '{self.name}' expects statistics of the steps "
                     f"{own}, but received statistics of {steps[name]}. Keep the steps that the statistics "

@@ -189,7 +189,6 @@ def test_cut_off_files_name_the_record(tmp_path):
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (b"KVRECORD\1\0\0\0", "KVRECORD file of an earlier version.*version that wrote it.*TFRecord"),
         (b"PAR1", "By its first bytes it is Parquet"),
         (b"\x04\x03\x02\x01", "By its first bytes it is RecordIO"),
         (b"id,label\n", "damaged, or of another format"),
@@ -200,13 +199,6 @@ def test_files_of_other_formats_are_errors_with_a_hint(tmp_path, start, message)
     path.write_bytes(start + bytes(100))
     with pytest.raises(DataError, match=rf"x\.tfrecord: .*{message}"):
         open_files(path).parts()
-
-
-def test_an_old_kvrecord_file_says_what_to_do_whatever_its_name(tmp_path):
-    for name in ("x.recordio", "x.rio", "x"):
-        (tmp_path / name).write_bytes(b"KVRECORD" + bytes(100))
-        with pytest.raises(DataError, match="no longer supported"):
-            open_files(tmp_path / name).parts()
 
 
 def test_a_compressed_file_without_records_is_a_part_of_none(tmp_path):

@@ -190,16 +190,6 @@ def test_a_model_that_has_learned_nothing_yet_loads_anywhere():
         assert torch.equal(mine, theirs)
 
 
-def test_a_state_of_before_loads_without_a_question():
-    model = Model()
-    train(model, [(1, 2)])
-    state = model.state_dict()
-    state["embeddings._extra_state"] = {"step": 7}
-    fresh = Model()
-    fresh.load_state_dict(state)
-    assert fresh.embeddings.step == 7
-
-
 def test_checkpoints_are_loaded_as_before(tmp_path):
     model = Model()
     train(model, [(1, 2), (3, 4)])

@@ -168,21 +168,6 @@ def test_an_optimizers_state_dict_survives_torch_save(tmp_path):
     assert other.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(("name", "since"), [("adam", "amsgrad"), ("sgd-momentum", "nesterov")])
-def test_a_state_dict_of_a_version_without_a_setting_loads(name, since):
-    cls, options = ref.OPTIMIZERS[name]
-    engine, handle = one()
-    opt = getattr(kv.optim, cls)(engine, **options)
-    train(engine, opt, f=ids(1))
-    state = opt.state_dict()
-    del state["param_groups"][0][since]
-    opt.load_state_dict(state)
-    before = handle.vectors(ids(1))
-    train(engine, opt, f=ids(1))
-    assert opt.param_groups[0][since] is False
-    assert not torch.equal(handle.vectors(ids(1)), before)
-
-
 @given(
     p=st.floats(-1, 1, width=32),
     gradients=st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=6),

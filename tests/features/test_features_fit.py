@@ -151,7 +151,7 @@ def test_words_and_ways_to_find_them_exclude_each_other():
         FeatureEngine([Feature("w").vocabulary()])({"w": ragged_text(["a"])})
     engine = FeatureEngine([Feature("w").vocabulary()])
     with pytest.raises(ValueError, match="Feature 'w', vocabulary: expected the words of a vocabulary"):
-        engine.set_extra_state({"w": torch.zeros(2)})
+        engine.set_extra_state({**engine.get_extra_state(), "w": torch.zeros(2)})
 
 
 def test_missing_values_do_not_count_when_steps_are_fitted():
@@ -208,13 +208,9 @@ def test_statistics_of_other_steps_are_refused_with_both_shown(old, new, texts):
     assert all(text in str(caught.value) for text in texts)
 
 
-def test_steps_after_the_fitted_one_may_change_and_earlier_states_without_steps_load():
+def test_steps_after_the_fitted_one_may_change():
     engine = _fitted(Feature("p").normalise())
     FeatureEngine([Feature("p").normalise().clip(-3, 3)]).load_state_dict(engine.state_dict())
-    state = {"p": engine.get_extra_state()["p"]}
-    other = FeatureEngine([Feature("p").log1p().normalise()])
-    other.set_extra_state(state)
-    assert same(other.get_extra_state()["p"], state["p"])
 
 
 def test_the_description_of_steps_is_stable_text_also_for_numpys_numbers_and_many_values():

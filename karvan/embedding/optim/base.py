@@ -112,14 +112,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         return dict(vars(self))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; groups of earlier versions lack the settings that have come since."""
-        super().__setstate__(state)
-        for group in self.param_groups if "param_groups" in vars(self) else ():
-            for name, value in self.defaults.items():
-                if name != "differentiable":  # torch's own, which it adds to the defaults alone
-                    group.setdefault(name, value)
-
     @property
     def tables(self) -> list[TableHandle]:
         """The tables that this optimizer updates."""

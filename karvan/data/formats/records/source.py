@@ -183,11 +183,6 @@ class RecordSource(FileSource):
 
     def _wrong(self, start: bytes) -> str:
         """The message for a file that begins differently."""
-        if start.startswith(b"KVRECORD"):
-            return (
-                "This is a KVRECORD file of an earlier version of Karvan, which is no longer supported. "
-                "Read it with the version that wrote it, and write Parquet or TFRecord."
-            )
         for magic, name in _OTHERS.items():
             if start.startswith(magic) and name != self.format_name:
                 return f"The file is not {self.format_name}. By its first bytes it is {name}."
