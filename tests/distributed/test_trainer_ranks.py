@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import trainer_programs
-from free_ports import free_port
 from ranks_helpers import run
 from shared_results import shared_result
 
@@ -41,7 +40,7 @@ def launched(shared):
 
 
 def launch(folder):
-    """Results by world and program, one for each rank; by three processes, as starting takes seconds."""
+    """Results by world and program, one for each rank."""
 
     def fit(name, **options):
         return ["resumed", {"folder": str(folder / name), **options}]
@@ -63,12 +62,11 @@ def launch(folder):
         2: PROGRAMS | {"fewer": fit("begun", until=100)},
         1: {name: PROGRAMS[name] for name in ("uneven", "accumulated", "fixed")},
     }
-    listed = [[world, free_port(), list(programs.values())] for world, programs in plans.items()]
-    results = run(3, "trainer_programs:run_plans", files=folder, plans=listed)
-    return {
-        world: {name: [each[place][n] for each in results[:world]] for n, name in enumerate(plans[world])}
-        for place, world in enumerate(plans)
-    }
+    results = {}
+    for world, programs in plans.items():  # fewer ranks go on where more have stopped
+        ranks = run(world, "trainer_programs:run_ranks", programs=list(programs.values()))
+        results[world] = {name: [each[n] for each in ranks] for n, name in enumerate(programs)}
+    return results
 
 
 def alone(world, name):

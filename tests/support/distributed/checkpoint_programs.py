@@ -164,6 +164,7 @@ def trouble(place):
     pending = kv.checkpoint.start(folder / "last", {}, model, step=21)
     threading.Timer(0.3, go.set).start()
     distributed.disconnect()
+    writing_module.write_arrays = write
     seen["waited for"] = pending.done() and pending.wait().step
     seen["disconnected"] = error_of(lambda: kv.checkpoint.save(folder / "three", {}, model))
     return seen

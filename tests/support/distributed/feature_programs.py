@@ -97,5 +97,6 @@ def fit_shares(run_folder):
     logging.getLogger("karvan.train").addHandler(handler)
     train(engine_of().fit(whole[:1]), run_folder, 6)
     made["replaced"] = [line for line in said if "other statistics" in line]
+    logging.getLogger("karvan.train").removeHandler(handler)
     distributed.disconnect()
     return made

@@ -423,13 +423,6 @@ def run_all(of, programs):
     return [PROGRAMS[name](of, **arguments) for name, arguments in programs]
 
 
-def run_plans(plans):
-    """Connect as so many ranks as each plan says, [world, port, programs], one after the other."""
-    rank, results = int(os.environ["RANK"]), []
-    for world, port, programs in plans:
-        os.environ |= {"WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
-        if rank < world:
-            kv.connect("sharded", timeout=60)
-            results.append(run_all(world, programs))
-            distributed.disconnect()
-    return results
+def run_ranks(programs):
+    """The same by ranks."""
+    return run_all(kv.connect("sharded", timeout=60).world_size, programs)
