@@ -1,5 +1,7 @@
 """Tables of MaxCompute as data of ElasticDL's commands, against a tunnel server."""
 
+from importlib.util import find_spec
+
 import odps_tunnel
 import pyarrow as pa
 import pytest
@@ -10,7 +12,8 @@ from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.feed_step import FeedStep
 from karvan.compat.elasticdl.readers import open_data
 
-pytest.importorskip("odps")
+# Importing it takes seconds, which processes that run other tests need not spend.
+pytestmark = pytest.mark.skipif(find_spec("odps") is None, reason="needs pyodps")
 
 URL = "odps://shop/tables/lines"
 THEIRS = {

@@ -198,10 +198,10 @@ def test_writers_refuse_what_they_do_not_know(tmp_path):
 
 
 def test_a_chunk_that_decompresses_to_much_more_than_it_stores_is_refused(tmp_path):
-    size = 200 << 20
+    size = 40 << 20
     bomb = gzip.compress(struct.pack("<I", size - 4) + bytes(size - 4))
     (tmp_path / "x.recordio").write_bytes(chunk(bomb, 2))
-    with pytest.raises(DataError, match="at most 33,554,432 bytes of 20"):
+    with pytest.raises(DataError, match="at most 33,554,432 bytes of 4"):
         list(read_records(tmp_path / "x.recordio"))
 
 
@@ -239,9 +239,9 @@ def test_many_small_records_come_in_several_batches(tmp_path):
 
 def test_very_many_empty_records_are_read_as_they_were_written(tmp_path):
     with RecordIOWriter(tmp_path / "x.recordio", compression="gzip", chunk_bytes=8 << 20) as writer:
-        for _ in range(1_200_000):
+        for _ in range(1_049_000):
             writer.write(b"")
-    assert sum(1 for _ in read_records(tmp_path / "x.recordio")) == 1_200_000
+    assert sum(1 for _ in read_records(tmp_path / "x.recordio")) == 1_049_000
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

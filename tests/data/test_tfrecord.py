@@ -266,7 +266,7 @@ def test_every_record_comes_exactly_once_whatever_the_stops_and_ranks(folder, na
 def test_a_file_that_is_compressed_as_a_whole_has_records_of_up_to_64_mib(tmp_path):
     length = struct.pack("<Q", (64 << 20) + 1)
     head = length + struct.pack("<I", _native.masked_crc32c(length))
-    (tmp_path / "x.tfrecord.gz").write_bytes(gzip.compress(head + bytes(80 << 20)))
+    (tmp_path / "x.tfrecord.gz").write_bytes(gzip.compress(head + bytes(65 << 20)))
     with pytest.raises(DataError, match=r"record 0.*at most 64 MiB"):
         list(read_records(tmp_path / "x.tfrecord.gz"))
     with pytest.raises(ValueError, match="at most 64 MiB"), TFRecordWriter(tmp_path / "y.tfrecord.gz") as out:

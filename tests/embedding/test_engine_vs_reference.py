@@ -10,7 +10,7 @@ from engine_pair import KEYS, Pair, combiners, random_rows, tensor_of, weigh
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_kinds import also_slowly
+from store_kinds import also_slowly, few_examples
 
 DIM = 3
 COMBINERS = combiners(DIM)
@@ -48,6 +48,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), STEPS)
+@few_examples(4)
 @given(
     combiner=st.sampled_from(list(COMBINERS)),
     steps=st.lists(st.tuples(ids, st.booleans(), st.integers(0, 99)), min_size=1, max_size=4),

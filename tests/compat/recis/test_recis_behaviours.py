@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from karvan.compat.recis.features import (
@@ -532,6 +531,8 @@ def test_dense_rows_become_ragged_and_dense_again(dtype):
 
 
 def test_auroc_is_scikit_learns_within_its_resolution():
+    from sklearn.metrics import roc_auc_score  # slow to import, and few tests need it
+
     random = np.random.default_rng(6)
     labels = random.integers(0, 2, 2000)
     scores = np.clip(random.normal(0.3 + 0.2 * labels, 0.2), 0, 1)
@@ -546,6 +547,8 @@ def test_auroc_is_scikit_learns_within_its_resolution():
 
 
 def test_gauc_weighs_groups_by_their_clicks():
+    from sklearn.metrics import roc_auc_score
+
     labels = torch.tensor([1.0, 0, 0, 0, 1])
     predictions = torch.tensor([0.6, 0.4, 0.55, 0.45, 0.5])
     assert Gauc()(labels, predictions, torch.tensor([0, 0, 1, 1, 1])) == (0.75, 0.75)

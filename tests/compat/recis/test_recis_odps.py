@@ -1,5 +1,6 @@
 """RecIS's datasets of MaxCompute, against a tunnel server: partitions, shares, positions, training."""
 
+from importlib.util import find_spec
 from itertools import pairwise
 
 import odps_tunnel
@@ -16,7 +17,8 @@ from karvan.compat.recis.optim import SparseAdamW
 from karvan.compat.unsupported import UnsupportedError
 from karvan.data.errors import DataError
 
-pytest.importorskip("odps")
+# Importing it takes seconds, which processes that run other tests need not spend.
+pytestmark = pytest.mark.skipif(find_spec("odps") is None, reason="needs pyodps")
 
 
 @pytest.fixture(scope="module")
