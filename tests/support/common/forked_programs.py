@@ -240,6 +240,7 @@ def _run(arguments, environment, folder, files, address):
 def run_program(command, environment, folder):
     """Run a command of Python as a new process would, and end; the streams are those of this process."""
     prepare_fork(environment, folder, command)
+    tempfile.tempdir = None  # which depends on the environment
     arguments = command[1:]
     if safe := arguments[0] == "-P":
         arguments = arguments[1:]
@@ -428,9 +429,9 @@ def _keep(connection):
 def _execute(file, command, environment, execute=os.execvpe):
     """Run a program in the fork of a keeper; one that needs another interpreter is executed."""
     interpreter, *words = command
-    option = words[0] if words else "-"
-    known = option in _OPTIONS or not option.startswith("-")
-    if interpreter != sys.executable or not known or not fits(command, environment):
+    alike = words and (words[0] in _OPTIONS or not words[0].startswith("-"))
+    new = interpreter != sys.executable or not alike or "LD_PRELOAD" in environment
+    if new or not fits(command, environment):
         execute(file, command, environment)
     os.closerange(3, 1 << 16)
     reset_signals(_ignored())
