@@ -101,7 +101,7 @@ class Activity:
 
 
 class Waiting:
-    """See `Activity.waiting`."""
+    """A wait, which `Activity` reports while it lasts."""
 
     __slots__ = ("_key", "_name", "_waits")
 

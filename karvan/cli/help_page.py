@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand, TyperGroup
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,16 +26,16 @@ Rows = list[tuple[str, str]]
 class HelpedCommand(TyperCommand):
     """A command with such a page."""
 
+    @override
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See `click.Command.format_help`."""
         _Page().print(self, ctx, {})
 
 
 class HelpedGroup(TyperGroup):
     """The group of all commands."""
 
+    @override
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See `click.Command.format_help`."""
         sections: dict[str, Rows] = {}
         for name, command in self.commands.items():
             sentence = re.split(r"(?<=[.?])\s", command.help or "", maxsplit=1)[0]

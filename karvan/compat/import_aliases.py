@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 
 @contextmanager
 def import_aliases(packages: Mapping[str, str]) -> Iterator[None]:
@@ -62,10 +64,10 @@ class _AliasFinder(MetaPathFinder):
         top, dot, rest = name.partition(".")
         return self._packages[top] + dot + rest if top in self._packages else None
 
+    @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
         real = self.real_name(fullname)
         if real is None:
             return None

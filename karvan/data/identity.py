@@ -92,7 +92,7 @@ def identity_of(source: Source) -> Identity:
 
 
 def files_of(source: Source) -> tuple[str, ...]:
-    """See `Identity.files`."""
+    """Hash the name and length of every file, for `Identity.files`; no hashes for very many files."""
     parts = source.parts()
     return tuple(text_hash(f"{part.path} {part.records}") for part in parts if len(parts) <= _FILES_LISTED)
 

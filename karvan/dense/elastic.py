@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from typing_extensions import override
+
 from karvan.dense.remote import RemoteDense
 from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.step_policies import Answer, Outcome
@@ -45,8 +47,9 @@ class ElasticDense(RemoteDense):
 
     proxy = StagingServerProxy
 
+    @override
     def begin(self) -> None:
-        """See `LocalDense.begin`: what servers have is decided by all trainers."""
+        """What servers have is decided by all trainers."""
 
     def fill(self) -> None:
         """The run begins with the parameters and optimizer state of this trainer."""
@@ -57,8 +60,9 @@ class ElasticDense(RemoteDense):
         """Take the parameters of the servers."""
         self._dense.join()
 
+    @override
     def step(self) -> Outcome:
-        """See `LocalDense.step`: gradients are staged."""
+        """Gradients are staged."""
         outcome = super().step()
         if outcome == "accepted":
             commits = self._connection.servers and self._connection.servers.commits
@@ -66,11 +70,12 @@ class ElasticDense(RemoteDense):
             commits.note_dense(self._number)
         return outcome
 
+    @override
     def settle(self) -> None:
-        """See `LocalDense.settle`; trainers have met, and none has a step in progress."""
+        """Trainers have met, and none has a step in progress."""
         self._dense.pull()
 
+    @override
     def take(self) -> None:
-        """See `LocalDense.take`."""
         self.settle()
         self._take_slots()

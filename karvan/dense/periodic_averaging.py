@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from karvan.dense.local import LocalDense
 from karvan.dense.step_policies import Outcome
@@ -50,38 +51,40 @@ class PeriodicAveraging(LocalDense):
         if any(not each.is_floating_point() for each in self._trained):
             raise ValueError("average_every averages parameters of floats, got others, such as complex ones.")
 
+    @override
     def begin(self) -> None:
-        """See `LocalDense.begin`: the model is that of rank 0."""
+        """The model is that of rank 0."""
         self.settle()  # steps that an error has left
         with self._collective():
             for value in (*self._model.parameters(), *self._model.buffers()):
                 dist.broadcast(value.detach(), 0)
 
+    @override
     def agree(self, finite: bool) -> bool:
-        """See `LocalDense.agree`."""
         flags = self._connection.main.sum(torch.tensor([0.0 if finite else 1.0]))
         return not bool(flags[0])
 
     @property
+    @override
     def skips_on_device(self) -> bool:
-        """See `LocalDense.skips_on_device`: ranks agree on every step."""
+        """Ranks agree on every step."""
         return False
 
+    @override
     def step(self) -> Outcome:
-        """See `LocalDense.step`."""
         outcome = super().step()
         self._steps += 1
         if self._steps == self._every:
             self._average()
         return outcome
 
+    @override
     def settle(self) -> None:
-        """See `LocalDense.settle`."""
         if self._steps:
             self._average()
 
+    @override
     def take(self) -> None:
-        """See `LocalDense.take`."""
         self.settle()
 
     def _average(self) -> None:

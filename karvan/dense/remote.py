@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from karvan.dense.client import AsyncDense
 from karvan.dense.local import LocalDense
@@ -73,21 +74,21 @@ class RemoteDense(LocalDense):
         self._most = _MOST_REJECTIONS + connection.world_size * (prefetch + 2)
 
     @property
+    @override
     def staleness(self) -> Staleness:
-        """See `LocalDense.staleness`."""
         return self._dense.staleness
 
+    @override
     def begin(self) -> None:
-        """See `LocalDense.begin`."""
         self._first_does(self._fill)
         self._dense.join()
 
+    @override
     def fresh(self) -> None:
-        """See `LocalDense.fresh`."""
         self._dense.before_step()
 
+    @override
     def attempts(self) -> Generator[int, None, None]:
-        """See `LocalDense.attempts`."""
         try:
             for number in range(self._most):
                 for engine in self._engines:
@@ -103,12 +104,13 @@ class RemoteDense(LocalDense):
         )
 
     @property
+    @override
     def skips_on_device(self) -> bool:
-        """See `LocalDense.skips_on_device`: servers have to know whether a step is made."""
+        """Servers have to know whether a step is made."""
         return False
 
+    @override
     def step(self) -> Outcome:
-        """See `LocalDense.step`."""
         outcome = self._dense.step()
         if outcome == "rejected" and not self._rejects:
             raise RuntimeError(
@@ -117,14 +119,14 @@ class RemoteDense(LocalDense):
             )
         return outcome
 
+    @override
     def settle(self) -> None:
-        """See `LocalDense.settle`."""
         self._connection.main.barrier()
         self._first_does(lambda: list(self._call(DenseServerProxy.flush, self._servers)))
         self._dense.pull()
 
+    @override
     def take(self) -> None:
-        """See `LocalDense.take`."""
         self.settle()
         if self._steps_alone:
             self._take_slots()

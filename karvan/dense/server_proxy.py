@@ -21,7 +21,7 @@ class DenseServerProxy:
         self._model = model
 
     def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
-        """See `DenseParameters.pull`."""
+        """Ask for the parameters that have changed."""
         answer = self._call("pull_dense", Message({"version": version}))
         return int(answer.head["version"]), tensors_of(answer) if answer.arrays else None
 
@@ -34,25 +34,25 @@ class DenseServerProxy:
         sequence: int,
         lr: float | None = None,
     ) -> Answer:
-        """See `DenseParameters.push_gradients`."""
+        """Send gradients; the server steps its optimizer."""
         head = {"version": version, "trainer": trainer, "sequence": sequence, "lr": lr}
         answer = self._call("push_dense", tensors_message(gradients, **head))
         return Answer(*answer.head["answer"])
 
     def next_sequence(self, trainer: str) -> int:
-        """See `DenseParameters.next_sequence`."""
+        """Ask for the number of the next push."""
         return int(self._call("next_sequence", Message({"trainer": trainer})).head["sequence"])
 
     def flush(self) -> int:
-        """See `DenseParameters.flush`."""
+        """Wait until all pushes are applied."""
         return int(self._call("flush_dense", Message({})).head["version"])
 
     def state(self) -> dict[str, Any]:
-        """See `DenseParameters.state`."""
+        """Ask for parameters and optimizer state."""
         return state_of(self._call("dense_state", Message({})))
 
     def load_state(self, state: Mapping[str, Any], *, first: bool = False) -> None:
-        """See `DenseParameters.load_state`."""
+        """Replace parameters and optimizer state."""
         self._call("load_dense_state", state_message(state, **({"first": True} if first else {})))
 
     def _call(self, method: str, call: Message) -> Message:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.activity import TRAINERS, activity
 from karvan.distributed.errors import ChannelLeftError
@@ -81,15 +82,15 @@ class GlooChannel(CollectiveChannel):
         self._explain = explain
         self._left = False
 
+    @override
     def sum(self, values: Tensor) -> Tensor:
-        """See `CollectiveChannel.sum`."""
         total = values.clone()
         self._do(lambda: self._group.allreduce([total]))
         self.bytes_sent += 2 * total.nbytes * (self.world_size - 1) // self.world_size
         return total
 
+    @override
     def gather(self, data: bytes) -> list[bytes]:
-        """See `CollectiveChannel.gather`."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(data)
         sizes = self.sum(sizes)
@@ -102,22 +103,23 @@ class GlooChannel(CollectiveChannel):
             self.bytes_sent += longest * (self.world_size - 1)
         return [bytes(one[:size].numpy()) for one, size in zip(received, sizes.tolist(), strict=True)]
 
+    @override
     def swap(self, numbers: Tensor) -> Tensor:
-        """See `CollectiveChannel.swap`."""
         received = torch.empty_like(numbers)
         self._do(lambda: self._group.alltoall_base(received, numbers.contiguous(), [], []))
         self.bytes_sent += numbers[0].nbytes * (self.world_size - 1)
         return received
 
+    @override
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """See `CollectiveChannel.exchange`."""
         received = send.new_empty(sum(of))
         self._do(lambda: self._group.alltoall_base(received, send, list(of), list(to)))
         self.bytes_sent += (sum(to) - to[self.rank]) * send.element_size()
         return received
 
+    @override
     def leave(self) -> None:
-        """See `CollectiveChannel.leave`; gloo cannot stop the operation itself."""
+        """Gloo cannot stop the operation itself."""
         self._left = True
 
     def _do(self, operation: Callable[[], Any]) -> None:
@@ -154,8 +156,9 @@ class SharedMemoryChannel(CollectiveChannel):
         self._timeout = timeout
         self._explain = explain
 
+    @override
     def sum(self, values: Tensor) -> Tensor:
-        """See `CollectiveChannel.sum`; in the order of ranks."""
+        """In the order of ranks."""
         flat = values.reshape(-1)
         pieces = self.exchange(
             flat.repeat(self.world_size), [len(flat)] * self.world_size, [len(flat)] * self.world_size
@@ -165,19 +168,19 @@ class SharedMemoryChannel(CollectiveChannel):
             total += pieces[rank * len(flat) : (rank + 1) * len(flat)]
         return total.view(values.shape)
 
+    @override
     def gather(self, data: bytes) -> list[bytes]:
-        """See `CollectiveChannel.gather`."""
         sizes = self.swap(torch.full((self.world_size, 1), len(data))).flatten().tolist()
         received = self.exchange(_bytes(data).repeat(self.world_size), [len(data)] * self.world_size, sizes)
         return [bytes(one.numpy()) for one in torch.split(received, sizes)]
 
+    @override
     def swap(self, numbers: Tensor) -> Tensor:
-        """See `CollectiveChannel.swap`."""
         width = [numbers[0].numel()] * self.world_size
         return self.exchange(numbers.reshape(-1), width, width).view(numbers.shape)
 
+    @override
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """See `CollectiveChannel.exchange`."""
         self.operations += 1
         send, size = send.contiguous(), send.element_size()
         received = send.new_empty(sum(of))
@@ -198,8 +201,8 @@ class SharedMemoryChannel(CollectiveChannel):
         self.bytes_sent += (sum(to) - to[self.rank]) * size
         return received
 
+    @override
     def leave(self) -> None:
-        """See `CollectiveChannel.leave`."""
         self._board.leave()
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from typing_extensions import override
 
 from karvan.argument_checks import meant
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
@@ -263,21 +264,21 @@ class SharedConnection(Connection):
             _log.info("Ranks communicate over the network: %s.", errors[0])
         return None if errors else boards
 
+    @override
     def close(self) -> None:
-        """See `Connection.close`."""
         super().close()
         self._monitor.close()
         atexit.unregister(self._monitor.close)
 
+    @override
     def fail(self, channel: str, error: BaseException) -> None:
-        """See `Connection.fail`."""
         self._monitor.report_failure(error)
         self.channels[channel].leave()
         if dist.is_initialized():
             keep_forever(default_group())  # gradients may be in flight
 
+    @override
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """See `Connection.explained`."""
         of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         if of_torch and not isinstance(error, RankError):
             return self._monitor.explain("main", None, error)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from karvan import ids
 from karvan.batch_slicing import as_offsets, values_of
@@ -59,8 +60,8 @@ class Moments(RunningStatistics):
         self._pending: list[NDArray[np.float64]] = []  # fewer numbers than a chunk has
         self._pending_count = 0
 
+    @override
     def add(self, entry: Entry) -> None:
-        """See `RunningStatistics.add`."""
         expect_numbers(entry)
         values = values_of(entry).detach().to("cpu", torch.float64).reshape(-1).numpy()
         known = values[~np.isnan(values)]
@@ -98,13 +99,13 @@ class Moments(RunningStatistics):
         for products, first in zip(matrix @ matrix.T, shifts, strict=True):
             self._squares += sum(int(p) << (first + by) for p, by in zip(products, shifts, strict=True))
 
+    @override
     def state(self) -> Any:
-        """See `RunningStatistics.state`."""
         self._add_pending()
         return [self.count, hex(self._sum), hex(self._squares)]
 
+    @override
     def merge(self, state: Any) -> None:
-        """See `RunningStatistics.merge`."""
         count, total, squares = state
         self.count += count
         self._sum += int(total, 16)
@@ -161,13 +162,13 @@ class WordCounts(RunningStatistics):
             raise ValueError("expected strings only or ids only, but received both.")
         self.text = text
 
+    @override
     def state(self) -> Any:
-        """See `RunningStatistics.state`."""
         words = [[w.hex() if isinstance(w, bytes) else w, count] for w, count in self.counts.items()]
         return [self.text, words]
 
+    @override
     def merge(self, state: Any) -> None:
-        """See `RunningStatistics.merge`."""
         text, words = state
         if text is None:
             return

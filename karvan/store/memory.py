@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from karvan.native import _native
 from karvan.store.base import Store
@@ -33,8 +34,8 @@ class MemoryStore(Store):
         self._capacity = capacity
         self._by_name: list[_native.Table] = []  # replaced as a whole, since other threads read it
 
+    @override
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`."""
         known = self._specs.get(spec.name)
         if known == spec:
             return
@@ -52,14 +53,14 @@ class MemoryStore(Store):
         """The floats of a vector."""
         return self._specs[table].dim
 
+    @override
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `Store.set_state`."""
         self._tables[table].set_state(list(initial), fresh)
 
+    @override
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `Store.lookup`."""
         found = {
             name: Found(*self._tables[name].lookup(unique, counts, training, step, now))
             for name, (unique, counts) in keys.items()
@@ -68,52 +69,53 @@ class MemoryStore(Store):
             self._shrink()
         return found
 
+    @override
     def apply(
         self,
         pushes: Mapping[str, Sequence[Push]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.apply`."""
         for name, its_pushes in pushes.items():
             self._tables[name].apply(list(its_pushes), rules[name].native(), steps[name])
 
+    @override
     def skip(self, table: str) -> None:
-        """See `Store.skip`."""
         self._tables[table].count_skipped()
 
+    @override
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """See `Store.evict`."""
         return self._tables[table].evict(step, now)
 
+    @override
     def erase(self, table: str, keys: Keys) -> int:
-        """See `Store.erase`."""
         return self._tables[table].erase(np.ascontiguousarray(keys))
 
+    @override
     def clear(self, table: str) -> None:
-        """See `Store.clear`."""
         self._tables[table].clear()
 
+    @override
     def version(self, table: str) -> int:
-        """See `Store.version`."""
         return self._tables[table].version
 
+    @override
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `Store.evicted_since`."""
         return self._tables[table].evicted_since(version)
 
+    @override
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """See `Store.snapshot`."""
         if not 0 <= part < parts:
             raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
         return Rows(*self._tables[table].snapshot(part, parts))
 
+    @override
     def load(self, table: str, rows: Rows) -> None:
-        """See `Store.load`."""
         if len(np.unique(rows.keys)) != len(rows.keys):
             raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
         self._tables[table].load(*rows)
 
+    @override
     def capture(
         self,
         tables: Sequence[str],
@@ -123,7 +125,7 @@ class MemoryStore(Store):
         track: bool = False,
         log: _native.LookupLog | None = None,
     ) -> Capture:
-        """See `Store.capture`: a row is copied when its part is read, or just before it changes.
+        """A row is copied when its part is read, or just before it changes.
 
         log: the lookups in flight, which the capture omits; see csrc/batch/lookup_log.h.
         """
@@ -132,8 +134,9 @@ class MemoryStore(Store):
         ]
         return _Captures(dict(zip(tables, _native.capture(requests, track, log), strict=True)))
 
+    @override
     def extra(self, table: str, log: _native.LookupLog | None = None) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`; without the lookups in flight."""
+        """Without the lookups in flight."""
         native = self._tables[table]
         made: dict[str, NDArray[Any]] = {}
         if len(counts := native.filter_counts(log)):
@@ -143,18 +146,19 @@ class MemoryStore(Store):
             made["clock_times"] = np.array([time for _, time in clock])
         return made
 
+    @override
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`."""
         if "filter_counts" in extra:
             self._tables[table].set_filter_counts(extra["filter_counts"])
         steps: Sequence[int] = extra["clock_steps"].tolist() if "clock_steps" in extra else []
         times: Sequence[float] = extra["clock_times"].tolist() if "clock_times" in extra else []
         self._tables[table].set_clock(list(zip(steps, times, strict=True)))
 
+    @override
     def stats(self, table: str) -> dict[str, int]:
-        """See `Store.stats`."""
         return self._tables[table].stats()
 
+    @override
     def forward(
         self,
         program: LookupProgram,
@@ -165,7 +169,7 @@ class MemoryStore(Store):
         now: float,
         log: _native.LookupLog | None = None,
     ) -> LookupPlan:
-        """See `Store.forward`: grouping, lookup and pooling in one native call.
+        """Grouping, lookup and pooling are one native call.
 
         log: records a training lookup, which is in flight from now on.
         """
@@ -184,6 +188,7 @@ class MemoryStore(Store):
         if self._capacity is not None:
             _native.shrink(self._by_name, self._capacity)
 
+    @override
     def update(
         self,
         program: LookupProgram,
@@ -191,7 +196,7 @@ class MemoryStore(Store):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: the rows are found by their addresses from the lookup, not by their keys."""
+        """The rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]
         total = passes[0] if len(passes) == 1 else _native.Gradients.merge(passes)
         made = {id(rule): rule.native() for rule in rules.values()}  # many tables share one
@@ -208,15 +213,15 @@ class _Captures(Capture):
         self._captures = captures
         self.versions = {name: capture.version for name, capture in captures.items()}
 
+    @override
     def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`."""
         return Rows(*self._captures[table].part(part))
 
+    @override
     def erased(self, table: str) -> Keys:
-        """See `Capture.erased`."""
         return self._captures[table].erased()
 
+    @override
     def close(self) -> None:
-        """See `Capture.close`."""
         for capture in self._captures.values():
             capture.close()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.distributed.settings import WIRES
@@ -41,17 +42,18 @@ class RankShare(Store):
         return mine
 
     @property
+    @override
     def share(self) -> tuple[int, int]:
-        """See `Store.share`."""
         return self._connection.rank, self._ranks
 
+    @override
     def apply(
         self,
         pushes: Mapping[str, Sequence[Push]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.apply`; a collective. Versions are those of the owner's own table."""
+        """A collective. Versions are those of the owner's own table."""
         made: dict[str, list[Push]] = {}
         for table, listed in pushes.items():
             made[table] = []
@@ -86,47 +88,56 @@ class RankShare(Store):
     def _scale(self) -> float:
         return 1.0 / self._ranks if self._averages else 1.0
 
+    @override
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`; each rank holds its part of the rows that a policy allows."""
+        """Each rank holds its part of the rows that a policy allows."""
         self._local.add_table(spec.share(*self.share))
 
+    @override
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `Store.set_state`."""
         self._local.set_state(table, initial, fresh)
 
+    @override
     def skip(self, table: str) -> None:
-        """See `Store.skip`."""
         self._local.skip(table)
 
+    @override
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """See `Store.evict`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.evict(table, step=step, now=now)
 
+    @override
     def erase(self, table: str, keys: Keys) -> int:
-        """See `Store.erase`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.erase(table, np.ascontiguousarray(keys[self.owns(keys)]))
 
+    @override
     def clear(self, table: str) -> None:
-        """See `Store.clear`; of this rank's share."""
+        """Of this rank's share."""
         self._local.clear(table)
 
+    @override
     def version(self, table: str) -> int:
-        """See `Store.version`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.version(table)
 
+    @override
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `Store.evicted_since`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.evicted_since(table, version)
 
+    @override
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """See `Store.snapshot`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.snapshot(table, part, parts)
 
+    @override
     def load(self, table: str, rows: Rows) -> None:
-        """See `Store.load`; rows of other ranks are skipped."""
+        """Rows of other ranks are skipped."""
         mine = self.owns(rows.keys)
         self._local.load(table, Rows._make(np.ascontiguousarray(array[mine]) for array in rows))
 
+    @override
     def capture(
         self,
         tables: Sequence[str],
@@ -135,17 +146,20 @@ class RankShare(Store):
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.capture(tables, parts, since, track=track)
 
+    @override
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.extra(table)
 
+    @override
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`; of this rank's share."""
+        """Of this rank's share."""
         self._local.load_extra(table, extra)
 
+    @override
     def stats(self, table: str) -> dict[str, int]:
-        """See `Store.stats`; of this rank's share."""
+        """Of this rank's share."""
         return self._local.stats(table)

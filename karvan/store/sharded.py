@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.native import _native, output_buffers
@@ -52,7 +53,7 @@ class RankLookup(NamedTuple):
 
     @property
     def plan(self) -> _native.Plan:
-        """See `LookupState.plan`."""
+        """The native plan of the rows that this rank owns."""
         return self.routed.plan
 
 
@@ -64,6 +65,7 @@ class ShardedStore(RankShare):
         super().__init__(connection, self._memory)
         self._owner = Owner(self._memory)
 
+    @override
     def prepare(
         self,
         program: LookupProgram,
@@ -73,10 +75,11 @@ class ShardedStore(RankShare):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: keys are sent to their owners now, so all ranks prepare a batch, or none."""
+        """Keys are sent to their owners now, so all ranks prepare a batch, or none."""
         assert isinstance(inputs, list)
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
 
+    @override
     def forward(
         self,
         program: LookupProgram,
@@ -86,7 +89,6 @@ class ShardedStore(RankShare):
         step: int,
         now: float,
     ) -> LookupPlan:
-        """See `Store.forward`."""
         if isinstance(inputs, Routed):
             routed = inputs
         else:
@@ -102,10 +104,9 @@ class ShardedStore(RankShare):
         routed.route.pool(found.data_ptr())
         return LookupPlan(routed.plan, {}, RankLookup(routed, owner))
 
+    @override
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> OwnerGradients:
-        """See `Store.reduce`.
-
-        In front of its gradients a rank sends flags to every other: which tables have any gradients, which
+        """In front of its gradients a rank sends flags to every other: which tables have any gradients, which
         have some that are not finite, and whether keys are missing, because a feature had no gradient.
         """
         routed, owner = _lookup_of(plan)
@@ -130,6 +131,7 @@ class ShardedStore(RankShare):
         )
         return OwnerGradients([not bad for bad in agreed[slots:-1]], agreed[:slots], owned)
 
+    @override
     def update(
         self,
         program: LookupProgram,
@@ -137,7 +139,7 @@ class ShardedStore(RankShare):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: the owners have the gradients already."""
+        """The owners have the gradients already."""
         finite = [all(bits) for bits in zip(*(sums.finite() for _, sums in gradients), strict=True)]
         applied = {}
         for table, good in zip(program.tables, finite, strict=True):
@@ -148,10 +150,11 @@ class ShardedStore(RankShare):
         passes = [(_lookup_of(plan).owner, sums.owned) for plan, sums in gradients]
         self._owner.update(program.tables, passes, applied, steps)
 
+    @override
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `Store.lookup`; a collective."""
+        """A collective."""
         program = LookupProgram(
             [FeatureSpec(table, table, dim=self._memory.dim(table), mode="cells") for table in keys]
         )

@@ -9,13 +9,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native
+from karvan.native.rules import RULES
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
-RULES = ("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl", "nesterov", "amsgrad")
 _MODES = ("pooled", "padded", "cells")
 _COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "mean_by_density")
 _LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
@@ -104,7 +105,7 @@ class Rule:
     The page "Add a sparse optimizer" has the formulas.
 
     Args:
-        kind: "sgd", "momentum", "nesterov", "adagrad", "adagrad_row", "adam", "adamw", "amsgrad" or "ftrl".
+        kind: The name of the rule, such as "sgd" or "adam"; the page lists them.
         lr: The learning rate.
         beta1: The decay of m or a, the momentum, or the beta of "ftrl".
         beta2: The decay of v.
@@ -207,19 +208,19 @@ class Gradients(Protocol):
         """Whether any key of a table has a gradient."""
 
 
-class GradientFlags:
+class GradientFlags(Gradients):
     """Which tables have gradients, and which of these are finite, by the tables' slots."""
 
     def __init__(self, finite: list[bool], touched: list[bool]) -> None:
         self._finite = finite
         self._touched = touched
 
+    @override
     def finite(self) -> list[bool]:
-        """See `Gradients.finite`."""
         return self._finite
 
+    @override
     def touched(self) -> list[bool]:
-        """See `Gradients.touched`."""
         return self._touched
 
 
@@ -239,7 +240,7 @@ class LateGradients(GradientFlags):
 
 
 def finite_flags(gradients: Gradients) -> list[bool]:
-    """See `Gradients.finite`. Where only the device knows, this waits for it, which `finite` does not."""
+    """Say of each table whether its gradients are finite; other than `finite`, this waits for a device."""
     check = getattr(gradients, "check_finite", gradients.finite)
     flags: list[bool] = check()
     return flags

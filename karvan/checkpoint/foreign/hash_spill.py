@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from karvan.checkpoint.errors import DamagedCheckpointError
 from karvan.checkpoint.foreign.contents import ForeignTable
@@ -47,8 +48,9 @@ class HashSpill(Capture):
             with self._path(name, part).open("ab") as file:
                 file.write(records[order[begin:end]].tobytes())
 
+    @override
     def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`; an error if a key occurs twice."""
+        """An error if a key occurs twice."""
         path = self._path(table, part)
         layout = _record(self._tables[table])
         found = np.fromfile(path, layout) if path.exists() else np.empty(0, layout)

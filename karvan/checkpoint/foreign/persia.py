@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.foreign.contents import Advance, Contents, ForeignTable, make_rows
@@ -103,8 +104,8 @@ class PersiaContents(Contents):
     files: list[Path] = field(default_factory=list)
 
     @property
+    @override
     def bytes(self) -> int:
-        """See `Contents.bytes`."""
         return sum(path.stat().st_size for path in self.files)
 
     def check(self, optimizer: str | None, optimizer_state: bool, advance: Advance) -> None:
@@ -175,8 +176,8 @@ class PersiaContents(Contents):
             )
         return fits[0]
 
+    @override
     def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
-        """See `Contents.rows`."""
         for path in self.files:
             for name, entries in self._by_table(path, advance):
                 table = self.tables[name]

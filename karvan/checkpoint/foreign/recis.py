@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.checkpoint.checkpoint import TABLE_STEPS
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -138,8 +139,8 @@ class RecisContents(Contents):
     parts: dict[str, list[RankPart]] = field(default_factory=dict)
 
     @property
+    @override
     def bytes(self) -> int:
-        """See `Contents.bytes`."""
         return sum(
             part.slots[slot].position.size
             for name, parts in self.parts.items()
@@ -147,8 +148,8 @@ class RecisContents(Contents):
             for slot in self._slots(name)
         )
 
+    @override
     def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
-        """See `Contents.rows`."""
         cut = []
         for name, parts in self.parts.items():
             largest = 0

@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.embedding_worker.id_cache import IdCache
@@ -87,8 +88,9 @@ class EmbeddingWorker(Service):
             },
         )
 
+    @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        """See `Service.welcome`; a trainer says what it would say to a parameter server, a loader nothing."""
+        """A trainer says what it would say to a parameter server, a loader nothing."""
         hello = caller.hello
         if "run" not in hello:
             return {"worker": self._index}
@@ -264,8 +266,8 @@ class EmbeddingWorker(Service):
             }
         )
 
+    @override
     def close(self) -> None:
-        """See `Service.close`."""
         with self._lock:
             self._leave()
 

@@ -91,14 +91,14 @@ class _PerEpoch:
         self._source: Any = None
 
     def batches(self, start: Start) -> Iterator[Any]:
-        """See `_Iterated.batches`."""
+        """Make the source of an epoch, and iterate it from the start or a position."""
         self._source = self._make(start.epoch)
         if start.position is not None:
             self._source.load_state_dict(start.position)
         yield from self._source
 
     def position(self) -> Any:
-        """See `_Iterated.position`."""
+        """The source's position, if it has one."""
         return getattr(self._source, "state_dict", lambda: None)()
 
     def end(self) -> Any:
@@ -106,4 +106,5 @@ class _PerEpoch:
         return None
 
     def ended(self, epoch: int) -> None:
-        """See `_Iterated.ended`."""
+        """Nothing remains of an epoch."""
+        pass

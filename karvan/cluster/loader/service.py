@@ -42,6 +42,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.activity import TRAINERS, activity
 from karvan.cluster.batch_messages import pack
 from karvan.cluster.generations import Generations
@@ -124,8 +126,8 @@ class LoaderService(Service):
 
     # Called by trainers
 
+    @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        """See `Service.welcome`."""
         hello = caller.hello
         given, trainer, world, run = (hello[name] for name in ("generation", "trainer", "trainers", "run"))
         requested = hello["loader"], hello["loaders"]
@@ -444,8 +446,8 @@ class LoaderService(Service):
             )
             return self._closed or not self._behind()
 
+    @override
     def close(self) -> None:
-        """See `Service.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

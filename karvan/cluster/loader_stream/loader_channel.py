@@ -114,7 +114,7 @@ class LoaderChannel:
         return channel
 
     def state(self, rank: int) -> dict[str, Any]:
-        """See `position.py`."""
+        """The position, which `position.py` describes."""
         with self._changed:
             return loader_state(self._base, self._positions, self.end, {rank: self._next})
 

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from karvan import distributed, ragged
 from karvan.activity import activity
@@ -61,12 +62,12 @@ class LoadedBatch(Batch):
     reference: BatchName | None = None
     worker: int | None = None
 
+    @override
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LoadedBatch:
-        """See `Batch.to`."""
         return self.with_entries(super().to(device, non_blocking))
 
+    @override
     def pin_memory(self) -> LoadedBatch:
-        """See `Batch.pin_memory`."""
         return self.with_entries(super().pin_memory())
 
     def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
@@ -152,7 +153,7 @@ def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory 
 
 
 class LoaderStream:
-    """See `from_loaders`. If an iteration is left early, the next one continues there."""
+    """The batches of loaders; an iteration that was left early continues in the next one."""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
@@ -65,8 +66,8 @@ class SavedShare(Capture):
                     "was restored from, got another one: this save fails, and the next one is a full one."
                 )
 
+    @override
     def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`."""
         mine = pieces(int(self._tables[table]["parts"]), self._share)
         restored = self._restored_tables.get(table, {"initial": (), "keep": False})
         found: list[Rows] = []
@@ -76,8 +77,8 @@ class SavedShare(Capture):
         rows = join(found) if found else self._no_rows(table)
         return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(found))
 
+    @override
     def erased(self, table: str) -> Keys:
-        """See `Capture.erased`."""
         return np.empty(0, np.int64)
 
     def extra(self, table: str) -> Extra:
@@ -89,8 +90,9 @@ class SavedShare(Capture):
         found = read_extras(self._checkpoint.path, files, self._share)
         return own_extra(found, self._server, self._servers)
 
+    @override
     def close(self) -> None:
-        """See `Capture.close`."""
+        pass
 
     def _saved(self, table: str) -> bool:
         return self._checkpoint is not None and table in self._checkpoint.manifest.tables

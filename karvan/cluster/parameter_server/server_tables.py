@@ -96,7 +96,7 @@ class ServerTables:
             self._checked_kinds.setdefault(table, set()).add(rule["kind"])
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `Store.set_state`."""
+        """Set the optimizer state that new rows of a table get."""
         self.check_state(table, initial)
         self.store.set_state(table, initial, fresh)
         self._checked_kinds.pop(table, None)

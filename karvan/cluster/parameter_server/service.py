@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
 from karvan.cluster.generations import Generations, generations_of
@@ -115,8 +117,8 @@ class ParameterServer(Service):
             # Its only disk is that of the job's checkpoints: a save fails then, and not this server.
             raise mark(error, is_temporary(error)) from error.__cause__
 
+    @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        """See `Service.welcome`."""
         hello = caller.hello
         run = hello["run"]
         requested = (hello["server"], hello["servers"])

@@ -32,12 +32,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from karvan.cluster.batch_messages import pack
 from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_name
 from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.task_reading.description import DataDescription
 from karvan.cluster.task_reading.id_sending import SendTo, TaskIds
-from karvan.cluster.task_reading.reading import ReadBatch, ReadFailure, TaskReading
+from karvan.cluster.task_reading.reading import BatchPacker, ReadBatch, ReadFailure, TaskReading
 from karvan.data.leasing.client import task_from
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_pipeline import TaskToRead
@@ -116,16 +118,16 @@ class TaskReadingService(Service):
         with self._changed:
             self._changed.wait_for(lambda: self._closed)
 
+    @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        """See `Service.welcome`."""
         if caller.hello["loader"] != self._index:
             raise RefusedError(
                 f"expected to be asked for as loader {self._index}, got {caller.hello['loader']}."
             )
         return {"loader": self._index}
 
+    @override
     def close(self) -> None:
-        """See `Service.close`."""
         with self._changed:
             self._closed = True
             readings, self._readings = list(self._readings.values()), {}
@@ -218,22 +220,22 @@ class TaskReadingService(Service):
         return Message({"failed": text[:20_000], "task": failure.task, "kind": kind})
 
 
-class _Packer:
-    """See `BatchPacker`; digest: of the data."""
+class _Packer(BatchPacker):
+    """Packs the batches of tasks; `digest` is that of the data."""
 
     def __init__(self, ids: TaskIds, parts: SentParts, digest: str) -> None:
         self._ids = ids
         self._parts = parts
         self._digest = digest
 
+    @override
     def pack(self, batch: Batch, records: int, closed: Callable[[], bool]) -> ReadBatch:
-        """See `BatchPacker.pack`."""
         batch, reference = self._ids.send(batch, self._parts.ids, self._parts.to, closed)
         made = pack(batch)
         head = {"records": records, "samples": batch.samples, "digest": self._digest}
         return ReadBatch(Message({**made.head, **head}, made.arrays), records, reference)
 
+    @override
     def drop(self, batches: Sequence[ReadBatch]) -> None:
-        """See `BatchPacker.drop`."""
         if self._parts.to is None:  # otherwise the batch is that of a trainer, which waits for it
             self._ids.forget(each.ids for each in batches if each.ids is not None)

@@ -18,7 +18,7 @@ from karvan.ragged import Batch
 
 
 class LoadedRecordSearch:
-    """See `RecordSearch`; records are read again by any loader, as tasks of which all others are skipped."""
+    """A search by loaders: any loader reads the records again, as tasks that skip all others."""
 
     def __init__(self, access: LoaderAccess, seed: int | None) -> None:
         self._access = access

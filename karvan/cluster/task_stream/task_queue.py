@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+from typing_extensions import override
+
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_tasks import LeasedTasks
 from karvan.data.leasing.planned_loader import planned_records
@@ -43,7 +45,7 @@ class TaskQueue(Protocol):
         """Wait after `close` until no task is leased any more."""
 
 
-class LeasedQueue:
+class LeasedQueue(TaskQueue):
     """Tasks of an epoch that are leased in the background, so much that the next two batches are known."""
 
     def __init__(self, client: WorkClient, epoch: int, batch_size: int) -> None:
@@ -56,42 +58,42 @@ class LeasedQueue:
         self._thread.start()
 
     @property
+    @override
     def idle(self) -> bool:
-        """See `TaskQueue.idle`."""
         return self._tasks.idle
 
+    @override
     def left(self) -> list[TaskToRead]:
-        """See `TaskQueue.left`."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._has_batch())
             if self._error is not None:
                 raise self._error
             return self._tasks.left()
 
+    @override
     def take(self, records: int) -> list[TakenRecords]:
-        """See `TaskQueue.take`."""
         with self._changed:
             taken = self._tasks.take(records)
             self._changed.notify_all()
             return taken
 
+    @override
     def suspects(self, task: int | None) -> list[TakenRecords]:
-        """See `TaskQueue.suspects`."""
         split = None
         if task is not None:
             failed = self._tasks.left()[task].task
             split = Split(failed.path, failed.first, failed.records)
         return self._tasks.suspects(split, self._batch_size)
 
+    @override
     def close(self) -> None:
-        """See `TaskQueue.close`."""
         self._tasks.close()
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
+    @override
     def join(self, seconds: float) -> None:
-        """See `TaskQueue.join`."""
         self._thread.join(seconds)
 
     def _lease(self) -> None:
@@ -121,7 +123,7 @@ def _records_of(tasks: list[TaskToRead]) -> int:
     return sum(len(places_of(each.task)) if each.task.skipped else each.task.left for each in tasks)
 
 
-class PlannedQueue:
+class PlannedQueue(TaskQueue):
     """Tasks of a plan, each of which is a batch, with their numbers in the epoch in place of tokens."""
 
     idle = False
@@ -131,27 +133,28 @@ class PlannedQueue:
         self._left: deque[tuple[int, TaskToRead]] = deque()
         self._closed = False
 
+    @override
     def left(self) -> list[TaskToRead]:
-        """See `TaskQueue.left`."""
         while len(self._left) < 2 * _TASKS and (following := next(self._tasks, None)) is not None:
             self._left.append(following)
         return [] if self._closed else [each for _, each in self._left]
 
+    @override
     def take(self, records: int) -> list[TakenRecords]:
-        """See `TaskQueue.take`."""
         number, (task, _) = self._left.popleft()
         if records != task.left:
             raise RuntimeError(f"Expected a batch of {task.left} records, got one of {records}.")
         return planned_records(number, task)
 
+    @override
     def suspects(self, task: int | None) -> list[TakenRecords]:
-        """See `TaskQueue.suspects`."""
         number, (failed, _) = self._left[task or 0]
         return planned_records(number, failed)
 
+    @override
     def close(self) -> None:
-        """See `TaskQueue.close`."""
         self._closed = True
 
+    @override
     def join(self, seconds: float) -> None:
-        """See `TaskQueue.join`: nothing is leased."""
+        """Nothing is leased."""

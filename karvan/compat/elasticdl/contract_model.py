@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.metrics import Mean, Metric
@@ -48,13 +49,14 @@ class FunctionMetric(Mean):
         super().__init__(output=output)
         self._function = function
 
+    @override
     def update(self, output: Any, batch: Any) -> None:
-        """See `Metric.update`."""
         self.add_selection(self.select(output, batch))
 
     @torch.no_grad()
+    @override
     def select(self, output: Any, batch: Any) -> dict[str, Tensor]:
-        """See `Metric.select`: the function's numbers, of which one for the batch counts for each sample."""
+        """The function's numbers, of which one for the batch counts for each sample."""
         predictions = output if self.output is None else self._scores(output)
         labels = batch.labels
         if self.output is not None and isinstance(labels, Mapping):

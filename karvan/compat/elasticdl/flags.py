@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from typing_extensions import override
+
 from karvan.compat.elasticdl.constants import DistributionStrategy
 from karvan.compat.elasticdl.contract import ContractError, FunctionNames
 
@@ -79,8 +81,8 @@ _STRATEGIES = (
 class FlagParser(argparse.ArgumentParser):
     """Raises an error instead of ending the program."""
 
+    @override
     def error(self, message: str) -> NoReturn:
-        """See `ArgumentParser.error`."""
         raise ContractError(f"{self.prog}: {message}.")
 
 

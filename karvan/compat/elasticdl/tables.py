@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
+from typing_extensions import override
 
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.data import Part, Split
+from karvan.data import Part, Source, Split
 from karvan.data.maxcompute.source import MaxComputeSource
 from karvan.data.maxcompute.table_url import is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
@@ -99,7 +100,7 @@ def _url(origin: str, partition: Any) -> str:
     return f"{url}?partition={quote(str(partition), safe='=,/')}"
 
 
-class TableRecords:
+class TableRecords(Source):
     """A `karvan.data.Source` of a table's records, packed: lists of texts, in the order of the columns."""
 
     schema = PACKED
@@ -109,17 +110,17 @@ class TableRecords:
         self.outages = self._table.outages
         self.names: list[str] = retrying(lambda: self._table.schema.names, Patience(RETRY_SECONDS))
 
+    @override
     def parts(self) -> list[Part]:
-        """See `Source.parts`."""
         return self._table.parts()
 
+    @override
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """See `Source.read`."""
         for batch in self._table.read(split):
             columns = [map(str, column.to_pylist()) for column in batch.columns]
             packed = [pickle.dumps(list(record)) for record in zip(*columns, strict=True)]
             yield pa.record_batch([pa.array(packed, pa.binary())], schema=self.schema)
 
     def fingerprint(self) -> str:
-        """See `MaxComputeSource.fingerprint`."""
+        """What changes when the table does."""
         return self._table.fingerprint()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch
 from karvan.compat.persia.bridge.connection import connect
@@ -145,8 +146,8 @@ class TrainCtx(EmbeddingCtx):
         )
         return context, embedded
 
+    @override
     def evaluation(self) -> EvalContext:
-        """See `EmbeddingCtx.evaluation`."""
         context: TrainContext = self.open()[0]
         return context.eval()
 
@@ -158,8 +159,9 @@ class TrainCtx(EmbeddingCtx):
         output, _ = context.forward(batch.columns)
         return output, batch.labels(context.device)
 
+    @override
     def prepare_features(self, batch: PersiaTrainingBatch) -> Prepared:
-        """See `EmbeddingCtx.prepare_features`; the program then calls its model, and `backward`."""
+        """The program then calls its model, and `backward`."""
         self._begin_step(batch)
         return super().prepare_features(batch)
 
@@ -198,7 +200,7 @@ class TrainCtx(EmbeddingCtx):
         with_jit_model: bool = False,
         **filenames: str,
     ) -> None:
-        """See `EmbeddingCtx.dump_checkpoint`, whose names of arguments are known here, too."""
+        """Write a checkpoint; `EmbeddingCtx.dump_checkpoint` describes the arguments."""
         check_filenames(dense_model_filename=dense_model_filename, opt_filename=opt_filename)
         names = {"jit_dense_filename": jit_dense_model_filename, **filenames}
         super().dump_checkpoint(dst_dir, blocking=blocking, with_jit_model=with_jit_model, **names)
@@ -212,7 +214,7 @@ class TrainCtx(EmbeddingCtx):
         blocking: bool = True,
         **filenames: str,
     ) -> None:
-        """See `EmbeddingCtx.load_checkpoint`, whose names of arguments are known here, too."""
+        """Read a checkpoint; `EmbeddingCtx.load_checkpoint` describes the arguments."""
         check_filenames(dense_model_filename=dense_model_filename, opt_filename=opt_filename)
         super().load_checkpoint(src_dir, map_location, blocking=blocking, **filenames)
 

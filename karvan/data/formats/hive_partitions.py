@@ -53,11 +53,11 @@ class PartitionedSource:
         return self._source.group_records
 
     def first_of_kind(self, name: str) -> str | None:
-        """See `FileSource.first_of_kind`."""
+        """Find the first file in which a column has a kind."""
         return None if name in self._columns else self._source.first_of_kind(name)
 
     def columns_with_nulls(self) -> frozenset[str]:
-        """See `FileSource.columns_with_nulls`."""
+        """Name the columns that may have nulls."""
         return self._source.columns_with_nulls()
 
     def parts(self) -> list[Part]:

@@ -77,7 +77,7 @@ class PlannedLoader:
         return self._records(self._last)
 
     def suspects(self, error: Exception) -> list[TakenRecords]:
-        """See `LeasedLoader.suspects`."""
+        """The tasks whose records may have caused an error."""
         return self._records(next(self._handed_out))
 
     def _records(self, number: int) -> list[TakenRecords]:

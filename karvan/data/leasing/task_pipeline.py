@@ -61,7 +61,7 @@ class TaskPipeline:
         )
 
     def next(self) -> ReadOutcome:
-        """See `Pipeline.next`."""
+        """Wait for the next batch, an error, or the end of a task."""
         return self._pipeline.next()
 
     def failed_split(self, error: BaseException) -> Split | None:

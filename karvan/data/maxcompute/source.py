@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from typing_extensions import override
 
 from karvan.argument_checks import listed
 from karvan.data.errors import DataError
@@ -22,7 +23,7 @@ from karvan.data.fingerprint import fingerprint_table, spread, text_hash
 from karvan.data.maxcompute.errors import DamagedAnswerError, EndedSessionError
 from karvan.data.maxcompute.table_url import TableURL
 from karvan.data.retry.file_outages import is_outage
-from karvan.data.source import Part, Split
+from karvan.data.source import Part, Source, Split
 
 if TYPE_CHECKING:
     from karvan.data.maxcompute.tunnel import Download, Tunnel
@@ -34,7 +35,7 @@ _FEWEST_RECORDS, _MOST_RECORDS = 8_192, 65_536  # of a request, by default
 _SPLITS = 64
 
 
-class MaxComputeSource:
+class MaxComputeSource(Source):
     """The records of tables with the same columns; `columns` selects some, so that others are not sent.
 
     The columns of partitions (`ds`) follow those of the table, with the type that the table declares, unless
@@ -59,8 +60,8 @@ class MaxComputeSource:
         self._records: dict[str, int] = {}
 
     @property
+    @override
     def schema(self) -> pa.Schema:
-        """See `Source.schema`."""
         if self._schema is None:
             self._schema = self._find_schema()
         return self._schema
@@ -85,8 +86,9 @@ class MaxComputeSource:
             )
         return pa.schema(types.items())
 
+    @override
     def parts(self) -> list[Part]:
-        """See `Source.parts`: a table or partition each."""
+        """A table or partition each."""
         return [Part(path, self._download(path).records) for path in self._tables]
 
     @property
@@ -95,8 +97,8 @@ class MaxComputeSource:
         records = sum(part.records for part in self.parts())
         return min(_MOST_RECORDS, max(_FEWEST_RECORDS, records // _SPLITS))
 
+    @override
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """See `Source.read`."""
         if split.path not in self._tables:
             raise DataError("The split names a table that this source does not have.", path=split.path)
         download = self._download(split.path)

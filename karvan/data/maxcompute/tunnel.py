@@ -32,6 +32,7 @@ from odps.tunnel import TableTunnel
 from odps.tunnel.io.types import odps_type_to_arrow_type
 from odps.tunnel.pb.errors import DecodeError
 from odps.tunnel.tabletunnel import TableDownloadSession
+from typing_extensions import override
 
 from karvan.data.errors import DataError, reason
 from karvan.data.maxcompute.errors import DamagedAnswerError, EndedSessionError
@@ -67,8 +68,8 @@ class _AnswerError(Exception):
 class _Client(RestClient):  # type: ignore[misc]
     """Raises errors that pyodps does not act on."""
 
+    @override
     def request(self, *args: Any, **kwargs: Any) -> Any:
-        """See `RestClient.request`."""
         try:
             return super().request(*args, **kwargs)
         except errors.BaseODPSError as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import pyarrow as pa
+from typing_extensions import override
 
 from karvan.data.errors import DataError
 from karvan.data.retry.file_outages import is_outage
@@ -30,7 +31,7 @@ class Outages(Protocol):
         """Whether an error of reading a part is an outage; None if it is doubtful."""
 
 
-class RetryingSource:
+class RetryingSource(Source):
     """Wraps a source. `close` ends waiting, from any thread."""
 
     def __init__(self, source: Source, seconds: float) -> None:
@@ -43,20 +44,20 @@ class RetryingSource:
         self._patience.end()
 
     @property
+    @override
     def schema(self) -> pa.Schema:
-        """See `Source.schema`."""
         return retrying(lambda: self._source.schema, self._patience)
 
+    @override
     def parts(self) -> list[Part]:
-        """See `Source.parts`."""
         return retrying(self._source.parts, self._patience)
 
     def place_of(self, path: str, record: int) -> str:
         """Where a record is, for errors."""
         return place_of(self._source, path, record)
 
+    @override
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """See `Source.read`."""
         done = 0
         failure = _Failure()
         while True:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from karvan.distributed.clients.step_commits import StepCommits
 from karvan.wire import Client, Message, Reply
 
@@ -88,8 +90,8 @@ class OwnCommits(StepCommits):
             each.release()
         return self._last
 
+    @override
     def flush(self) -> None:
-        """See `StepCommits.flush`."""
         super().flush()
         if self._last is not None:
             self._last.wait()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, values_of
@@ -175,16 +176,16 @@ class Normalise(NumberOp, FittedOp):
             raise ValueError("there are no statistics yet: pass mean and std, or call the engine's fit.")
 
     @property
+    @override
     def ready(self) -> bool:
-        """See `FittedOp.ready`."""
         return self.mean is not None
 
+    @override
     def statistics(self) -> Moments:
-        """See `FittedOp.statistics`."""
         return Moments()
 
+    @override
     def fitted(self, found: RunningStatistics) -> Normalise:
-        """See `FittedOp.fitted`."""
         assert isinstance(found, Moments)
         if not found.count:
             raise ValueError("expected values to fit, but there were none.")
@@ -194,8 +195,8 @@ class Normalise(NumberOp, FittedOp):
         """Mean and standard deviation."""
         return None if self.mean is None else torch.tensor([self.mean, self.std], dtype=torch.float64)
 
+    @override
     def with_state(self, state: Any) -> Normalise:
-        """See `FittedOp.with_state`."""
         if not isinstance(state, Tensor) or state.shape != (2,):
             raise ValueError(f"expected a mean and a standard deviation, but received {_brief(state)}.")
         return Normalise(*state.tolist())

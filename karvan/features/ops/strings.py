@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.batch_slicing import as_offsets, offsets_from
 from karvan.features.ops.base import ElementOp, RowOp, expect_text
@@ -42,8 +43,8 @@ class Upper(ElementOp):
         """Strings."""
         expect_text(*entries)
 
+    @override
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        """See `Lower`."""
         return torch.where((values >= 97) & (values <= 122), values - 32, values)
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan import ids
 from karvan.features.ops.fitted import FittedOp
@@ -65,16 +66,16 @@ class Vocabulary(StringOp, FittedOp):
         return (Vocabulary, (self.words, self.oov, self.max_words, self.min_count))
 
     @property
+    @override
     def ready(self) -> bool:
-        """See `FittedOp.ready`."""
         return self.words is not None
 
+    @override
     def statistics(self) -> WordCounts:
-        """See `FittedOp.statistics`."""
         return WordCounts()
 
+    @override
     def fitted(self, found: RunningStatistics) -> Vocabulary:
-        """See `FittedOp.fitted`."""
         assert isinstance(found, WordCounts)
         words = found.most_frequent(self.max_words, self.min_count)
         if not words:
@@ -93,8 +94,8 @@ class Vocabulary(StringOp, FittedOp):
         data = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0)
         return {"bytes": data.to(torch.uint8), "offsets": lengths.cumsum(0)}
 
+    @override
     def with_state(self, state: Any) -> Vocabulary:
-        """See `FittedOp.with_state`."""
         if isinstance(state, dict) and state.keys() == {"ids"}:
             return replace(self, words=tuple(state["ids"].tolist()))
         if not isinstance(state, dict) or state.keys() != {"bytes", "offsets"}:

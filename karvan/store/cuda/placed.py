@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native
 from karvan.store.base import Store
@@ -49,7 +50,7 @@ class _Batch:
         self.layouts = layouts
 
 
-class _Lookup:
+class _Lookup(RemoteLookup):
     """A batch after its lookup in both stores."""
 
     plan = None
@@ -65,8 +66,8 @@ class _Lookup:
         self.halves, self.plans, self.held = halves, plans, held
         self._outs, self._layouts = outs, layouts
 
+    @override
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """See `RemoteLookup.take`."""
         outs, self._outs = self._outs, {}
         return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
 
@@ -86,7 +87,7 @@ class PlacedGradients(GradientFlags):
         self._slots = slots
 
     def check_finite(self) -> list[bool]:
-        """See `DeviceGradients.check_finite`."""
+        """Say of each table whether its gradients are finite; this waits for the device."""
         found = list(self.finite())
         for half, slots in zip(self.halves, self._slots, strict=True):
             if half is not None:
@@ -109,13 +110,13 @@ class PlacedStore(Store):
         return self._stores[self._places[table]]
 
     @property
+    @override
     def device(self) -> torch.device:
-        """See `Store.device`."""
         return self._stores["cuda"].device
 
     @property
+    @override
     def takes_tensors(self) -> bool:
-        """See `Store.takes_tensors`."""
         return True
 
     def _split(self, program: LookupProgram) -> tuple[_Half, _Half]:
@@ -129,6 +130,7 @@ class PlacedStore(Store):
             self._halves[program] = (halves[0], halves[1])
         return self._halves[program]
 
+    @override
     def prepare(
         self,
         program: LookupProgram,
@@ -138,7 +140,7 @@ class PlacedStore(Store):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: ids go to where their tables are."""
+        """Ids go to where their tables are."""
         assert isinstance(inputs, tuple)
         host, device = self._split(program)
         here = [_to_host(inputs[number]) for number in host.features]
@@ -157,6 +159,7 @@ class PlacedStore(Store):
         )
         return _Batch(here, there, layouts)
 
+    @override
     def forward(
         self,
         program: LookupProgram,
@@ -166,7 +169,6 @@ class PlacedStore(Store):
         step: int,
         now: float,
     ) -> LookupPlan:
-        """See `Store.forward`."""
         batch = self.prepare(program, inputs) if isinstance(inputs, tuple) else inputs
         assert isinstance(batch, _Batch)
         halves = self._split(program)
@@ -198,10 +200,10 @@ class PlacedStore(Store):
         lookup = _Lookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
         return LookupPlan(None, versions, lookup)
 
+    @override
     def hold(
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> PlacedGradients:
-        """See `Store.hold`."""
         lookup = plan.remote
         assert isinstance(lookup, _Lookup)
         slots = 1 + max(slot for half in lookup.halves for slot in half.slots)
@@ -223,6 +225,7 @@ class PlacedStore(Store):
                 finite[slot], touched[slot] = good, any_
         return PlacedGradients(finite, touched, tuple(held), tuple(half.slots for half in lookup.halves))
 
+    @override
     def update(
         self,
         program: LookupProgram,
@@ -230,73 +233,73 @@ class PlacedStore(Store):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`."""
         for number, (half, place) in enumerate(zip(self._split(program), ("cpu", "cuda"), strict=True)):
             passes = [held.halves[number] for _, held in gradients if held.halves[number] is not None]
             own = {name: rule for name, rule in rules.items() if self._places[name] == place}
             if passes and own:
                 self._stores[place].update(half.program, passes, own, {name: steps[name] for name in own})
 
+    @override
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `Store.lookup`."""
         found: dict[str, Found] = {}
         for place, store in self._stores.items():
             own = {name: asked for name, asked in keys.items() if self._places[name] == place}
             found |= store.lookup(own, training=training, step=step, now=now) if own else {}
         return found
 
+    @override
     def apply(
         self,
         pushes: Mapping[str, Sequence[Push]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.apply`."""
         for name, listed in pushes.items():
             self.of(name).apply({name: listed}, rules, steps)
 
+    @override
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`."""
         self.of(spec.name).add_table(spec)
 
+    @override
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `Store.set_state`."""
         self.of(table).set_state(table, initial, fresh)
 
+    @override
     def skip(self, table: str) -> None:
-        """See `Store.skip`."""
         self.of(table).skip(table)
 
+    @override
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """See `Store.evict`."""
         return self.of(table).evict(table, step=step, now=now)
 
+    @override
     def erase(self, table: str, keys: Keys) -> int:
-        """See `Store.erase`."""
         return self.of(table).erase(table, keys)
 
+    @override
     def clear(self, table: str) -> None:
-        """See `Store.clear`."""
         self.of(table).clear(table)
 
+    @override
     def version(self, table: str) -> int:
-        """See `Store.version`."""
         return self.of(table).version(table)
 
+    @override
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `Store.evicted_since`."""
         return self.of(table).evicted_since(table, version)
 
+    @override
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """See `Store.snapshot`."""
         return self.of(table).snapshot(table, part, parts)
 
+    @override
     def load(self, table: str, rows: Rows) -> None:
-        """See `Store.load`."""
         self.of(table).load(table, rows)
 
+    @override
     def capture(
         self,
         tables: Sequence[str],
@@ -305,23 +308,22 @@ class PlacedStore(Store):
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`."""
         captures = {}
         for place, store in self._stores.items():
             if own := [name for name in tables if self._places[name] == place]:
                 captures[place] = store.capture(own, parts, since, track=track)
         return _Captures(captures, self._places)
 
+    @override
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`."""
         return self.of(table).extra(table)
 
+    @override
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`."""
         self.of(table).load_extra(table, extra)
 
+    @override
     def stats(self, table: str) -> dict[str, int]:
-        """See `Store.stats`."""
         return self.of(table).stats(table)
 
 
@@ -332,16 +334,16 @@ class _Captures(Capture):
         self._captures, self._places = captures, places
         self.versions = {name: v for capture in captures.values() for name, v in capture.versions.items()}
 
+    @override
     def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`."""
         return self._captures[self._places[table]].part(table, part)
 
+    @override
     def erased(self, table: str) -> Keys:
-        """See `Capture.erased`."""
         return self._captures[self._places[table]].erased(table)
 
+    @override
     def close(self) -> None:
-        """See `Capture.close`."""
         for capture in self._captures.values():
             capture.close()
 

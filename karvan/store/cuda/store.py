@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.store.base import Store
 from karvan.store.capture import Capture
@@ -63,21 +64,21 @@ class CudaStore(Store):
         self._batches = DeviceBatches(self.memory)
 
     @property
+    @override
     def device(self) -> torch.device:
-        """See `Store.device`."""
         return self.memory.device
 
     @property
+    @override
     def takes_tensors(self) -> bool:
-        """See `Store.takes_tensors`."""
         return True
 
+    @override
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`."""
         self.memory.add(spec)
 
+    @override
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `Store.set_state`."""
         its = self._table(table)
         same = len(initial) == its.arena.layout.state
         self.memory.set_initial_state(its, initial)
@@ -117,6 +118,7 @@ class CudaStore(Store):
         table.room = 0
         memory.learn_now()
 
+    @override
     def prepare(
         self,
         program: LookupProgram,
@@ -126,7 +128,7 @@ class CudaStore(Store):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: moves ids to the device."""
+        """Moves ids to the device."""
         assert isinstance(inputs, tuple)
         batch = self._batches.prepare(program, inputs)
         self._batches.expect(batch, training=bool(training))
@@ -136,6 +138,7 @@ class CudaStore(Store):
         """A batch was made on the current stream for a training lookup, which comes after some others."""
         self._batches.expect(batch, training=True)
 
+    @override
     def forward(
         self,
         program: LookupProgram,
@@ -145,7 +148,6 @@ class CudaStore(Store):
         step: int,
         now: float,
     ) -> LookupPlan:
-        """See `Store.forward`."""
         if isinstance(inputs, tuple):
             batch = self._batches.prepare(program, inputs)
         else:
@@ -154,13 +156,14 @@ class CudaStore(Store):
         lookup = self._batches.look_up(batch, training=training, step=step, now=now)
         return LookupPlan(None, lookup.versions, lookup)
 
+    @override
     def hold(
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> DeviceGradients:
-        """See `Store.hold`."""
         assert isinstance(plan.remote, DeviceLookup)
         return self._batches.hold(plan.remote, gradients, scale)
 
+    @override
     def update(
         self,
         program: LookupProgram,
@@ -168,13 +171,12 @@ class CudaStore(Store):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`."""
         self._batches.update(program.tables, [as_gradients(held) for _, held in gradients], rules, steps)
 
+    @override
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `Store.lookup`."""
         device = self.device
         uses = {
             number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(device)
@@ -201,16 +203,16 @@ class CudaStore(Store):
         uses: Mapping[int, Tensor] | None = None,
         outs: Mapping[int, Tensor] | None = None,
     ) -> DeviceInputs:
-        """See `DeviceBatches.inputs_of`."""
+        """The inputs of a batch as the kernels take them."""
         return self._batches.inputs_of(shapes, ids, uses, outs)
 
+    @override
     def apply(
         self,
         pushes: Mapping[str, Sequence[Push]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.apply`."""
         for name, its in pushes.items():
             table = self._table(name)
             check_state(table, rules[name])
@@ -234,21 +236,21 @@ class CudaStore(Store):
         found = GroupLookup(layout, push.version, descriptors, buffers, None, {})
         return GroupGradients(found, {0: gradient}, 1.0)
 
+    @override
     def skip(self, table: str) -> None:
-        """See `Store.skip`."""
         self._table(table).skipped += 1
 
+    @override
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """See `Store.evict`."""
         return policies.evict(self.memory, self._table(table), step, now)
 
+    @override
     def erase(self, table: str, keys: Keys) -> int:
-        """See `Store.erase`."""
         hashes = torch.from_numpy(contents.mix(np.unique(np.asarray(keys, np.int64)))).to(self.device)
         return contents.erase_hashes(self.memory, self._table(table), hashes)
 
+    @override
     def clear(self, table: str) -> None:
-        """See `Store.clear`."""
         its = self._table(table)
         noted = contents.list_rows(self.memory, its)
         self._empty(its)
@@ -257,24 +259,24 @@ class CudaStore(Store):
         if its.filter is not None:
             its.filter.zero_()
 
+    @override
     def version(self, table: str) -> int:
-        """See `Store.version`."""
         return self._table(table).version
 
+    @override
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `Store.evicted_since`."""
         return contents.erased_keys(self._table(table), version)
 
+    @override
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """See `Store.snapshot`."""
         if not 0 <= part < parts:
             raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
         low, high = (-(-(p << 64) // parts) for p in (part, part + 1))
         its = self._table(table)
         return contents.to_host(self.memory, its, contents.list_rows(self.memory, its, low, high - 1))
 
+    @override
     def load(self, table: str, rows: Rows) -> None:
-        """See `Store.load`."""
         if len(np.unique(rows.keys)) != len(rows.keys):
             raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
         its, count = self._table(table), len(rows.keys)
@@ -290,6 +292,7 @@ class CudaStore(Store):
         with MemoryReport(self.memory):
             contents.load_rows(self.memory, its, rows)
 
+    @override
     def capture(
         self,
         tables: Sequence[str],
@@ -298,12 +301,12 @@ class CudaStore(Store):
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`: waits for a list of the rows, not for the rows. Changes are always tracked."""
+        """Waits for a list of the rows, not for the rows. Changes are always tracked."""
         with MemoryReport(self.memory):
             return DeviceCapture(self.memory, {name: self._table(name) for name in tables}, parts, since)
 
+    @override
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`."""
         its = self._table(table)
         made: dict[str, NDArray[Any]] = {}
         if its.filter is not None:
@@ -313,8 +316,8 @@ class CudaStore(Store):
             made["clock_times"] = np.array([time for _, time in its.clock])
         return made
 
+    @override
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`."""
         its = self._table(table)
         if "filter_counts" in extra and its.filter is not None:
             counts = torch.from_numpy(np.ascontiguousarray(extra["filter_counts"]))
@@ -328,14 +331,16 @@ class CudaStore(Store):
         times = extra["clock_times"].tolist() if "clock_times" in extra else []
         its.clock = list(zip(steps, times, strict=True))
 
+    @override
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
-        """See `Store.sizes`; waits for the device once."""
+        """Waits for the device once."""
         chosen = {name: self._table(name).number for name in tables}  # first: rows may have to go
         counters = self.memory.learn_now().reshape(-1, fields.COUNTERS.value)
         return {name: int(counters[number, fields.ROWS.value]) for name, number in chosen.items()}
 
+    @override
     def stats(self, table: str) -> dict[str, int]:
-        """See `Store.stats`; waits for the device."""
+        """Waits for the device."""
         its = self._table(table)
         own = self.memory.learn_now()[its.number * fields.COUNTERS.value :]
         size, on_host = self.memory.bytes(its), contents.host_bytes(self.memory, its)

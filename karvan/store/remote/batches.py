@@ -90,7 +90,7 @@ class RemoteBatches:
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: a lookup whose purpose is known starts as soon as staleness allows."""
+        """A lookup whose purpose is known starts as soon as staleness allows."""
         lookup = self._lookup(program, inputs, bool(training), step, now, ahead=True)
         if training is not None and self._looks_ahead:
             if training:
@@ -109,7 +109,7 @@ class RemoteBatches:
         step: int,
         now: float,
     ) -> LookupPlan:
-        """See `Store.forward`."""
+        """Look up and pool a batch."""
         self._window.check()
         self._lookups.send_withdrawn()
         lookup: ServerLookup | WorkerLookup
@@ -168,14 +168,14 @@ class RemoteBatches:
             self._window.used(waited, (now - ready) / step)
 
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> LocalGradients:
-        """See `Store.reduce`; trainers that wait for each other agree on what is finite."""
+        """Trainers that wait for each other agree on what is finite."""
         lookup = _lookup_of(plan)
         assert isinstance(lookup, ServerLookup)
         mine = lookup.plan.reduce(list(addresses), list(strides))
         return self._agreed(mine, mine.finite(), mine.touched(), lookup.route.complete(mine))
 
     def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> LocalGradients:
-        """See `Store.hold`; a worker will sum them by key."""
+        """A worker will sum them by key."""
         lookup = _lookup_of(plan)
         assert isinstance(lookup, WorkerLookup)
         return self._agreed(
@@ -204,7 +204,7 @@ class RemoteBatches:
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: gradients are sent to the servers, or to workers, in the background.
+        """Gradients are sent to the servers, or to workers, in the background.
 
         In an elastic run they are staged, and applied when the step is committed (`StagedUpdates`).
         """

@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.outages import is_temporary
@@ -61,7 +63,7 @@ class RemoteCaptures:
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`; a collective of all trainers. The servers hold it and write it.
+        """This is a collective of all trainers. The servers hold the capture and write it.
 
         Lookups that run ahead may be answered at any time meanwhile; servers omit all those whose batch has
         neither had a push nor been used.
@@ -106,7 +108,7 @@ class RemoteCaptures:
         *,
         writers: int,
     ) -> list[dict[str, Any]]:
-        """See `SharedStore.save_tables`."""
+        """Have each server write its part."""
         assert isinstance(capture, _ServerCapture)
         head = {
             "capture": capture.number,
@@ -125,7 +127,7 @@ class RemoteCaptures:
         return [reply.wait().head["shares"] for reply in replies]
 
     def fill(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """See `SharedStore.fill_tables`."""
+        """Have each server read its part."""
         self._lookups.drain()
         head = {"path": path, "tables": {name: dict(options) for name, options in tables.items()}}
         replies = [
@@ -151,16 +153,16 @@ class _ServerCapture(Capture):
         self.versions = dict.fromkeys(tables, number)
         self._open = True
 
+    @override
     def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`."""
         raise TypeError("Servers write their captures themselves; use SharedStore.save_tables.")
 
+    @override
     def erased(self, table: str) -> Keys:
-        """See `Capture.erased`."""
         raise TypeError("Servers write their captures themselves; use SharedStore.save_tables.")
 
+    @override
     def close(self) -> None:
-        """See `Capture.close`."""
         if self._open:
             self._open = False
             self._captures.close(self.number)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.native import _native, output_buffers
@@ -58,13 +59,13 @@ class ServerLookup(PendingLookup):
     def _ask(self) -> None:
         self.replies = self._send(self)
 
+    @override
     def ready(self) -> tuple[bool, float]:
-        """See `PendingLookup.ready`."""
         waiting = not all(reply.done for reply in self.replies)
         return waiting, max(reply.started + reply.seconds for reply in self.replies)
 
+    @override
     def finish(self) -> None:
-        """See `PendingLookup.finish`."""
         sizes = floats(self.requested, self.dims)
         vectors = output_buffers.empty(sum(sizes))
         flat, at = vectors.numpy(), 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.distributed import Connection
 from karvan.store.base import SharedStore
@@ -47,25 +48,27 @@ class RemoteStore(SharedStore):
         return self._lookups.window
 
     @property
+    @override
     def takes_references(self) -> bool:
-        """See `Store.takes_references`."""
         return self.batches.at_workers is not None
 
     @property
+    @override
     def staleness(self) -> StalenessStats:
-        """See `Store.staleness`."""
         return StalenessStats(self.window.lookups, self.window.total, self.window.most)
 
     @property
+    @override
     def share(self) -> tuple[int, int]:
-        """See `Store.share`; of the rows that pass through this process."""
+        """Of the rows that pass through this process."""
         return self._connection.rank, self._connection.world_size
 
     @property
     def lost_updates(self) -> int:
-        """See `RemoteCaptures.lost_updates`."""
+        """How many updates were lost with servers that died."""
         return self._captures.lost_updates()
 
+    @override
     def prepare(
         self,
         program: LookupProgram,
@@ -75,9 +78,9 @@ class RemoteStore(SharedStore):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `RemoteBatches.prepare`."""
         return self.batches.prepare(program, inputs, training=training, step=step, now=now)
 
+    @override
     def forward(
         self,
         program: LookupProgram,
@@ -87,19 +90,19 @@ class RemoteStore(SharedStore):
         step: int,
         now: float,
     ) -> LookupPlan:
-        """See `RemoteBatches.forward`."""
         return self.batches.forward(program, inputs, training=training, step=step, now=now)
 
+    @override
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> LocalGradients:
-        """See `RemoteBatches.reduce`."""
         return self.batches.reduce(plan, addresses, strides)
 
+    @override
     def hold(
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> LocalGradients:
-        """See `RemoteBatches.hold`."""
         return self.batches.hold(plan, gradients)
 
+    @override
     def update(
         self,
         program: LookupProgram,
@@ -107,76 +110,79 @@ class RemoteStore(SharedStore):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `RemoteBatches.update`."""
         self.batches.update(program, gradients, rules, steps)
 
+    @override
     def add_table(self, spec: TableSpec) -> None:
-        """See `RemoteTables.add_table`."""
         self._tables.add_table(spec)
 
+    @override
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `RemoteTables.set_state`."""
         self._tables.set_state(table, initial, fresh)
 
+    @override
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `RemoteTables.lookup`."""
         return self._tables.lookup(keys, training=training, step=step, now=now)
 
+    @override
     def apply(
         self, pushes: Mapping[str, Sequence[Push]], rules: Mapping[str, Rule], steps: Mapping[str, int]
     ) -> None:
-        """See `RemoteTables.apply`."""
         self._tables.apply(pushes, rules, steps)
 
+    @override
     def skip(self, table: str) -> None:
-        """See `RemoteTables.skip`."""
         self._tables.skip(table)
 
+    @override
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """See `RemoteTables.evict`."""
         return self._tables.evict(table, step=step, now=now)
 
+    @override
     def erase(self, table: str, keys: Keys) -> int:
-        """See `RemoteTables.erase`."""
         return self._tables.erase(table, keys)
 
+    @override
     def clear(self, table: str) -> None:
-        """See `RemoteTables.clear`."""
         self._tables.clear(table)
 
+    @override
     def version(self, table: str) -> int:
-        """See `RemoteTables.version`."""
         return self._tables.version(table)
 
+    @override
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `RemoteTables.evicted_since`."""
         return self._tables.evicted_since(table, version)
 
+    @override
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """See `RemoteTables.snapshot`."""
         return self._tables.snapshot(table, part, parts)
 
+    @override
     def load(self, table: str, rows: Rows) -> None:
-        """See `RemoteTables.load`."""
         self._tables.load(table, rows)
 
+    @override
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`: nothing, because servers save theirs themselves."""
+        """Nothing, because servers save theirs themselves."""
         return {}
 
+    @override
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`: does nothing, as `extra` returns nothing."""
+        """Does nothing, as `extra` returns nothing."""
 
+    @override
     def stats(self, table: str) -> dict[str, int]:
-        """See `RemoteTables.stats`."""
         return self._tables.stats([table])[table]
 
+    @override
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
-        """See `Store.sizes`; one request for all."""
+        """One request for all."""
         return {table: stats["rows"] for table, stats in self._tables.stats(tables).items()}
 
+    @override
     def capture(
         self,
         tables: Sequence[str],
@@ -185,9 +191,9 @@ class RemoteStore(SharedStore):
         *,
         track: bool = False,
     ) -> Capture:
-        """See `RemoteCaptures.capture`."""
         return self._captures.capture(tables, parts, since, track=track)
 
+    @override
     def save_tables(
         self,
         capture: Capture,
@@ -197,11 +203,10 @@ class RemoteStore(SharedStore):
         *,
         writers: int,
     ) -> list[dict[str, Any]]:
-        """See `RemoteCaptures.save`."""
         return self._captures.save(capture, folder, tables, waiting, writers=writers)
 
+    @override
     def fill_tables(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """See `RemoteCaptures.fill`."""
         return self._captures.fill(path, tables)
 
 

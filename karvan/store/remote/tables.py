@@ -55,7 +55,7 @@ class RemoteTables:
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `Store.lookup`."""
+        """Look keys up on the servers that have them."""
         self._lookups.drain()
         owners = {table: owners_of(hashes_of(unique), self._count) for table, (unique, _) in keys.items()}
         head = {"tables": list(keys), "training": training, "step": step, "now": now}
@@ -83,7 +83,7 @@ class RemoteTables:
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.apply`; gradients of rows that were removed do no harm: they insert nothing."""
+        """Gradients of rows that were removed do no harm: they insert nothing."""
         self._lookups.drain()
         head = {
             "rules": {table: rule_to_json(rules[table]) for table in pushes},
@@ -102,13 +102,13 @@ class RemoteTables:
             reply.wait()
 
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`; each server holds its part of the rows that a policy allows."""
+        """Each server holds its part of the rows that a policy allows."""
         self._servers.call("add_table", {"spec": spec_to_json(spec)}, channel="train")
         self._dims[spec.name] = spec.dim
         self._servers.declare(spec.name, spec=spec_to_json(spec))
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """See `Store.set_state`."""
+        """Set the optimizer state that new rows get, on all servers."""
         self._lookups.drain()
         self._servers.call(
             "set_state", {"table": table, "initial": list(initial), "fresh": fresh}, channel="train"
@@ -116,16 +116,16 @@ class RemoteTables:
         self._servers.declare(table, initial=list(initial))
 
     def skip(self, table: str) -> None:
-        """See `Store.skip`; the first server counts for all."""
+        """The first server counts for all."""
         self._lookups.drain()
         self._servers.call("skip", {"table": table}, of=[0] if 0 in self._mine else [])
 
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """See `Store.evict`."""
+        """Evict rows on all servers."""
         return sum(a.head["rows"] for a in self._ask("evict", {"table": table, "step": step, "now": now}))
 
     def erase(self, table: str, keys: Keys) -> int:
-        """See `Store.erase`."""
+        """Erase keys on the servers that have them."""
         self._lookups.drain()
         owners = owners_of(hashes_of(keys), self._count)
         replies = [
@@ -135,15 +135,15 @@ class RemoteTables:
         return sum(reply.wait().head["rows"] for reply in replies)
 
     def clear(self, table: str) -> None:
-        """See `Store.clear`."""
+        """Remove the rows of a table on all servers."""
         self._ask("clear", {"table": table})
 
     def version(self, table: str) -> int:
-        """See `Store.version`."""
+        """The sum of the servers' versions of a table."""
         return sum(answer.head["version"] for answer in self._ask("version", {"table": table}))
 
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `Store.evicted_since`; each server has its own versions, so only 0 can be asked for."""
+        """Each server has its own versions, so only 0 can be asked for."""
         if version != 0:
             raise ValueError(
                 f"Table '{table}' on parameter servers: expected version 0 (all keys removed so far), "
@@ -153,7 +153,7 @@ class RemoteTables:
         return np.concatenate([np.empty(0, np.int64), *(answer.arrays[0] for answer in answers)])
 
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """See `Store.snapshot`."""
+        """Read rows from all servers."""
         answers = self._ask("snapshot", {"table": table, "part": part, "parts": parts})
         columns = zip(*(answer.arrays for answer in answers), strict=True)
         joined = [np.concatenate(column) for column in columns]
@@ -170,7 +170,7 @@ class RemoteTables:
         )
 
     def load(self, table: str, rows: Rows) -> None:
-        """See `Store.load`; of W trainers each loads the rows of its share of the hashes."""
+        """Of W trainers each loads the rows of its share of the hashes."""
         self._lookups.drain()
         hashes = hashes_of(rows.keys)
         mine = owners_of(hashes, self._connection.world_size) == self._connection.rank

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference
@@ -71,12 +72,12 @@ class WorkerLookup(PendingLookup):
         arrival = self._arrival
         self._answer.add_done_callback(lambda _: arrival.append(time.monotonic()))
 
+    @override
     def ready(self) -> tuple[bool, float]:
-        """See `PendingLookup.ready`."""
         return not self._arrival, self._arrival[0] if self._arrival else 0.0
 
+    @override
     def finish(self) -> None:
-        """See `PendingLookup.finish`."""
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         vectors = answer.arrays[0]
@@ -93,7 +94,7 @@ class WorkerLookup(PendingLookup):
             self._outs.append(out)
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """See `RemoteLookup.take`."""
+        """Wait for the answer of the worker, and give it to the plan."""
         outs, self._outs = self._outs, []
         return list(zip(outs, self.layouts, strict=True))
 

@@ -81,7 +81,7 @@ class ContextState:
         metrics: Mapping[str, float] | None,
         block: bool,
     ) -> Pending:
-        """See `TrainContext.save`."""
+        """Write a checkpoint of model, optimizers and the program's own state."""
         self._setup.dense.take()
         data: dict[str, Any] = {"position": None, "epoch_random": None}
         if self.epoch is not None:
@@ -108,7 +108,7 @@ class ContextState:
         data_name: str | None,
         drop_unfinished: bool,
     ) -> dict[str, Any]:
-        """See `TrainContext.load`."""
+        """Restore what a checkpoint has."""
         self._saves.wait()
 
         def load(one: Checkpoint) -> tuple[dict[str, Any], bool]:
@@ -156,12 +156,12 @@ class ContextState:
         self._data_begin = (self.counts.epoch, self.counts.step)
 
     def sizes(self) -> dict[str, int]:
-        """See `TrainContext.sizes`."""
+        """Count the rows of each table."""
         mine = {name: rows for engine in engines_of(self._model) for name, rows in engine.sizes().items()}
         return {name: int(rows) for name, rows in summed(self._connection.main, mine).items()}
 
     def clear(self, tables: str | Sequence[str] | None) -> None:
-        """See `TrainContext.clear`."""
+        """Remove all rows."""
         handles = tables_of(self._model)
         names = list(handles) if tables is None else [tables] if isinstance(tables, str) else list(tables)
         if unknown := [name for name in names if name not in handles]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.distributed.elastic.group import ElasticGroup
@@ -52,7 +54,7 @@ class BatchDealer(Protocol):
         """End the threads."""
 
 
-class LeasedSteps:
+class LeasedSteps(BatchDealer):
     """A batch of each trainer, of records that it leases."""
 
     def __init__(
@@ -74,24 +76,26 @@ class LeasedSteps:
         self._epoch = -1
 
     @property
+    @override
     def ended(self) -> bool:
-        """See `BatchDealer.ended`."""
         return self._open().ended
 
+    @override
     def plan(self) -> StepPlan:
-        """See `BatchDealer.plan`; a trainer that has no batch has one without samples."""
+        """A trainer that has no batch has one without samples."""
         world = self._group.world_size
         return StepPlan(list(range(world)), [0] * world)
 
+    @override
     def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
-        """See `BatchDealer.take`."""
         return None if stopped() else self._open().take(stopped)
 
+    @override
     def regrouped(self) -> None:
-        """See `BatchDealer.regrouped`: leases stay."""
+        """Leases stay."""
 
+    @override
     def close(self) -> None:
-        """See `BatchDealer.close`."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -105,7 +109,7 @@ class LeasedSteps:
         return self._feed
 
 
-class PlannedSteps:
+class PlannedSteps(BatchDealer):
     """The next `of_step` batches of the epoch, dealt out to the trainers of the round."""
 
     def __init__(
@@ -128,19 +132,20 @@ class PlannedSteps:
         self._epoch = -1
 
     @property
+    @override
     def ended(self) -> bool:
-        """See `BatchDealer.ended`."""
         return self._counts.batches >= len(self._plan)
 
+    @override
     def plan(self) -> StepPlan:
-        """See `BatchDealer.plan`."""
         first = self._counts.batches
         numbers = list(range(first, min(first + self._of_step, len(self._plan))))
         world = self._group.world_size
         return StepPlan([number % self._of_step % world for number in numbers], numbers)
 
+    @override
     def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
-        """See `BatchDealer.take`; it waits for the batch, whatever `stopped` says: the step needs it."""
+        """It waits for the batch, whatever `stopped` says: the step needs it."""
         if self._feed is None or self._epoch != self._counts.epoch:
             self.close()
             self._epoch = self._counts.epoch
@@ -158,12 +163,13 @@ class PlannedSteps:
                 return taken
         raise RuntimeError(f"Expected batch {number} of epoch {self._epoch}, but the data has ended.")
 
+    @override
     def regrouped(self) -> None:
-        """See `BatchDealer.regrouped`: the batches are dealt out anew."""
+        """The batches are dealt out anew."""
         self.close()
 
+    @override
     def close(self) -> None:
-        """See `BatchDealer.close`."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None

@@ -20,6 +20,8 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.activity import activity
 from karvan.data.loading.worker_threads import start
 from karvan.distributed import Connection
@@ -152,8 +154,9 @@ class PrefetchFeed(Feed):
         activity.advance()
         return item
 
+    @override
     def close(self) -> None:
-        """See `Feed.close`; the thread ends after the batch that it is taking."""
+        """The thread ends after the batch that it is taking."""
         if self._closed:
             return
         with self._changed:

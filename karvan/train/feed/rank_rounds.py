@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, position_of
@@ -84,8 +85,9 @@ class RankBatchSource(BatchSource):
         self._ended = False  # the data
         self._over = False  # the rounds
 
+    @override
     def next(self, stop: str | None = None) -> FedBatch | None:
-        """See `BatchSource.next`; a collective."""
+        """A collective."""
         if self._over:
             return None
         with self._rounds.connection.on(self._rounds.channel) as channel:
@@ -116,19 +118,20 @@ class RankBatchSource(BatchSource):
                 placed, self._position, samples, agreed.samples, agreed.batches, agreed.saving > 0
             )
 
+    @override
     def leave(self) -> None:
-        """See `BatchSource.leave`; a collective with those that take a batch, or leave as well."""
+        """A collective with those that take a batch, or leave as well."""
         if not self._over:
             with self._rounds.connection.on(self._rounds.channel) as channel:
                 self._end(channel)
 
+    @override
     def fail(self, error: BaseException) -> None:
-        """See `BatchSource.fail`."""
         if not self._over:
             self._rounds.connection.fail(self._rounds.channel, error)
 
+    @override
     def close(self) -> None:
-        """See `BatchSource.close`."""
         getattr(self._batches, "close", lambda: None)()
 
     def _take(self) -> Any:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.checkpoint.manager import HISTORY
 from karvan.checkpoint.object_store.files import fetch, upload
 from karvan.job.checkpoint_url import shown
@@ -33,8 +35,8 @@ class History(Logger):
         self._entries: list[dict[str, Any]] = []
         self._failing = False
 
+    @override
     def open(self, step: int) -> None:
-        """See `Logger.open`."""
         if self._file is not None and self._path is not None:
             try:
                 fetch(self._path)  # another machine may have trained
@@ -44,8 +46,9 @@ class History(Logger):
         before = self._entries if self._path is None else read_entries(self._path)
         self._entries = [entry for entry in before if step and entry["step"] <= step]
 
+    @override
     def write(self, report: Report) -> None:
-        """See `Logger.write`; a file that cannot be written is a warning: training does not need it."""
+        """A file that cannot be written is a warning: training does not need it."""
         self._entries.append({**report.labels(), **report.values})
         if self._file is None:
             return
@@ -58,8 +61,8 @@ class History(Logger):
         else:
             self._failing = False
 
+    @override
     def close(self) -> None:
-        """See `Logger.close`."""
         if self._file is not None:
             with suppress(OSError):  # a full disk, which was a warning
                 self._file.close()

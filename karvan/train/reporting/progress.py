@@ -23,6 +23,7 @@ from typing import IO
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
+from typing_extensions import override
 
 from karvan.notebook import Display, html_table, in_notebook
 from karvan.train.reporting.bar_columns import make_columns
@@ -240,8 +241,8 @@ class NotebookProgress(_ScheduledProgress):
         self._evaluations: list[Report] = []
         self._said: list[str] = []
 
+    @override
     def begin(self, step: int, total: int | None) -> None:
-        """See `NoProgress.begin`."""
         self._schedule.begin(step)
         self._display, self._total, self._began = Display(), total, time.monotonic()
         self._running = True
@@ -249,14 +250,15 @@ class NotebookProgress(_ScheduledProgress):
         self._numbers, self._evaluations, self._said = (), [], []
         self._show()
 
+    @override
     def step(self, step: int) -> None:
-        """See `NoProgress.step`; the display changes at most four times a second."""
+        """The display changes at most four times a second."""
         self._step = step
         if time.monotonic() > self._shown_at + 0.25:
             self._show()
 
+    @override
     def report(self, report: Report) -> None:
-        """See `NoProgress.report`."""
         if report.kind == "train":
             self._schedule.shown(report.step)
             self._numbers = list(_shown(report).values())
@@ -264,15 +266,17 @@ class NotebookProgress(_ScheduledProgress):
             self._evaluations.append(report)
             self._show()
 
+    @override
     def say(self, text: str) -> None:
-        """See `NoProgress.say`; messages stay below the bar."""
+        """Messages stay below the bar."""
         if self._display is None:
             print(text, flush=True)
         self._said.append(text)
         self._show()
 
+    @override
     def end(self) -> None:
-        """See `NoProgress.end`; the bar stays as it is, and the last messages are added to it."""
+        """The bar stays as it is, and the last messages are added to it."""
         self._show()
         self._running = False
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import nn
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.argument_checks import check_integers
@@ -143,60 +144,62 @@ class Saver(NoSaver):
         self.folder = checkpoints.folder
         self.best_metric = None if checkpoints.keep_best is None else checkpoints.keep_best[0]
 
+    @override
     def begin(self) -> None:
-        """See `NoSaver.begin`."""
         self._last = self._clock()
         self._model = self._written = None
         self._settle()  # of a fit that an error has ended
         self._failures.succeeded()
 
+    @override
     def require_writable(self) -> None:
-        """See `NoSaver.require_writable`."""
         self._checkpoints.require_writable()
 
+    @override
     def latest(self) -> Checkpoint | None:
-        """See `NoSaver.latest`."""
         return self._checkpoints.latest()
 
+    @override
     def newest_step(self) -> int | None:
-        """See `NoSaver.newest_step`."""
         return self._checkpoints.newest_step()
 
+    @override
     def resume(self, load: Callable[[Checkpoint], T], name: str | None = None) -> tuple[Checkpoint, T] | None:
-        """See `NoSaver.resume`."""
         return self._checkpoints.resume_with(load, name)
 
+    @override
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-        """See `NoSaver.load`. Tables unchanged since this process saved them stay, for later deltas."""
+        """Tables unchanged since this process saved them stay, for later deltas."""
         written = self._written is not None and self._written == _seen(checkpoint, model)
         if all(distributed.current().main.gather_json(written)):
             return checkpoint.state()
         return checkpoint.load(model)
 
+    @override
     def due(self, step: int) -> bool:
-        """See `NoSaver.due`."""
         return self.due_by_steps(step) or self.due_by_time()
 
+    @override
     def due_by_steps(self, step: int) -> bool:
-        """See `NoSaver.due_by_steps`."""
         return self._settings.every is not None and step % self._settings.every == 0
 
+    @override
     def take_time(self) -> bool:
-        """See `NoSaver.take_time`."""
         due = self.due_by_time()
         if due:
             self._last = self._clock()
         return due
 
+    @override
     def due_by_time(self) -> bool:
-        """See `NoSaver.due_by_time`."""
         seconds = self._settings.seconds
         return seconds is not None and self._clock() >= self._last + seconds
 
+    @override
     def save(
         self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
     ) -> None:
-        """See `NoSaver.save`. A failure of the save before, or of this one, may be tolerated."""
+        """A failure of the save before, or of this one, may be tolerated."""
         self._last = self._clock()
         failed = self._settle()
         if failed is not None:
@@ -233,12 +236,13 @@ class Saver(NoSaver):
         pending.acknowledge()
         return pending.step, self._checkpoints.folder, pending.error
 
+    @override
     def wait(self) -> None:
-        """See `NoSaver.wait`."""
         self._settle()
 
+    @override
     def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
-        """See `NoSaver.finish`. The last save is repeated for a while if it fails."""
+        """The last save is repeated for a while if it fails."""
         failed = self._settle()
         if failed is not None and not is_outage(failed[2]):
             raise failed[2]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from karvan.dense.communication import DenseCommunication
 from karvan.distributed import Connection
@@ -60,17 +61,19 @@ class Averaged(Parallel):
         self.reduction = make_reduction(communication, model)
         self.reduction.register(self._shared)
 
+    @override
     def forward(self, batch: Any) -> Any:
-        """See `Parallel.forward`."""
         return self._shared(model_input(batch))
 
+    @override
     def begin(self, output: Any, loss: Tensor) -> Tensor:
-        """See `Parallel.begin`; torch expects that every head takes part, even one without a loss."""
+        """Torch expects that every head takes part, even one without a loss."""
         return loss + nothing_of(output) if isinstance(output, Mapping) and len(output) > 1 else loss
 
     @contextmanager
+    @override
     def passing(self, last: bool) -> Iterator[None]:
-        """See `Parallel.passing`; an error of torch's collectives names the rank that is missing."""
+        """An error of torch's collectives names the rank that is missing."""
         try:
             with nullcontext() if last else self._shared.no_sync():
                 yield

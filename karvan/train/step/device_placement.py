@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from karvan.devices import CopiedBatch, copy_columns, exact_device, hold_until_used, tensors_of
 from karvan.embedding import EmbeddingEngine
@@ -111,8 +112,9 @@ class CudaPlacement(Placement):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._placed: dict[int, torch.cuda.Event] = {}  # when a batch is ready, by its id
 
+    @override
     def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """See `Placement.feed_context`: what the feed's thread computes is on the stream of the copies."""
+        """What the feed's thread computes is on the stream of the copies."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # batches may be on the GPU already
         return self._on_stream
 
@@ -120,8 +122,8 @@ class CudaPlacement(Placement):
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
+    @override
     def place(self, batch: Any, training: bool | None = None) -> Any:
-        """See `Placement.place`."""
         batch = as_batch(batch)
         current = torch.cuda.current_stream(self._device)
         if current != self._stream and not _on_cpu(batch):  # outside of a feed: it may not be ready yet
@@ -164,8 +166,9 @@ class CudaPlacement(Placement):
             )
         return entry.to("cpu")
 
+    @override
     def receive(self, batch: Any) -> None:
-        """See `Placement.receive`: waits for the copies, and holds their memory until they were used."""
+        """Waits for the copies, and holds their memory until they were used."""
         current = torch.cuda.current_stream(self._device)
         ready = self._placed.pop(id(batch), None)
         if ready is None:  # a batch that is computed again
@@ -174,14 +177,15 @@ class CudaPlacement(Placement):
             current.wait_event(ready)
         hold_until_used(batch.values(), current)
 
+    @override
     def forget(self) -> None:
-        """See `Placement.forget`."""
         super().forget()
         self._placed.clear()
 
     @contextmanager
+    @override
     def forward(self) -> Iterator[None]:
-        """See `Placement.forward`: engines on the CPU take ids from anywhere and give vectors to the device.
+        """Engines on the CPU take ids from anywhere and give vectors to the device.
 
         Those on the device need nothing, unless features are computed on the CPU.
         """

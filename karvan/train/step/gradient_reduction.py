@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from karvan.dense.communication import DenseCommunication, PowerSGD
 
@@ -52,8 +53,8 @@ class Reduction:
 
 
 class _Hook(Reduction, ABC):
+    @override
     def register(self, model: DistributedDataParallel) -> None:
-        """See `Reduction.register`."""
         model.register_comm_hook(None, lambda state, bucket: self._reduced(bucket))
 
     def _reduced(self, bucket: GradBucket) -> Future[Tensor]:
@@ -73,8 +74,8 @@ class HalfReduction(_Hook):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
+    @override
     def reduce(self, bucket: GradBucket) -> None:
-        """See `_Hook.reduce`."""
         buffer, ranks = bucket.buffer(), dist.get_world_size()
         chunk = -(-len(buffer) // ranks)
         sent = buffer.new_zeros(ranks * chunk, dtype=self._dtype)
@@ -103,8 +104,8 @@ class PowerSGDReduction(_Hook):
         self._errors: dict[str, Tensor] = {}
         self._before = (0, self._factors, self._errors)  # the same, before the last reduction
 
+    @override
     def reduce(self, bucket: GradBucket) -> None:
-        """See `_Hook.reduce`."""
         if bucket.index() == 0:
             self._before = self._steps, dict(self._factors), dict(self._errors)
         if self._steps < self._settings.start_step:
@@ -153,24 +154,25 @@ class PowerSGDReduction(_Hook):
             known = torch.randn(shape, generator=random, dtype=matrix.dtype)
         return _orthonormal(known.to(matrix.device))
 
+    @override
     def undo(self) -> None:
-        """See `Reduction.undo`."""
         steps, factors, errors = self._before
         self._steps, self._factors, self._errors = steps, dict(factors), dict(errors)
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See `Reduction.state`."""
         return {"steps": self._steps, "factors": {name: each.cpu() for name, each in self._factors.items()}}
 
+    @override
     def rank_state(self) -> dict[str, Any]:
-        """See `Reduction.rank_state`."""
         return {"errors": {name: each.cpu() for name, each in self._errors.items()}}
 
+    @override
     def load(self, state: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
-        """See `Reduction.load`.
+        """If the number of ranks has changed, each gets the mean of what was not sent.
 
-        If the number of ranks has changed, each gets the mean of what was not sent, so that no gradient is
-        lost. A checkpoint of other reductions has nothing to start with; one of another rank has no factors.
+        No gradient is lost. A checkpoint of other reductions has nothing to start with; one of another rank
+        has no factors.
         """
         self._steps = int(state.get("steps", 0))
         saved = [each.get("errors", {}) for each in ranks]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.embedding import EmbeddingEngine
 from karvan.torch_internals import TorchDispatchMode, loss_scale
@@ -96,12 +97,12 @@ class Autocast(Precision):
                 stacklevel=5,
             )
 
+    @override
     def context(self) -> AbstractContextManager[Any]:
-        """See `Precision.context`."""
         return Bf16Products() if self._slow else nullcontext()  # type: ignore[no-untyped-call]
 
+    @override
     def forward(self) -> AbstractContextManager[Any]:
-        """See `Precision.forward`."""
         return _explained_dtypes(torch.autocast(self._device.type, self._dtype))
 
 
@@ -120,8 +121,9 @@ class ScaledLoss(Precision):
         self._witness = torch.zeros(1, device=device, requires_grad=True)
         self._witness_optimizer = torch.optim.SGD([self._witness], lr=0.0)
 
+    @override
     def scale(self, loss: Tensor) -> Tensor:
-        """See `Precision.scale`; also sets the scale of the engines."""
+        """Also sets the scale of the engines."""
         scaled = self._scaler.scale(loss)
         scale = loss_scale(self._scaler)
         on_host = any(engine.store.device != scale.device for engine in self._engines)
@@ -130,12 +132,12 @@ class ScaledLoss(Precision):
             engine.gradient_scale = scale if engine.store.device == scale.device else number
         return scaled
 
+    @override
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
-        """See `Precision.unscale`."""
         self._unscale(optimizer, torch.full_like(self._witness, 0.0 if sparse_finite else torch.inf))
 
+    @override
     def unscale_late(self, optimizer: torch.optim.Optimizer | None, found_inf: Tensor) -> None:
-        """See `Precision.unscale_late`."""
         self._unscale(optimizer, (found_inf / (1 - found_inf)).reshape(1))  # 0, or infinite
 
     def _unscale(self, optimizer: torch.optim.Optimizer | None, of_rows: Tensor) -> None:
@@ -144,18 +146,19 @@ class ScaledLoss(Precision):
         if optimizer is not None:
             self._scaler.unscale_(optimizer)
 
+    @override
     def update(self) -> None:
-        """See `Precision.update`: the scale falls after an overflow and rises after many steps without."""
+        """The scale falls after an overflow and rises after many steps without."""
         self._scaler.update()
         for engine in self._engines:
             engine.gradient_scale = 1.0
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Precision.state_dict`."""
         return self._scaler.state_dict()
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Precision.load_state_dict`."""
         self._scaler.load_state_dict(dict(state))
 
 
@@ -168,8 +171,8 @@ class Scaled(ScaledLoss):
         super().__init__(device, engines, torch.amp.GradScaler(device.type))
         self._device_type = device.type
 
+    @override
     def forward(self) -> AbstractContextManager[Any]:
-        """See `Precision.forward`."""
         return torch.autocast(self._device_type, torch.float16)
 
 

@@ -19,6 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from typing_extensions import override
+
 from karvan.wire.errors import RefusedError
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -49,8 +51,8 @@ class Integer(Kind):
         self._least = least
         self._most = most
 
+    @override
     def check(self, value: Any, where: str) -> int:
-        """See `Kind.check`."""
         if type(value) is not int or not self._least <= value <= self._most:
             self.refuse(value, where)
         return value
@@ -67,8 +69,8 @@ class Float(Kind):
         self._most = most
         self._finite = finite
 
+    @override
     def check(self, value: Any, where: str) -> float:
-        """See `Kind.check`."""
         if type(value) is float and self._least <= value <= self._most and -_LARGEST <= value <= _LARGEST:
             return value  # the usual case is tested first
         if type(value) is int and -(2**1000) < value < 2**1000:
@@ -92,8 +94,8 @@ class Float(Kind):
 class Boolean(Kind):
     """True or false."""
 
+    @override
     def check(self, value: Any, where: str) -> bool:
-        """See `Kind.check`."""
         if type(value) is not bool:
             self.refuse(value, where)
         return value
@@ -109,8 +111,8 @@ class Text(Kind):
         self._longest = longest
         self._shortest = shortest
 
+    @override
     def check(self, value: Any, where: str) -> str:
-        """See `Kind.check`."""
         if type(value) is not str or not self._shortest <= len(value) <= self._longest:
             self.refuse(value, where)
         try:
@@ -129,8 +131,8 @@ class OneOf(Kind):
     def __init__(self, *choices: str) -> None:
         self._choices = choices
 
+    @override
     def check(self, value: Any, where: str) -> str:
-        """See `Kind.check`."""
         if type(value) is not str or value not in self._choices:
             self.refuse(value, where)
         return value
@@ -145,8 +147,8 @@ class Nullable(Kind):
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
 
+    @override
     def check(self, value: Any, where: str) -> Any:
-        """See `Kind.check`."""
         return None if value is None else self._kind.check(value, where)
 
     def __str__(self) -> str:
@@ -161,8 +163,8 @@ class ListOf(Kind):
         self._longest = longest
         self._shortest = shortest
 
+    @override
     def check(self, value: Any, where: str) -> list[Any]:
-        """See `Kind.check`."""
         if type(value) is not list or not self._shortest <= len(value) <= self._longest:
             self.refuse(value, where)
         check = self._kind.check
@@ -181,8 +183,8 @@ class TupleOf(Kind):
     def __init__(self, *kinds: Kind) -> None:
         self._kinds = kinds
 
+    @override
     def check(self, value: Any, where: str) -> tuple[Any, ...]:
-        """See `Kind.check`."""
         if type(value) is not list or len(value) != len(self._kinds):
             self.refuse(value, where)
         return tuple(
@@ -202,8 +204,8 @@ class MapOf(Kind):
         self._longest = longest
         self._names = names or Text()
 
+    @override
     def check(self, value: Any, where: str) -> dict[str, Any]:
-        """See `Kind.check`."""
         if type(value) is not dict or len(value) > self._longest:
             self.refuse(value, where)
         names, check = self._names.check, self._kind.check
@@ -227,8 +229,9 @@ class Fields(Kind):
         self.optional = dict(optional or {})
         self._kinds = {**self.optional, **self.fields}
 
+    @override
     def check(self, value: Any, where: str) -> dict[str, Any]:
-        """See `Kind.check`; missing optional names are missing in the result."""
+        """Missing optional names are missing in the result."""
         if type(value) is not dict:
             self.refuse(value, where)
         for name in self.fields:
@@ -258,8 +261,8 @@ class Variant(Kind):
         self._with = with_name
         self._without = without
 
+    @override
     def check(self, value: Any, where: str) -> Any:
-        """See `Kind.check`."""
         if type(value) is not dict:
             self.refuse(value, where)
         return (self._with if self._name in value else self._without).check(value, where)
@@ -278,8 +281,8 @@ class Plain(Kind):
         self._test = test
         self._text = text
 
+    @override
     def check(self, value: Any, where: str) -> Any:
-        """See `Kind.check`."""
         if self._test is not None and not self._test(value):
             self.refuse(value, where)
         return value

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
@@ -104,8 +105,8 @@ class OwnStepBatches(ElasticBatches):
         super()._commit(member, call)
         return self._answer()
 
+    @override
     def _find_more(self, commit: Mapping[str, Any]) -> None:
-        """See `ElasticBatches._find_more`."""
         for number in commit.get("dense", ()):
             staged = self._staged_dense.get((commit["member"], number))
             if staged is None or staged.step != commit["step"]:
@@ -114,8 +115,8 @@ class OwnStepBatches(ElasticBatches):
                     f"member {commit['member']}, got none: they would be lost."
                 )
 
+    @override
     def _apply_more(self, commit: Mapping[str, Any]) -> None:
-        """See `ElasticBatches._apply_more`."""
         member, step = commit["member"], commit["step"]
         for number in commit.get("dense", ()):
             staged = self._staged_dense[member, number]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from typing_extensions import override
 
 from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush
 from karvan.cluster.parameter_server.elastic.table_reads import TableReads
@@ -97,20 +98,22 @@ class SingleUpdates(RowUpdates):
         super().__init__(owner, tables, by_key=by_key, counts_skips=counts_skips)
         self.log: _native.LookupLog = _native.LookupLog()
 
+    @override
     def look_up(
         self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
     ) -> HeldLookup:
-        """See `RowUpdates.look_up`."""
         answered = self.owner.lookup(
             tables, [list(counts)], [keys], training=True, step=step, now=now, log=self.log
         )
         return HeldLookup(tables, counts, answered.dims, keys, step, now, answered.vectors, answered)
 
+    @override
     def check(self, parts: Sequence[StagedPush]) -> None:
-        """See `RowUpdates.check`: there is nothing that parts have to agree on."""
+        """There is nothing that parts have to agree on."""
 
+    @override
     def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
-        """See `RowUpdates.apply`; a table that one part skips is skipped by all of them."""
+        """A table that one part skips is skipped by all of them."""
         skipped = {table for part in parts for table in part.skipped}
         for part in parts:
             rules = {table: rule for table, rule in part.rules.items() if table not in skipped}
@@ -122,15 +125,15 @@ class SingleUpdates(RowUpdates):
             self.update(passes, rules, {table: part.steps[table] for table in rules}, part.complete)
             self.trained(part.lookups)
 
+    @override
     def trained(self, lookups: Iterable[HeldLookup]) -> None:
-        """See `RowUpdates.trained`."""
         for lookup in lookups:
             plan = _answered(lookup).plan.native
             if plan is not None:
                 self.log.trained(plan)
 
+    @override
     def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
-        """See `RowUpdates.withdraw`."""
         plans = [_answered(lookup).plan.native for lookup in lookups]
         if plans:
             self.log.withdraw([plan for plan in plans if plan is not None])
@@ -143,16 +146,18 @@ class JointUpdates(RowUpdates):
         super().__init__(owner, tables, by_key=by_key, counts_skips=counts_skips)
         self._reads = TableReads(owner, tables)
 
+    @override
     def look_up(
         self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
     ) -> HeldLookup:
-        """See `RowUpdates.look_up`: the keys are kept for the commit."""
+        """The keys are kept for the commit."""
         vectors = self._reads.read(tables, counts, keys)
         dims = [self.owner.store.dim(table) for table in tables]
         return HeldLookup(tables, counts, dims, keys, step, now, vectors)
 
+    @override
     def check(self, parts: Sequence[StagedPush]) -> None:
-        """See `RowUpdates.check`: parts have the same rules and steps, and each its own lookups."""
+        """Parts have the same rules and steps, and each its own lookups."""
         known: dict[tuple[_Engine, str], tuple[StagedPush, Any]] = {}
         pushed: dict[tuple[int, str], StagedPush] = {}
         for part in parts:
@@ -174,8 +179,8 @@ class JointUpdates(RowUpdates):
                         f"member {part.member}, or other settings of their optimizers."
                     )
 
+    @override
     def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
-        """See `RowUpdates.apply`."""
         engines: dict[_Engine, list[StagedPush]] = {}
         for part in parts:
             engines.setdefault(_engine_of(part), []).append(part)
@@ -188,11 +193,13 @@ class JointUpdates(RowUpdates):
             for together in _by_shared_tables(its_parts):
                 self._update_jointly(together, joint[engine], scale)
 
+    @override
     def trained(self, lookups: Iterable[HeldLookup]) -> None:
-        """See `RowUpdates.trained`: they count at the commit of their pushes."""
+        """They count at the commit of their pushes."""
 
+    @override
     def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
-        """See `RowUpdates.withdraw`: they have changed nothing."""
+        """They have changed nothing."""
 
     def _insert(self, tables: Sequence[str], lookups: Sequence[HeldLookup]) -> Answered:
         return self.owner.lookup(

@@ -565,7 +565,7 @@ def build_data_shard_service(
     num_minibatches_per_shard: int = 0,
     dataset_name: str | None = None,
 ) -> DataShardService:
-    """See `DataShardService`."""
+    """Make a `DataShardService`, which describes the arguments."""
     return DataShardService(
         batch_size,
         num_epochs,

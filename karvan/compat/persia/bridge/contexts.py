@@ -396,7 +396,7 @@ class CommonContext:
         """Nothing to do: a context has joined its job."""
 
     def wait_servers_ready(self) -> None:
-        """See `BaseCtx.wait_servers_ready`."""
+        """Wait until all servers answer."""
         self._context.wait_servers_ready()
 
     def configure_embedding_parameter_servers(
@@ -407,7 +407,7 @@ class CommonContext:
         enable_weight_bound: bool,
         weight_bound: float,
     ) -> None:
-        """See `EmbeddingCtx.configure_embedding_parameter_servers`."""
+        """Send initialization and admission of rows to the servers."""
         config = EmbeddingConfig(
             (initialize_lower, initialize_upper),
             admit_probability,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.presets import persia
 
@@ -28,8 +30,8 @@ class SGD(Optimizer):
     momentum: float = 0.0
     weight_decay: float = 0.0
 
+    @override
     def native(self, weight_bound: float | None) -> SparseOptimizer:
-        """See `Optimizer.native`."""
         return persia.sgd(
             None,
             self.lr,
@@ -48,8 +50,8 @@ class Adam(Optimizer):
     weight_decay: float = 0.0
     eps: float = 1e-8
 
+    @override
     def native(self, weight_bound: float | None) -> SparseOptimizer:
-        """See `Optimizer.native`."""
         return persia.adam(
             None,
             self.lr,
@@ -71,8 +73,8 @@ class Adagrad(Optimizer):
     eps: float = 1e-10
     vectorwise_shared: bool = False
 
+    @override
     def native(self, weight_bound: float | None) -> SparseOptimizer:
-        """See `Optimizer.native`."""
         return persia.adagrad(
             None,
             self.lr,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from karvan.compat.recis.ragged.tensor import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError, missing_names
@@ -58,8 +59,8 @@ class SelectField(FeatureOp):
         super().__init__()
         self.name, self.dtype, self.dim, self.from_dict = name, dtype, dim, from_dict
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         return chain.select(self.column(), raw=True)
 
     def column(self) -> str:
@@ -83,8 +84,8 @@ class SelectFields(FeatureOp):
         super().__init__()
         self.input_list = list(input_list)
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         return chain.select(*(each.column() for each in self.input_list), raw=True)
 
     def forward(self, data: Any) -> Any:
@@ -100,8 +101,8 @@ class Mod(FeatureOp):
         self.mod_value = mod_value
         self.add_to(Chain("x"))  # which checks the arguments
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         return chain.mod(self.mod_value)
 
 
@@ -113,8 +114,8 @@ class Bucketize(FeatureOp):
         self.boundary = boundary
         self.add_to(Chain("x"))  # which checks the arguments
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         given = self.boundary
         return chain.bucketize(given.tolist() if isinstance(given, Tensor) else given)
 
@@ -122,8 +123,8 @@ class Bucketize(FeatureOp):
 class FeatureCross(FeatureOp):
     """All pairs of the ids of two entries, hashed."""
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         if chain.width() != 2:
             raise ValueError(
                 f"FeatureCross expects two entries, as SelectFields([…, …]) gives them, got {chain.width()}."
@@ -149,8 +150,8 @@ class _ExpectDims(Op):
     name: ClassVar[str] = "SequenceTruncate"
     sized_by_shapes: ClassVar[bool] = True
 
+    @override
     def check(self, *entries: Entry) -> None:
-        """See `Op.check`."""
         (entry,) = entries
         if self.n_dims == 2 and isinstance(entry, NestedRagged) and bool((entry.outer.diff() == 1).all()):
             return
@@ -158,8 +159,8 @@ class _ExpectDims(Op):
             expected = "lists of lists" if self.n_dims == 3 else "lists, or rows that have one list each,"
             raise TypeError(f"expected {expected} for n_dims={self.n_dims}, but received {describe(entry)}.")
 
+    @override
     def fuse_key(self, *entries: Entry) -> Hashable:
-        """See `Op.fuse_key`."""
         return self
 
     @classmethod
@@ -201,8 +202,8 @@ class SequenceTruncate(FeatureOp):
         self.truncate_side, self.n_dims, self.dtype = truncate_side, n_dims, dtype
         self.add_to(Chain("x"))  # which checks the arguments
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         chain = chain.then(_ExpectDims(self.n_dims))
         if not self.truncate and not self.check_length:
             return chain
@@ -230,8 +231,8 @@ class Hash(FeatureOp):
             raise ValueError(f"Hash expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
         self.hash_type = hash_type
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         return chain.hash(self.hash_type)
 
 
@@ -244,8 +245,8 @@ class IDMultiHash(FeatureOp):
         self.suffixes = [f"{prefix}_{i}" for i in range(len(self.num_buckets))]
         self.add_to(Chain("x"))  # which checks the arguments
 
+    @override
     def add_to(self, chain: Chain) -> Chain:
-        """See `FeatureOp.add_to`."""
         return chain.multi_hash(self.num_buckets)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.compat.recis.framework.metrics import add_metric, get_log_metrics
 from karvan.compat.recis.hooks.hook import Hook
@@ -108,25 +109,25 @@ class HookCalls(Callback):
         step = torch.tensor(self.global_step)  # as RecIS has it, for hooks that call item()
         self.call("after_step", metrics=get_log_metrics(), global_step=step, **values)
 
+    @override
     def on_fit_begin(self, trainer: TrainerView) -> None:
-        """See `Callback.on_fit_begin`."""
         self._epoch = trainer.epoch
 
+    @override
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
-        """See `Callback.on_epoch_begin`."""
         self._epoch = epoch
 
+    @override
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        """See `Callback.on_step_end`."""
         self._end_trained_batch()
 
+    @override
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """See `Callback.on_epoch_end`."""
         self.call("out_off_data")
         self._end_epoch()
 
+    @override
     def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
-        """See `Callback.on_fit_end`."""
         self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -135,12 +136,13 @@ class HookCalls(Callback):
             self.call("after_train")
             self.call("after_epoch", is_train=True)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback.state_dict`."""
         return {"global_step": self.global_step}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Callback.load_state_dict`; checkpoints of earlier versions have no global_step."""
+        """Checkpoints of earlier versions have no global_step."""
         self.global_step = state.get("global_step", self.global_step)
 
 

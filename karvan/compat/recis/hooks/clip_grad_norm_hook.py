@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.compat.recis.hooks.trainer_option import TrainerOption
 from karvan.compat.unsupported import UnsupportedError
@@ -35,8 +36,8 @@ class ClipGradNormHook(TrainerOption):
         self.dense_params = [dense_params] if isinstance(dense_params, Tensor) else list(dense_params)
         self.max_norm, self.error_if_nonfinite = float(max_norm), error_if_nonfinite
 
+    @override
     def options(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """See `TrainerOption.options`."""
         groups = [] if optimizer is None else optimizer.param_groups
         trained = {id(each) for group in groups for each in group["params"]}
         if {id(each) for each in self.dense_params} != trained:

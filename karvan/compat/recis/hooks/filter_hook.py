@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.compat.recis.hooks.hook import Hook
 from karvan.compat.recis.nn.modules.hashtable import filtered
 
@@ -21,8 +23,8 @@ class HashTableFilterHook(Hook):
             raise ValueError(f"HashTableFilterHook expects an interval of at least 1, got {interval}.")
         self.filter_interval = interval
 
+    @override
     def after_step(self, is_train: bool = True, *args: Any, **options: Any) -> None:
-        """See `Hook.after_step`."""
         if not is_train or self.filter_interval is None:
             return
         self._steps += 1

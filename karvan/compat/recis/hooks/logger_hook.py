@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.compat.recis.hooks.hook import Hook
 from karvan.compat.recis.utils.logger import Logger
@@ -33,6 +34,7 @@ class LoggerHook(Hook):
         names = [*(name for name in _FIRST if name in metrics), *(n for n in metrics if n not in _FIRST)]
         return "".join(f" <{name}={_text(metrics[name])}>" for name in names)
 
+    @override
     def after_step(
         self,
         is_train: bool = True,
@@ -41,7 +43,6 @@ class LoggerHook(Hook):
         global_step: int = 0,
         **options: Any,
     ) -> None:
-        """See `Hook.after_step`."""
         self.steps += 1
         if self.steps % self.log_step:
             return

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from karvan.compat.recis.hooks.trainer_option import TrainerOption
 from karvan.compat.unsupported import require_default
@@ -52,6 +53,6 @@ class MetricReportHook(TrainerOption):
         self.model, self.args = model, report_args or ReportArguments()
         self.mixed_precision = mixed_precision
 
+    @override
     def options(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """See `TrainerOption.options`."""
         return {"log_every": self.args.interval_step}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.profiler import profile, schedule, tensorboard_trace_handler
+from typing_extensions import override
 
 from karvan.compat.recis.hooks.hook import Hook
 
@@ -22,17 +23,17 @@ class ProfilerHook(Hook):
             with_stack=True,
         )
 
+    @override
     def start(self, is_train: bool = True, *args: Any, **options: Any) -> None:
-        """See `Hook.start`."""
         if is_train:
             self._profile.start()
 
+    @override
     def after_step(self, is_train: bool = True, *args: Any, **options: Any) -> None:
-        """See `Hook.after_step`."""
         if is_train:
             self._profile.step()
 
+    @override
     def end(self, is_train: bool = True, *args: Any, **options: Any) -> None:
-        """See `Hook.end`."""
         if is_train:
             self._profile.stop()

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from typing_extensions import override
+
 from karvan.compat.recis.io.dataset_base import DatasetBase
 
 
@@ -21,6 +23,6 @@ class OrcDataset(DatasetBase):
         for path in file_paths:
             self.add_path(path)
 
+    @override
     def read_options(self) -> dict[str, Any]:
-        """See `DatasetBase.read_options`."""
         return {"format": "orc"}

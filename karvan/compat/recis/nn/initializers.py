@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.init import calculate_gain
+from typing_extensions import override
 
 from karvan.compat.unsupported import require_default
 from karvan.embedding import init
@@ -37,8 +38,8 @@ class ConstantInitializer(Initializer):
 
     init_val: float = 0.0
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         return init.Constant(self.init_val)
 
 
@@ -50,8 +51,8 @@ class UniformInitializer(Initializer):
     b: float = 1.0
     generator: Any = None
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         _no_generator(self.generator)
         return init.Uniform(self.a, self.b)
 
@@ -64,8 +65,8 @@ class NormalInitializer(Initializer):
     std: float = 1.0
     generator: Any = None
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         _no_generator(self.generator)
         return init.Normal(self.mean, self.std)
 
@@ -80,8 +81,8 @@ class TruncNormalInitializer(Initializer):
     b: float = 2.0
     generator: Any = None
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         _no_generator(self.generator)
         return recis.truncated_normal(self.mean, self.std, self.a, self.b)
 
@@ -93,8 +94,8 @@ class XavierUniformInitializer(Initializer):
     gain: float = 1.0
     generator: Any = None
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         _no_generator(self.generator)
         return recis.xavier_uniform(self.gain, block_size)
 
@@ -106,8 +107,8 @@ class XavierNormalInitializer(Initializer):
     gain: float = 1.0
     generator: Any = None
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         _no_generator(self.generator)
         return recis.xavier_normal(self.gain, block_size)
 
@@ -133,8 +134,8 @@ class _Kaiming(Initializer):
 class KaimingUniformInitializer(_Kaiming):
     """Uniform, by one fan of a block."""
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         return init.KaimingUniform(self._gain(), self._fan(dim, block_size))
 
 
@@ -142,6 +143,6 @@ class KaimingUniformInitializer(_Kaiming):
 class KaimingNormalInitializer(_Kaiming):
     """Normal, by one fan of a block; RecIS 1.0 gives a uniform distribution instead."""
 
+    @override
     def native(self, dim: int, block_size: int) -> init.Initialiser:
-        """See `Initializer.native`."""
         return init.KaimingNormal(self._gain(), self._fan(dim, block_size))

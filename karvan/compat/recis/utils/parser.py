@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from typing_extensions import override
+
 _YES, _NO = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
 _LEAVES = (int, float, str)
 
@@ -43,10 +45,11 @@ class ArgumentParser(argparse.ArgumentParser):
             raise ValueError(f"add_arguments expects another dest than '{dest}', which there is already.")
         self._records.append(_Record(dataclass, dest, prefix, default))
 
+    @override
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """See `argparse`; `parse_args` calls it, too."""
+        """`parse_args` calls it, too."""
         self._add_options()
         given, rest = super().parse_known_args(args, namespace)
         values = vars(given)
@@ -56,8 +59,8 @@ class ArgumentParser(argparse.ArgumentParser):
             values.pop(option.path, None)
         return given, rest
 
+    @override
     def format_help(self) -> str:
-        """See `argparse`."""
         self._add_options()
         return super().format_help()
 
@@ -162,8 +165,8 @@ class _Option:
 class _Flag(argparse.Action):
     """A bool; the options with "no" are its opposite."""
 
+    @override
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """See `argparse.Action`."""
         middle = len(self.option_strings) // 2
         setattr(namespace, self.dest, values is (option_string in self.option_strings[:middle]))
 
@@ -171,8 +174,8 @@ class _Flag(argparse.Action):
 class _Several(argparse.Action):
     """Values as a tuple."""
 
+    @override
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """See `argparse.Action`."""
         setattr(namespace, self.dest, tuple(values))
 
 

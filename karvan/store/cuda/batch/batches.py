@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.devices import allocations_of
 from karvan.store.cuda.batch import lookup as launches
@@ -24,7 +25,7 @@ from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import next_versions
 from karvan.store.cuda.tier.exchange import NoExchange, RowExchange
-from karvan.store.program import FeatureTensors, LookupProgram
+from karvan.store.program import FeatureTensors, LookupProgram, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import LateGradients, Rule
 
@@ -75,7 +76,7 @@ class DeviceInputs:
             tensor.record_stream(stream)
 
 
-class DeviceLookup:
+class DeviceLookup(RemoteLookup):
     """A batch after its lookup: a `GroupLookup` for each row layout."""
 
     plan = None
@@ -92,8 +93,8 @@ class DeviceLookup:
         self.versions = versions  # of the tables
         self._out_layouts = out_layouts
 
+    @override
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """See `RemoteLookup.take`."""
         outs: dict[int, Tensor] = {}
         for group in self.groups:
             outs |= group.outs
@@ -122,8 +123,8 @@ class DeviceGradients(LateGradients):
             found[slot] &= good
         return found
 
+    @override
     def tensors(self, slots: Collection[int]) -> list[Tensor]:
-        """See `LateGradients.tensors`."""
         return [
             group.gradients[number]
             for group in self.groups
@@ -131,8 +132,8 @@ class DeviceGradients(LateGradients):
             if feature.slot in slots and number in group.gradients
         ]
 
+    @override
     def skip_if(self, found_inf: Tensor) -> None:
-        """See `LateGradients.skip_if`."""
         for group in self.groups:
             group.unless = found_inf
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.store.capture import Capture
 from karvan.store.cuda.captures.pending_rows import PendingRows
@@ -96,8 +97,8 @@ class DeviceCapture(Capture):
         """Page-locked memory of rows that changed before they were read."""
         return sum(pending.saved_bytes for pending in self._pending)
 
+    @override
     def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`."""
         with self._reading:
             if self._closed:
                 raise ValueError("The capture has been closed.")
@@ -118,12 +119,12 @@ class DeviceCapture(Capture):
             )
             return Rows(contents.unmix(hashes), vectors, state, counts.view(np.uint32), lasts.view(np.uint32))
 
+    @override
     def erased(self, table: str) -> Keys:
-        """See `Capture.erased`."""
         return self._erased.get(table, np.zeros(0, np.int64))
 
+    @override
     def close(self) -> None:
-        """See `Capture.close`."""
         with self._reading:
             if self._closed:
                 return

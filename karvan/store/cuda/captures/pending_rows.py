@@ -23,18 +23,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.store.cuda.captures.kernels import gather_rows, save_rows
 from karvan.store.cuda.captures.saved_rows import SavedRows
 from karvan.store.cuda.rows import contents
-from karvan.store.cuda.rows.arena import RowArena
+from karvan.store.cuda.rows.arena import RowArena, RowWatcher
 from karvan.store.cuda.rows.row_staging import RowStaging, Words, unpack
 from karvan.store.cuda.rows.table_memory import TableMemory
 
 _watching = threading.RLock()  # held while the watchers of an arena are replaced
 
 
-class PendingRows:
+class PendingRows(RowWatcher):
     """Rows of an arena, listed when this is created.
 
     cuts: where the ranges of the list that are read together begin, and the end.
@@ -73,8 +74,8 @@ class PendingRows:
         """Page-locked memory of rows that changed before they were read."""
         return self._saved.bytes
 
+    @override
     def save(self, rows: Tensor, most: int, work: Tensor | None = None) -> None:
-        """See `RowWatcher.save`."""
         with self._lock:
             crowded = self._saved.is_crowded(min(most, self._left))
         if crowded:
@@ -103,8 +104,8 @@ class PendingRows:
             self._saved.note_save(most)
 
     @contextmanager
+    @override
     def pause(self) -> Iterator[None]:
-        """See `RowWatcher.pause`."""
         with self._lock:
             if self._stream is not None:
                 current = torch.cuda.current_stream(self._memory.device)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.devices import hold_memory
@@ -35,7 +36,14 @@ from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.sharded.sections import UNIT, Sections
 from karvan.store.cuda.sharded.transport import MemoryTransport, make_transport
 from karvan.store.cuda.store import CudaStore
-from karvan.store.program import FeatureTensors, LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.program import (
+    FeatureTensors,
+    LookupInputs,
+    LookupPlan,
+    LookupProgram,
+    Prepared,
+    RemoteLookup,
+)
 from karvan.store.rank_share import RankShare
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, Rule
@@ -66,8 +74,9 @@ class RankGradients(LateGradients):
             self._checked = [not count for count in self._connection.here.sum(bad).tolist()]
         return self._checked
 
+    @override
     def tensors(self, slots: Collection[int]) -> list[Tensor] | None:
-        """See `LateGradients.tensors`: those that this rank has received; at least one, as on any rank."""
+        """Those that this rank has received; at least one, as on any rank."""
         if self._transport.waits:
             return None
         received = self.held.tensors(slots)
@@ -77,12 +86,13 @@ class RankGradients(LateGradients):
             else [torch.zeros(1, device=self._transport.device)]
         )
 
+    @override
     def agree(self, found_inf: Tensor) -> None:
-        """See `LateGradients.agree`; a collective."""
+        """A collective."""
         self._transport.find_any(found_inf)
 
+    @override
     def skip_if(self, found_inf: Tensor) -> None:
-        """See `LateGradients.skip_if`."""
         self.held.skip_if(found_inf)
 
 
@@ -111,7 +121,7 @@ class RoutedRequest:
             hold_memory([self.message, *self.request.tensors()], current)
 
 
-class DeviceRankLookup:
+class DeviceRankLookup(RemoteLookup):
     """A batch after its lookup: what this rank has asked for, and what it has answered to all."""
 
     plan = None
@@ -124,8 +134,8 @@ class DeviceRankLookup:
         self._outs = outs
         self._layouts = layouts
 
+    @override
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """See `RemoteLookup.take`."""
         outs, self._outs = self._outs, {}
         return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
 
@@ -149,15 +159,16 @@ class ShardedCudaStore(RankShare):
         self._memories: dict[str, TableMemory] = {}  # of requests, by channel: one thread uses each
 
     @property
+    @override
     def device(self) -> torch.device:
-        """See `Store.device`."""
         return self._tables.device
 
     @property
+    @override
     def takes_tensors(self) -> bool:
-        """See `Store.takes_tensors`."""
         return True
 
+    @override
     def prepare(
         self,
         program: LookupProgram,
@@ -167,7 +178,7 @@ class ShardedCudaStore(RankShare):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: keys are sent to their owners now, so all ranks prepare a batch, or none.
+        """Keys are sent to their owners now, so all ranks prepare a batch, or none.
 
         The calling thread waits for the device, once, for what is queued on its stream.
         """
@@ -206,6 +217,7 @@ class ShardedCudaStore(RankShare):
             return received
         return out.copy_(received)
 
+    @override
     def forward(
         self,
         program: LookupProgram,
@@ -215,7 +227,6 @@ class ShardedCudaStore(RankShare):
         step: int,
         now: float,
     ) -> LookupPlan:
-        """See `Store.forward`."""
         if isinstance(inputs, tuple):
             inputs = self.prepare(program, inputs, training=training)
         assert isinstance(inputs, RoutedRequest)
@@ -239,10 +250,11 @@ class ShardedCudaStore(RankShare):
             None, answer.plan.versions, DeviceRankLookup(request, answer, outs, request.batch.out_layouts)
         )
 
+    @override
     def hold(
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> RankGradients:
-        """See `Store.hold`; a collective.
+        """This is a collective.
 
         The hosts tell each other which tables have gradients, and which features have none. Only if some keys
         of a table have a gradient and others not, it is sent which ones.
@@ -266,6 +278,7 @@ class ShardedCudaStore(RankShare):
         held = self._owner.hold(answer, received, present, by_key=self._by_key)
         return RankGradients(touched, answer, held, self._connection, self._transport)
 
+    @override
     def update(
         self,
         program: LookupProgram,
@@ -273,17 +286,18 @@ class ShardedCudaStore(RankShare):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: the owners have the gradients already."""
+        """The owners have the gradients already."""
         passes = []
         for _, held in gradients:
             assert isinstance(held, RankGradients)
             passes.append((held.answer, held.held))
         self._owner.update(passes, rules, steps)
 
+    @override
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """See `Store.lookup`; a collective."""
+        """A collective."""
         program = LookupProgram(
             [
                 FeatureSpec(table, table, dim=self._tables.memory.tables[table].spec.dim, mode="cells")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.distributed import Connection
 
@@ -49,19 +50,19 @@ class NcclTransport(MemoryTransport):
     """Sends tensors from GPU to GPU, on the thread that computes; nothing waits for the device."""
 
     @property
+    @override
     def waits(self) -> bool:
-        """See `MemoryTransport.waits`."""
         return False
 
+    @override
     def find_any(self, flag: Tensor) -> None:
-        """See `MemoryTransport.find_any`."""
         try:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise self._connection.explained(error) from error
 
+    @override
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
-        """See `MemoryTransport.exchange`."""
         if self._connection.here is not self._connection.main:
             super().exchange(send, to, of, out)
             return

@@ -15,6 +15,7 @@ import logging
 import weakref
 
 import torch
+from typing_extensions import override
 
 from karvan.store.cuda.kernels import row_memory
 from karvan.store.cuda.rows.arena import RowArena, RowLayout
@@ -67,8 +68,8 @@ class TieredArena(RowArena):
         self._addresses_of_rows = addresses
 
     @property
+    @override
     def capacity(self) -> int:
-        """See `RowArena.capacity`."""
         return self._capacity
 
     @property
@@ -81,8 +82,9 @@ class TieredArena(RowArena):
         """Whether there are locations in host memory."""
         return self._capacity > self.device_rows
 
+    @override
     def reserve(self, rows: int) -> None:
-        """See `RowArena.reserve`; raises HostMemoryError if the machine has no memory."""
+        """Raises HostMemoryError if the machine has no memory."""
         if rows <= self._capacity:
             return
         self._tier.join()  # which writes to the tables that may be replaced

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.batch_ids import FeatureIds
@@ -55,13 +56,15 @@ class RowExchange(NoExchange):
         self._launches: dict[TieredArena, ArenaExchange] = {}
         self._held: Sequence[LookupBuffers] = ()  # that the last exchange may still read
 
+    @override
     def expect(self, batch: BatchIds) -> None:
-        """See `NoExchange.expect`; on any thread. A batch that is dropped before its lookup is forgotten."""
+        """On any thread. A batch that is dropped before its lookup is forgotten."""
         with self._lock:
             self._expected.append(weakref.ref(batch))
 
+    @override
     def follow(self, batch: BatchIds, lookups: Sequence[LookupBuffers], step: int) -> None:
-        """See `NoExchange.follow`: its rows, and those of the next batch, come to the device."""
+        """Its rows, and those of the next batch, come to the device."""
         tier = self._memory.tier
         tier.join()
         self._held = lookups

@@ -14,12 +14,12 @@ from karvan.ragged import Ragged
 
 
 def fused_bucketize_gpu(values: Sequence[Tensor], boundaries: Sequence[Tensor]) -> list[Tensor]:
-    """See `bucketize`."""
+    """Give each tensor the positions of its values among its boundaries."""
     return [bucketize(each, bounds) for each, bounds in zip(values, boundaries, strict=True)]
 
 
 def fused_uint64_mod_gpu(values: Sequence[Tensor], mods: Sequence[int] | Tensor) -> list[Tensor]:
-    """See `bucketize_mod`."""
+    """Give each tensor the remainders of its values by its modulus."""
     moduli = torch.as_tensor(mods).tolist()
     return [bucketize_mod(each, modulus) for each, modulus in zip(values, moduli, strict=True)]
 
