@@ -60,6 +60,7 @@ else:
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="many more hypothesis examples, at random")
+    parser.addoption("--write-digests", action="store_true", help="pin anew what tests/test_digests.py sees")
 
 
 def pytest_configure(config):
