@@ -7,7 +7,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
-NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
+NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*') karvan/native/rules.inc
 ARGS ?=
 # A release has a wheel of Python 3.11, and one of 3.12 for all later versions.
 PYTHONS ?= $(BIN)/python

@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, the environment of the programs that tests start, fixtures."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -66,6 +67,8 @@ def pytest_configure(config):
     support = [str(path) for path in config.getini("pythonpath") if path.is_relative_to(_SUPPORT)]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
+    # Also where a loader is the first to fork: all forks of a process come from one server.
+    multiprocessing.set_forkserver_preload(["fork_imports"])
     if settings is not None:
         settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
 

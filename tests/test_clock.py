@@ -2,11 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram
 
 from karvan.clock import ProcessClock
 
@@ -64,10 +65,7 @@ def test_a_pause_is_not_counted_and_silence_begins_anew_after_it(source):
 
 
 def test_a_process_that_was_stopped_leaves_the_pause_out():
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
+    with ForkedProgram([sys.executable, "-c", SLEEPER], stdin=PIPE, stdout=PIPE) as process:
         assert process.stdout.readline() == "there\n"
         os.kill(process.pid, signal.SIGSTOP)
         stopped = time.monotonic()

@@ -1,11 +1,12 @@
 """Files that are whole at any moment."""
 
 import os
+import signal
 import stat
-import subprocess
 import sys
 
 import pytest
+from forked_programs import run_forked
 
 from karvan.files import DamagedFileError, read_object, replace_file, replacing
 
@@ -49,7 +50,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_last_content(tmp_pa
         "with replacing(Path(sys.argv[1])) as file:\n"
         "    file.write(b'new'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", program, path], check=False)
+    assert run_forked([sys.executable, "-c", program, path]).returncode == -signal.SIGKILL
     assert path.read_text() == "old"
     [hidden] = [each for each in tmp_path.iterdir() if each != path]
     assert hidden.name.startswith(".job.json.tmp-")

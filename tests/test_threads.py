@@ -1,10 +1,10 @@
 """The native core on torch's threads."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from forked_programs import run_forked
 
 PROGRAM = """
 import os, torch, karvan as kv
@@ -52,7 +52,5 @@ assert torch.equal(shared, own)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has other threads elsewhere")
 def test_training_on_torchs_threads_needs_no_more_and_gives_the_same_bits():
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_forked([sys.executable, "-c", PROGRAM], env=environment)
     assert done.returncode == 0, done.stderr

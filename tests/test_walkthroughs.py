@@ -2,7 +2,8 @@
 
 - python title="FILE.py" and yaml title="FILE.yaml": the file is written;
 - python without a title: runs after the page's earlier ones, in the same process;
-- sh: runs in bash, and must succeed; sh title="… needs …" is something that this machine cannot do;
+- sh: runs in bash, and must succeed; its python, karvan and torchrun are forks (see forked_commands);
+- sh title="… needs …" is something that this machine cannot do;
 - text title="Output" after a block: what it prints, stdout before stderr, where ... stands for anything.
 
 A block in an HTML comment runs as well: it prepares what a reader has, or shortens what takes long.
@@ -10,12 +11,11 @@ A block in an HTML comment runs as well: it prepares what a reader has, or short
 
 import contextlib
 import io
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_commands import forked_commands
 from page_blocks import blocks, same_output
 
 ROOT = Path(__file__).parent.parent
@@ -26,21 +26,23 @@ PAGES = sorted(
 )
 
 
-def _run(words, where):
-    """Run a program; returns what it prints."""
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "COLUMNS": "80",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a block of a shell; returns what it prints."""
+    with forked_commands(tmp_path / "bin") as environment:
+        environment |= {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+
+        def run(code, where):
+            words = ["bash", "-e", "-u", "-o", "pipefail", "-c", code]
+            ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+            assert ended.returncode == 0, f"{where}\n{ended.stdout}\n{ended.stderr}"
+            return ended.stdout + ended.stderr
+
+        yield run
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_reader_can_follow_the_page(page, tmp_path, monkeypatch):
+def test_a_reader_can_follow_the_page(page, tmp_path, monkeypatch, shell):
     folder = tmp_path / "reader"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -55,7 +57,7 @@ def test_a_reader_can_follow_the_page(page, tmp_path, monkeypatch):
                 exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), names)
             printed = output.getvalue()
         elif block.language == "sh" and "needs" not in block.rest:
-            printed = _run(["bash", "-e", "-u", "-o", "pipefail", "-c", block.code], where)
+            printed = shell(block.code, where)
         elif block.rest == 'title="Output"':
             assert same_output(block.code, printed), f"{where}: expected what the page shows, got\n{printed}"
     names.clear()  # which ends threads of what the page has not read to its end

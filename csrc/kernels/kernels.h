@@ -1,8 +1,10 @@
 // The arithmetic of a step, over rows at any addresses. Chosen once at run time for the machine's instruction set; every
 // choice gives the same bits, because no operation is fused or reordered.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
+#include "../../karvan/native/rules.inc"
 #include "memory/arena.h"
 #include "table/layout.h"
 
@@ -66,32 +68,28 @@ struct ReduceArgs {
 
 // The optimizers' rules; the names say the paper or system. All apply clip, decay, update, bound in that order.
 struct Rule {
-  enum class Kind : uint8_t { sgd, momentum, adagrad, adagrad_row, adam, adamw, ftrl, nesterov, amsgrad };
+#define KARVAN_RULE_NAME(name, column_floats, row_floats) name,
+  enum class Kind : uint8_t { KARVAN_RULES(KARVAN_RULE_NAME) };
+#undef KARVAN_RULE_NAME
   Kind kind = Kind::sgd;
-  float lr = 0.01f;
-  float beta1 = 0, beta2 = 0;   // momentum, nesterov: the factor; adam: betas; adagrad: decay of the accumulator; ftrl: beta
-  float eps = 0;
-  float weight_decay = 0;       // added to the gradient
-  float shrink = 1;             // adamw, amsgrad: the vector is multiplied by this first
-  float alpha = 0;              // adam: the bias-corrected learning rate
-  float l1 = 0, l2 = 0;
-  bool accumulate_last = false;
-  float clip_value = 0, clip_norm = 0, bound = 0;  // 0: none
+#define KARVAN_RULE_NUMBER(name, initial) float name = initial;
+  KARVAN_RULE_NUMBERS(KARVAN_RULE_NUMBER)
+#undef KARVAN_RULE_NUMBER
+  bool accumulate_last = false;  // adagrad: whether the gradient is added after the update
 };
 
+struct RuleEntry {
+  const char* name;
+  Rule::Kind kind;
+  uint32_t column_floats, row_floats;  // of optimizer state
+};
+#define KARVAN_RULE_ENTRY(name, column_floats, row_floats) {#name, Rule::Kind::name, column_floats, row_floats},
+inline constexpr RuleEntry kRuleTable[] = {KARVAN_RULES(KARVAN_RULE_ENTRY)};  // by Rule::Kind
+#undef KARVAN_RULE_ENTRY
+
 constexpr uint32_t state_floats(Rule::Kind kind, uint32_t dim) {
-  switch (kind) {
-    case Rule::Kind::sgd: return 0;
-    case Rule::Kind::adagrad_row: return 1;
-    case Rule::Kind::momentum:
-    case Rule::Kind::nesterov:
-    case Rule::Kind::adagrad: return dim;
-    case Rule::Kind::adam:
-    case Rule::Kind::adamw:
-    case Rule::Kind::ftrl: return 2 * dim;
-    case Rule::Kind::amsgrad: return 3 * dim;
-  }
-  return 0;
+  const RuleEntry& rule = kRuleTable[static_cast<size_t>(kind)];
+  return rule.column_floats * dim + rule.row_floats;
 }
 
 struct ApplyArgs {

@@ -15,8 +15,6 @@ using namespace karvan::test;
 namespace {
 
 using Kind = Rule::Kind;
-constexpr Kind kKinds[] = {Kind::sgd,  Kind::momentum, Kind::adagrad, Kind::adagrad_row,
-                           Kind::adam, Kind::adamw,    Kind::ftrl,    Kind::nesterov, Kind::amsgrad};
 constexpr uint32_t kDims[] = {1, 3, 4, 8, 15, 16, 17, 32, 33, 64, 100};
 constexpr VectorType kTypes[] = {VectorType::f32, VectorType::bf16, VectorType::f16};
 
@@ -190,7 +188,7 @@ TEST(kernels_are_chosen_by_name) {
 
 TEST(updates_follow_the_published_rules) {
   if (KARVAN_TSAN) return;  // one thread
-  for (const Kind kind : kKinds) {
+  for (const auto& [name, kind, column_floats, row_floats] : kRuleTable) {
     for (const uint32_t dim : kDims) {
       for (const VectorType type : kTypes) {
         for (int variant = 0; variant < 64; variant += type == VectorType::f32 ? 3 : 7) {
@@ -230,7 +228,7 @@ TEST(updates_follow_the_published_rules) {
 
 TEST(updates_are_the_same_on_every_instruction_set) {
   if (KARVAN_TSAN) return;  // one thread
-  for (const Kind kind : kKinds)
+  for (const auto& [name, kind, column_floats, row_floats] : kRuleTable)
     for (const uint32_t dim : kDims)
       for (const VectorType type : kTypes)
         for (const int variant : {0, 3, 60, 63})

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from karvan.job.sync_modes import MODES
+from karvan.native import rules
 from karvan.protocol.registry import GENERATION
 from karvan.wire.errors import RefusedError
 from karvan.wire.schema.kinds import (
@@ -27,7 +28,7 @@ from karvan.wire.schema.kinds import (
 
 MOST_DIM = 65536
 MOST_TABLES = 4096
-_MOST_STATE = 3 * MOST_DIM  # floats of optimizer state in a row: AMSGrad's three for each of the vector's
+_MOST_STATE = max(columns * MOST_DIM + row for columns, row in rules.RULES.values())  # floats of a row
 
 NUMBER = Integer(0, 2**53)  # counts and identifiers
 STEP = Integer(0, 2**32 - 1)
@@ -60,13 +61,10 @@ SPEC = Fields(
 # The tables that a restarted server must have, by name.
 DECLARED = MapOf(Fields({"spec": SPEC}, {"initial": STATE}), MOST_TABLES, TABLE)
 
-_RULE_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2")
 RULE = Fields(
     {
-        "kind": OneOf(
-            "sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl", "nesterov", "amsgrad"
-        ),
-        **dict.fromkeys((*_RULE_NUMBERS, "clip_value", "clip_norm", "bound"), FLOAT32),
+        "kind": OneOf(*rules.RULES),
+        **dict.fromkeys(rules.FLOATS, FLOAT32),
         "accumulate_last": Boolean(),
     }
 )

@@ -12,11 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.native import _native
+from karvan.native.rules import RULES
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
-RULES = ("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl", "nesterov", "amsgrad")
 _MODES = ("pooled", "padded", "cells")
 _COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "mean_by_density")
 _LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
@@ -105,7 +105,7 @@ class Rule:
     The page "Add a sparse optimizer" has the formulas.
 
     Args:
-        kind: "sgd", "momentum", "nesterov", "adagrad", "adagrad_row", "adam", "adamw", "amsgrad" or "ftrl".
+        kind: The name of the rule, such as "sgd" or "adam"; the page lists them.
         lr: The learning rate.
         beta1: The decay of m or a, the momentum, or the beta of "ftrl".
         beta2: The decay of v.

@@ -4,14 +4,15 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from checkpoint_helpers import Model
+from forked_programs import ForkedProgram
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
@@ -76,9 +77,7 @@ def processes():
 
 
 def _start(processes, script, *args):
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, args)], stdout=subprocess.PIPE, text=True, cwd="/"
-    )
+    process = ForkedProgram([sys.executable, "-c", script, *map(str, args)], stdout=PIPE, cwd="/")
     processes.append(process)
     return process
 
@@ -225,12 +224,8 @@ os._exit(0)
 @as_root
 def test_two_users_write_into_one_folder_and_leave_each_others_work(open_folder):
     os.chmod(open_folder, 0o1777)
-    with subprocess.Popen(
-        [sys.executable, "-c", _OTHER_USER, open_folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
+    command = [sys.executable, "-c", _OTHER_USER, open_folder]
+    with ForkedProgram(command, stdin=PIPE, stdout=PIPE) as other:
         assert other.stdout.readline() == "begun\n"
         abandoned = open_folder / ".step-000000000008.tmp-1-0123abcd"
         abandoned.mkdir()

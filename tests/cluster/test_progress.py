@@ -1,7 +1,6 @@
 """What heartbeats say of progress, tasks and waits, as the registry tells it."""
 
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -9,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from forked_programs import run_forked
 from role_loaders import Loaders, close_all
 
 import karvan as kv
@@ -155,7 +155,7 @@ here()
 
 @pytest.mark.parametrize("before", ["default", "ignored", "own"])
 def test_stacks_are_shown_on_sigquit_unless_the_program_uses_it(before):
-    ended = subprocess.run([sys.executable, "-c", STACKS, before], capture_output=True, text=True, timeout=60)
+    ended = run_forked([sys.executable, "-c", STACKS, before])
     assert ended.returncode == 0
     assert ended.stdout == f"{before != 'own'}\n"
     assert ("in here" in ended.stderr) == (before != "own")

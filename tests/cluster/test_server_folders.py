@@ -1,15 +1,15 @@
 """Parameter servers write below the job's checkpoint folder, and nowhere else."""
 
 import json
-import os
-import subprocess
 import sys
 from contextlib import contextmanager
+from subprocess import PIPE
 
 import numpy as np
 import pytest
 import torch
 from cluster_helpers import serving
+from forked_programs import ForkedProgram
 from neighbour import needs_root, run_as_neighbour
 
 import karvan as kv
@@ -215,7 +215,7 @@ def test_another_user_cannot_have_a_server_write_into_folders_of_root(tmp_path):
         "--checkpoints",
         str(tmp_path / "run"),
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
+    with ForkedProgram(command, stderr=PIPE) as process:
         try:
             address = next(line for line in process.stderr if " at 127.0.0.1:" in line).split()[-1]
             spec = spec_to_json(kv.Table(2).spec("t", 0, 32))

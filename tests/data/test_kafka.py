@@ -2,13 +2,14 @@
 
 import json
 import signal
-import subprocess
 import sys
 import threading
+from subprocess import PIPE
 
 import pyarrow as pa
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from support_paths import support_path
 
 from karvan.data.errors import DataError
@@ -114,12 +115,8 @@ def test_options_and_brokers_are_checked(cluster):
 @pytest.fixture
 def broker():
     """A broker in another process, and what is needed to reach it."""
-    process = subprocess.Popen(
-        [sys.executable, support_path("data/kafka_cluster.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, support_path("data/kafka_cluster.py")]
+    process = ForkedProgram(command, stdin=PIPE, stdout=PIPE)
     yield process, json.loads(process.stdout.readline())
     process.kill()
     process.wait()

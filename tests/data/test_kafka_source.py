@@ -3,12 +3,13 @@
 import itertools
 import json
 import pickle
-import subprocess
 import sys
 import threading
+from subprocess import PIPE
 
 import pyarrow as pa
 import pytest
+from forked_programs import ForkedProgram
 from support_paths import support_path
 
 from karvan.data import KafkaReader, KafkaSource, Split, Stream, json_rows, read
@@ -146,7 +147,7 @@ def test_an_offset_without_a_value_is_an_error_that_names_it(cluster):
 def test_brokers_that_are_away_are_a_temporary_error(monkeypatch):
     monkeypatch.setattr("karvan.data.streaming.kafka_source._OUTAGE_SECONDS", 0.5)
     command = [sys.executable, support_path("data/kafka_cluster.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with ForkedProgram(command, stdin=PIPE, stdout=PIPE) as process:
         source = KafkaSource("away", {**json.loads(process.stdout.readline()), "log_level": 0})
         part = source.parts()[0]
         process.kill()

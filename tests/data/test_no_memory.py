@@ -1,10 +1,10 @@
 """Data is not to blame for a process that has no memory left."""
 
-import subprocess
 import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from forked_programs import run_forked
 
 PROGRAM = """
 import resource, sys
@@ -43,5 +43,5 @@ def test_who_has_no_memory_blames_no_file_unless_it_asks_for_more_than_any_machi
     pq.write_table(pa.table({"x": pa.array([0.5] * (1 << 22))}), tmp_path / "large.parquet")
     pq.write_table(pa.table({"x": [0.5] * 8}), tmp_path / "small.parquet")
     command = [sys.executable, "-c", PROGRAM, tmp_path / "large.parquet", tmp_path / "small.parquet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_forked(command)
     assert done.stdout.splitlines()[0] == "False True False", done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ from contextlib import suppress
 import fsspec
 import pyarrow as pa
 import pytest
+from forked_programs import run_forked
 from processes import is_alive
 from pyarrow import fs, orc
 from rows import read_all
@@ -45,11 +45,11 @@ def crashes(content):
     script = (
         "import sys, pyarrow.orc as orc, pyarrow as pa\n"
         "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))\n"
-        "file = orc.ORCFile(pa.BufferReader(sys.stdin.buffer.read()))\n"
+        "file = orc.ORCFile(pa.BufferReader(bytes.fromhex(sys.stdin.read())))\n"
         "try: file.read_stripe(0)\n"
         "except Exception: pass"
     )
-    return subprocess.run([sys.executable, "-c", script], input=content, capture_output=True).returncode < 0
+    return run_forked([sys.executable, "-c", script], content.hex()).returncode < 0
 
 
 @pytest.mark.parametrize(("column", "at", "value"), [(LISTS, 69, 0xC0), (WORDS, 147, 2)])
@@ -178,6 +178,6 @@ def test_children_end_with_the_process_that_started_them_even_if_it_is_killed(li
         print(own, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = run_forked([sys.executable, "-c", script])
     assert done.returncode == -signal.SIGKILL, done.stderr
     wait_until(lambda: not is_alive(int(done.stdout)))

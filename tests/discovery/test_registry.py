@@ -2,12 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram, run_forked
 from free_ports import free_port, unanswered_address
 
 from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
@@ -48,9 +49,7 @@ def directory(registry):
 
 
 def start_member(registry, address):
-    process = subprocess.Popen(
-        [sys.executable, "-c", MEMBER, registry.address, address], stdout=subprocess.PIPE, text=True
-    )
+    process = ForkedProgram([sys.executable, "-c", MEMBER, registry.address, address], stdout=PIPE)
     assert process.stdout.readline() == "there\n"
     return process
 
@@ -147,7 +146,7 @@ raise KeyError("the real error")
 
 def test_the_last_line_of_a_process_that_fails_is_its_error(registry):
     command = [sys.executable, "-c", FAILING, registry.address]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    ended = run_forked(command)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "KeyError: 'the real error'"
 

@@ -1,12 +1,12 @@
 """Which keys get a row, which rows go away, and what happens to their memory and gradients."""
 
-import subprocess
 import sys
 
 import pytest
 import reference as ref
 import torch
 from embedding_helpers import ids, keys_of, one, train
+from forked_programs import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -188,7 +188,8 @@ def test_ttl_does_not_follow_a_wall_clock_that_is_set_while_a_program_runs():
             engine.table("f").evict()
         print(engine.table("f").rows)
     """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ended = run_forked([sys.executable, "-c", program])
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "2"
 
 

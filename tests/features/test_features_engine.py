@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from feature_helpers import nested, ragged_text, run, same
+from forked_programs import run_forked
 from many_features import alone, many_features
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -269,11 +269,12 @@ def test_chains_are_values_that_no_method_changes():
 def test_engines_can_be_pickled_and_find_their_words_in_another_process():
     engine = FeatureEngine([Feature("query").vocabulary(["Q1", "Q0"]), Feature("price").normalise()])
     engine.fit([batch_of()])
-    script = "import pickle, sys; e, b = pickle.loads(sys.stdin.buffer.read()); o = e.features[0].ops[0]; "
+    script = "import pickle, sys; e, b = pickle.loads(bytes.fromhex(sys.stdin.read()))\n"
+    script += "o = e.features[0].ops[0]\n"
     script += "print(e(b)['query'].tolist(), hash(o) == hash(type(o)(o.words, o.oov)))"
     sent = pickle.dumps((engine, {"query": batch_of()["query"], "price": torch.zeros(4)}))
-    done = subprocess.run([sys.executable, "-c", script], input=sent, capture_output=True, check=True)
-    assert done.stdout.split(b"\n")[0] == b"[1, 0, 1, 0] True"
+    done = run_forked([sys.executable, "-c", script], sent.hex())
+    assert done.stdout.split("\n")[0] == "[1, 0, 1, 0] True", done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import run_forked
 
 COMPILE = Path(__file__).parent.parent / "support" / "features" / "compile_kernels.py"
 
@@ -61,7 +62,7 @@ def test_a_missing_triton_is_an_error_that_says_what_to_do():
         "import sys; sys.modules['triton'] = None; import torch; from karvan import ids, kernels; "
         "kernels.on_gpu = lambda tensor: True; ids.mod(torch.zeros(1, dtype=torch.int64), 3)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_forked([sys.executable, "-c", script])
     assert (
         "ImportError: Columns on a GPU are computed by kernels that need triton 3.6 or newer" in done.stderr
     )

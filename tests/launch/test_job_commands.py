@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from forked_programs import ForkedProgram
 from launch_helpers import Launched, keepers_in, wait_until
 from processes import is_alive, kill, parent_of
 from small_disk import small_disk
@@ -221,7 +222,7 @@ def test_logs_show_all_lines_or_those_of_a_process(tmp_path, run):
         assert (code, out) == (3, "")
         assert "that has a log (loader-0, master-0, parameter-server-0, trainer-0), got 'loader-7'." in err
         command = [sys.executable, "-m", "karvan", "logs", "test", "--follow", "--tail", "1"]
-        follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        follower = ForkedProgram(command, stdout=subprocess.PIPE)
         assert follower.stdout.readline().endswith(" was here\n")
         job.order("end-trainer", 0)
         printed = job.output()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from subprocess import PIPE
 
-from launch_helpers import PATIENCE, Launched, wait_until
+from launch_helpers import NEW, PATIENCE, Launched, wait_until
 from processes import is_alive
 
 ROLES = "roles: {trainers: 2, parameter_servers: 1, embedding_workers: 1, loaders: 1}"
@@ -60,7 +60,7 @@ def test_a_second_ctrl_c_kills_all(tmp_path):
 
 
 def test_a_job_stops_in_order_when_its_launcher_is_killed(tmp_path):
-    with Launched(tmp_path, ROLES) as job:
+    with Launched(tmp_path, ROLES, kind=NEW) as job:
         job.wait_for("start", "", COUNT)
         job.process.kill()
         job.process.wait()

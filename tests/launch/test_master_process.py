@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from free_ports import free_port
-from launch_helpers import Launched, keepers_in, wait_until
+from launch_helpers import NEW, Launched, keepers_in, wait_until
 from processes import is_alive, kill, parent_of
 
 from karvan.cli.main import main
@@ -274,7 +274,7 @@ def test_a_master_that_cannot_start_at_all_is_not_restarted(tmp_path, monkeypatc
     broken.mkdir()
     (broken / "sitecustomize.py").write_text("import sys\nsys.modules['pyarrow.flight'] = None\n")
     monkeypatch.setenv("PYTHONPATH", f"{broken}{os.pathsep}{os.environ['PYTHONPATH']}")
-    with Launched(tmp_path, ROLES, stderr=subprocess.PIPE) as job:
+    with Launched(tmp_path, ROLES, kind=NEW, stderr=subprocess.PIPE) as job:
         errors = job.process.communicate(timeout=60)[1]
     assert job.process.returncode == 1
     assert errors.startswith(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked_programs import ForkedProgram
 from processes import kill, parent_of
 
 PROGRAM = """
@@ -40,13 +41,9 @@ def job(tmp_path):
 
 @contextmanager
 def launched(job, **environment):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "karvan", "launch", str(job)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "karvan", "launch", str(job)]
+    environment = {**os.environ, **environment}
+    process = ForkedProgram(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:

@@ -7,6 +7,10 @@ import torch
 from device_conformance import DeviceConformance
 from store_kinds import StoreKind, make_cuda
 
+import karvan as kv
+from karvan.native.rules import RULES
+from karvan.store.cuda.batch import updates
+
 
 @pytest.fixture
 def kind():
@@ -29,3 +33,13 @@ def poison():
 
 class TestDevice(DeviceConformance):
     pass
+
+
+def test_a_rule_without_a_formula_in_the_kernels_is_an_error(kind, monkeypatch):
+    """In the table of rules, and not yet in `apply_rule`."""
+    monkeypatch.setitem(updates._KERNEL_RULES, "sgd", {"RULE": len(RULES), "STATE": 0, "ROW_STATE": 0})
+    engine = kv.EmbeddingEngine({"a": kv.Table(3)}, store=kind.make())
+    optimizer = kv.optim.SGD(engine)
+    engine({"a": torch.arange(3)})["a"].sum().backward()
+    with pytest.raises(Exception, match="a rule has no formula on the GPU"):
+        optimizer.step()

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan import _native
+from karvan.native.rules import FLOATS, RULES
 from karvan.store import LookupProgram, Rule
 from karvan.store.exchange.wire_format import rule_from_json, rule_to_json
-from karvan.store.types import RULES, FeatureSpec
+from karvan.store.types import RULE_NUMBERS, FeatureSpec
 
 NUMBERS = [field.name for field in fields(Rule) if field.type == "float"]
 
@@ -26,7 +27,7 @@ def test_a_rule_starts_as_the_native_one(kind):
     assert sorted(named) == sorted(field.name for field in fields(Rule))
 
 
-@given(st.sampled_from(RULES), st.data())
+@given(st.sampled_from(list(RULES)), st.data())
 def test_the_native_rule_has_all_numbers(kind, data):
     floats = st.floats(-1e30, 1e30)
     rule = Rule(
@@ -36,6 +37,10 @@ def test_the_native_rule_has_all_numbers(kind, data):
     assert (native.kind, native.accumulate_last) == (kind, rule.accumulate_last)
     for name in NUMBERS:
         assert getattr(native, name) == np.float32(getattr(rule, name)), name
+
+
+def test_the_table_of_rules_names_all_numbers():
+    assert sorted([*FLOATS, "accumulate_last"]) == sorted(RULE_NUMBERS)
 
 
 def test_an_unknown_rule_is_an_error():

@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram
 from support_paths import support_path
 from wire_helpers import Counting, Process, wait_for
 
@@ -30,12 +31,11 @@ def guarded(tmp_path):
 
 @contextlib.contextmanager
 def idle_streams(address, count, mode, token=TOKEN):
-    process = subprocess.Popen(
+    process = ForkedProgram(
         [sys.executable, IDLE, address, str(count), mode],
         env={**os.environ, "KARVAN_TOKEN": token},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        stdin=PIPE,
+        stdout=PIPE,
     )
     try:
         yield process

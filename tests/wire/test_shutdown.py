@@ -213,8 +213,8 @@ def process():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_without_noise_with(process, name):
-    head = "import sys, threading, numpy as np\nfrom karvan.wire import *\nfrom wire_helpers import *\n"
-    head += "from support_paths import support_path\naddress = sys.argv[1]\n"
+    head = "import subprocess, sys, threading, numpy as np\nfrom karvan.wire import *\n"
+    head += "from wire_helpers import *\nfrom support_paths import support_path\naddress = sys.argv[1]\n"
     body = "\n".join(line[8:] for line in PROGRAMS[name].splitlines())
     quiet = "ignore:This process:DeprecationWarning"  # of os.fork, since Python 3.12
     ran = subprocess.run(

@@ -6,8 +6,10 @@ import socket
 import stat
 import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram
 from neighbour import needs_root, run_as_neighbour
 from wire_helpers import Counting, Process, wait_for
 
@@ -75,12 +77,7 @@ sys.stdin.read()
 
 
 def test_a_fork_of_a_dead_service_does_not_keep_its_file(host):
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", FORKS, host],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = ForkedProgram([sys.executable, "-c", FORKS, host], stdin=PIPE, stdout=PIPE)
     child = int(process.stdout.readline())
     try:
         process.kill()

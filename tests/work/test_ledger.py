@@ -4,13 +4,14 @@ import json
 import random
 import signal
 import sqlite3
-import subprocess
 import sys
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram, run_forked
 from ledger_helpers import PARTS, every_record, finish, lease_of
 
 from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
@@ -347,9 +348,7 @@ def test_a_second_master_is_refused(open_ledger, tmp_path):
         "import sys; from pathlib import Path; from karvan.work.ledger_file import LedgerFile\n"
         "LedgerFile(Path(sys.argv[1]))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "ledger.db"], capture_output=True, text=True, check=False
-    )
+    result = run_forked([sys.executable, "-c", program, tmp_path / "ledger.db"])
     assert "is in use: another master runs this job" in result.stderr
     finish(ledger, lease_of(ledger, "b"))  # the first one is not disturbed
 
@@ -393,9 +392,7 @@ def test_a_master_that_is_killed_at_any_moment_continues_where_it_was(tmp_path):
     rng = random.Random(7)
     seen = 0
     for _ in range(6):
-        worker = subprocess.Popen(
-            [sys.executable, "-c", WORKER, tmp_path / "ledger.db"], stdout=subprocess.PIPE, text=True
-        )
+        worker = ForkedProgram([sys.executable, "-c", WORKER, tmp_path / "ledger.db"], stdout=PIPE)
         for _ in range(rng.randrange(1, 3000)):
             number = int(worker.stdout.readline())
             assert number in (seen + 1, seen + 2)  # one may have been committed and not printed

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, variable
 from karvan.job.master_address import change_master_address, make_master_address
@@ -107,19 +107,28 @@ class LocalEngine:
             fcntl.flock(lock, fcntl.LOCK_EX)
             handle = self._handle(process, folder, ended)
             with log.open("ab") as errors:
-                popen = subprocess.Popen(
-                    [sys.executable, "-IS", keeper.__file__, str(folder), str(lock), *self._temporary],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    start_new_session=True,
-                    pass_fds=(lock,),
+                popen = self.start_keeper(
+                    [str(folder), str(lock), *self._temporary], environment, lock, errors
                 )
         finally:
             os.close(lock)
         handle.watch(popen, json.dumps(request).encode())
         return handle
+
+    @staticmethod
+    def start_keeper(
+        arguments: list[str], environment: dict[str, str], lock: int, errors: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a keeper, which inherits the lock and gets its request by a pipe."""
+        return subprocess.Popen(
+            [sys.executable, "-IS", keeper.__file__, *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
 
     def adopt(self, process: Process, record: Mapping[str, Any], ended: Ended) -> LocalHandle:
         """Take over a process that another master has started."""

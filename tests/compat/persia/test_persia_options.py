@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from forked_programs import run_forked
 from persia_job import PersiaJob
 
 import karvan as kv
@@ -186,7 +187,7 @@ def test_plain_python_finds_the_adapter(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.stdout.split()[0] == "True", ended.stderr
     command = [sys.executable, "-m", "persia.launcher", "--help"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    ended = run_forked(command, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "embedding-parameter-server" in ended.stdout
 

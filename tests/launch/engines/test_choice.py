@@ -1,11 +1,11 @@
 """The choice of an engine, what a job needs of machines, and what travels to the nodes of a cluster."""
 
-import subprocess
 import sys
 import threading
 
 import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY
+from forked_programs import run_forked
 from launch_helpers import spec_of
 from pydantic import ValidationError
 
@@ -49,7 +49,7 @@ def test_without_ray_the_engine_says_what_to_install():
         "from karvan.launch.engines.choice import check_engine; from launch_helpers import spec_of;"
         "check_engine('ray', spec_of({}))"
     )
-    found = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    found = run_forked([sys.executable, "-c", script])
     assert found.stderr.endswith('ValueError: --engine ray needs: pip install "karvan[ray]"\n')
 
 

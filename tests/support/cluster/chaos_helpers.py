@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import trustme
+from forked_programs import ForkedProgram
 from support_paths import support_path
 
 import karvan as kv
@@ -62,7 +63,7 @@ class LaunchedJob:
     def start(self, command, **environment):
         """Start the launcher."""
         env = {**os.environ, **environment}
-        return subprocess.Popen(command, stdout=self.log.open("wb"), stderr=subprocess.STDOUT, env=env)
+        return ForkedProgram(command, stdout=self.log.open("wb"), stderr=subprocess.STDOUT, env=env)
 
     def age(self):
         """Seconds since its start."""

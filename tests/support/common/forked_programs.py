@@ -9,29 +9,48 @@ does when the interpreter ends start new processes.
 
 import atexit
 import contextlib
+import ctypes
+import io
+import json
 import multiprocessing
 import os
+import resource
 import runpy
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import types
 from contextlib import suppress
+from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
+
+_ROOM = "ROOM_FOR_VARIABLES"  # that /proc shows, in the process that is forked
+_OPTIONS = ("-P", "-m", "-c")  # others are of interpreters that start quickly, or are unlike this one
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+_PR_SET_PDEATHSIG = 1
+_address = None  # of the fork server, in processes that may use it
 
 
 def fork_context():
     """Processes that are forked from the one that has imported all of that."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fork_imports"])
+    os.environ[_ROOM] = "x" * 16_000
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[_ROOM]
     return context
 
 
-def prepare_fork(environment, folder):
+def prepare_fork(environment, folder, command=(sys.executable,)):
     """Give a fork what a new process has: its environment and folder, Ctrl-C, random numbers, threads."""
-    os.environ.clear()
-    os.environ.update(environment)
+    set_environment(command, environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import numpy as np
@@ -40,6 +59,44 @@ def prepare_fork(environment, folder):
     np.random.seed()
     if "OMP_NUM_THREADS" in environment:  # torch has read that of the process that was forked
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+
+
+def set_environment(command, environment):
+    """Replace the environment, also what /proc shows of it and of the command."""
+    sys.orig_argv = list(command)
+    os.environ.clear()
+    os.environ.update(environment)
+    for text, (start, end) in zip(_shown(command, environment), _places(), strict=True):
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def fits(command, environment):
+    """Whether /proc can show a command and its environment whole."""
+    return all(
+        len(text) <= end - start
+        for text, (start, end) in zip(_shown(command, environment), _places(), strict=True)
+    )
+
+
+def _shown(command, environment):
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    return [b"".join(os.fsencode(word) + b"\0" for word in words) for words in (command, variables)]
+
+
+def _places():
+    """Where this process has its command and its environment in memory; see proc(5), stat."""
+    with open("/proc/self/stat") as file:
+        numbers = list(map(int, file.read().rpartition(")")[2].split()[45:49]))
+    return [numbers[:2], numbers[2:]]
+
+
+def reset_signals(ignored=()):
+    """The signal handlers of a new interpreter; ignored: the signals that its parent ignores."""
+    always = {signal.SIGPIPE, signal.SIGXFSZ}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in {*ignored, *always} else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_fork(code):
@@ -83,13 +140,15 @@ class ForkedProgram:
                 file = number
             else:
                 file = stream if isinstance(stream, int) else stream.fileno()
-            files.append(_SentFile(file))
+            files.append(SentFile(file))
             pipes.append(pipe)
         self.stdin, self.stdout, self.stderr = pipes
-        values = (self.args, dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd()), files)
+        environment, folder = dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd())
+        values = (self.args, environment, folder, files, server_address())
         self._process = fork_context().Process(target=_run, args=values, daemon=True)
         self._process.start()
         self.pid = self._process.pid
+        self.sentinel = self._process.sentinel  # ready when it has ended, for multiprocessing.connection.wait
         for file in opened:
             os.close(file)
 
@@ -146,14 +205,15 @@ class ForkedProgram:
         self.wait()
 
 
-def run_forked(command, timeout=120, **options):
+def run_forked(command, input=None, timeout=120, **options):
     """What a program says, and its exit code."""
-    program = ForkedProgram(command, stdout=PIPE, stderr=PIPE, **options)
-    stdout, stderr = program.communicate(timeout=timeout)
+    given = {"stdin": None if input is None else PIPE, "stdout": PIPE, "stderr": PIPE}
+    program = ForkedProgram(command, **given, **options)
+    stdout, stderr = program.communicate(input, timeout)
     return CompletedProcess(command, program.returncode, stdout, stderr)
 
 
-class _SentFile:
+class SentFile:
     """A file that is sent to a fork with its arguments; there, it is the number of an open file."""
 
     def __init__(self, number):
@@ -167,32 +227,37 @@ def _receive(sent):
     return sent.detach()
 
 
-def _run(arguments, environment, folder, files):
+def _run(arguments, environment, folder, files, address):
     """The main function of a fork."""
+    use_server(address)
     for number, file in enumerate(files):
         os.dup2(file, number)
     for file in {*files} - {0, 1, 2}:
         os.close(file)
-    # Those of the process that was forked are for other files, and multiprocessing has closed its stdin.
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    prepare_fork(environment, folder)
+    run_program([sys.executable, *arguments], environment, folder)
+
+
+def run_program(command, environment, folder):
+    """Run a command of Python as a new process would, and end; the streams are those of this process."""
+    prepare_fork(environment, folder, command)
+    arguments = command[1:]
+    if safe := arguments[0] == "-P":
+        arguments = arguments[1:]
+    _open_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
+    kind, *rest = arguments if arguments[0] in ("-m", "-c") else ("", *arguments)
+    start = {"-m": folder, "-c": ""}.get(kind, os.path.dirname(os.path.abspath(rest[0])))
+    _set_path(environment, start, safe or bool(environment.get("PYTHONSAFEPATH")))
     code = 1
     try:
-        if arguments[0] == "-m":
-            sys.argv = ["-m", *arguments[2:]]
-            sys.path = [folder, *sys.path]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        elif arguments[0] == "-c":
-            sys.argv = ["-c", *arguments[2:]]
-            sys.path = ["", *sys.path]
+        sys.argv = [kind or rest[0], *rest[1:]]
+        if kind == "-m":
+            sys.modules.pop(rest[0], None)
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         else:
-            sys.argv = arguments
-            sys.path = [os.path.dirname(os.path.abspath(arguments[0])), *sys.path]
-            runpy.run_path(arguments[0], run_name="__main__")
+            runpy.run_path(rest[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -206,3 +271,167 @@ def _run(arguments, environment, folder, files):
     except BaseException:
         sys.excepthook(*sys.exc_info())
     end_fork(code)
+
+
+def _open_streams(unbuffered):
+    """Those of the process that was forked are for other files, and multiprocessing has closed its stdin."""
+    encoding, errors = sys.__stdout__.encoding, sys.__stdout__.errors
+    streams = []
+    for number, mode in enumerate(("rb", "wb", "wb")):
+        file = os.fdopen(number, mode, 0 if unbuffered and number else -1, closefd=False)
+        wrong = "backslashreplace" if number == 2 else errors
+        at_lines = number == 2 and not unbuffered
+        streams.append(io.TextIOWrapper(file, encoding, wrong, "\n", at_lines, unbuffered))
+    sys.stdin, sys.stdout, sys.stderr = streams
+
+
+def _set_path(environment, start, safe):
+    """Where a program imports from: its own folder, unless it is safe, PYTHONPATH, and what is installed."""
+    installed = [path.endswith(".zip") for path in sys.path].index(True)  # the first is that of Python itself
+    given = environment.get("PYTHONPATH", "")
+    folders = [os.path.abspath(path) for path in given.split(os.pathsep)] if given else []
+    sys.path = [*([] if safe else [start]), *folders, *sys.path[installed:]]
+    names = [name for name in dir(sys.flags) if name[0].islower()]
+    flags = {name: getattr(sys.flags, name) for name in names}
+    sys.flags = types.SimpleNamespace(**{**flags, "safe_path": safe})
+
+
+# Launched jobs
+
+
+def server_address():
+    """Where the fork server of this process listens; the first call starts it."""
+    global _address
+    if _address is None:
+        folder = tempfile.mkdtemp(prefix="forks-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        address = f"{folder}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            server = fork_context().Process(
+                target=_serve, args=(address, SentFile(listener.fileno())), daemon=True
+            )
+            server.start()
+        _address = address
+    return _address
+
+
+def use_server(address):
+    """Have engines of this process fork their keepers."""
+    global _address
+    from karvan.launch.engines.local import LocalEngine
+
+    _address = address
+    LocalEngine.start_keeper = staticmethod(ForkedKeeper)
+
+
+class ForkedKeeper:
+    """A keeper in a fork; as much of `subprocess.Popen` as the engine uses."""
+
+    def __init__(self, arguments, environment, lock, errors):
+        read, stdin = os.pipe()
+        stdout, write = os.pipe()
+        self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+        order = {"arguments": arguments, "environment": environment, **_inherited()}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(_address)
+            socket.send_fds(connection, [b"."], [read, write, errors.fileno(), lock])
+            connection.sendall(json.dumps(order).encode())
+        for file in (read, write):
+            os.close(file)
+
+    def wait(self):
+        """The engine has waited for the keeper's lock."""
+
+
+def _inherited():
+    """What a new process has from the one that starts it, besides arguments, environment and files."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return {
+        "parent": os.getpid(),
+        "folder": os.getcwd(),
+        "umask": int(next(line for line in status if line.startswith("Umask:")).split()[1], 8),
+        "ignored": _ignored(),
+        "mask": list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+        "oom": Path("/proc/self/oom_score_adj").read_text(),
+    }
+
+
+def _ignored():
+    return [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
+
+
+def _serve(address, listener):
+    """Fork a keeper for each connection, until the process ends that has forked this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(listener, 3)
+    os.closerange(4, 1 << 16)
+    listener = socket.socket(fileno=3)
+    use_server(address)
+    forkserver._forkserver.__init__()  # programs may use multiprocessing themselves
+    resource_tracker._resource_tracker.__init__()
+    process.current_process()._config["daemon"] = False
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            if os.fork() == 0:
+                try:
+                    listener.close()
+                    _keep(connection)
+                finally:
+                    os._exit(1)
+
+
+def _reap(number, frame):
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _keep(connection):
+    """Be the keeper that a connection orders."""
+    from karvan.launch.engines import keeper
+
+    with connection:
+        _, files, _, _ = socket.recv_fds(connection, 1, 4)
+        with connection.makefile("rb") as file:
+            order = json.loads(file.read())  # an error if the one who orders dies meanwhile
+    folder, lock, *temporary = order["arguments"]
+    lock = int(lock)
+    for file, number in zip(files, (0, 1, 2, lock), strict=True):
+        os.dup2(file, number)
+    for file in {*files} - {0, 1, 2, lock}:
+        os.close(file)
+    os.setsid()
+    for name, limit in order["limits"].items():
+        resource.setrlimit(getattr(resource, name), tuple(limit))
+    Path("/proc/self/oom_score_adj").write_text(order["oom"])
+    os.umask(order["umask"])
+    os.chdir(order["folder"])
+    reset_signals(order["ignored"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, order["mask"])
+    command = [sys.executable, "-IS", keeper.__file__, *order["arguments"]]
+    # What a new process would be a child of; see `processes.family_of`.
+    set_environment(command, {**order["environment"], "STARTED_BY": str(order["parent"])})
+    os.execvpe = _execute
+    code = 0
+    try:
+        keeper.main(folder, lock, *temporary)
+    except SystemExit as end:
+        code = end.code
+    os._exit(code)
+
+
+def _execute(file, command, environment, execute=os.execvpe):
+    """Run a program in the fork of a keeper; one that needs another interpreter is executed."""
+    interpreter, *words = command
+    option = words[0] if words else "-"
+    known = option in _OPTIONS or not option.startswith("-")
+    if interpreter != sys.executable or not known or not fits(command, environment):
+        execute(file, command, environment)
+    os.closerange(3, 1 << 16)
+    reset_signals(_ignored())
+    run_program(command, environment, os.getcwd())

@@ -1,10 +1,10 @@
 """Another user of this machine: programs that run as uid nobody."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from forked_programs import run_forked
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may take the uid of another user")
@@ -25,6 +25,6 @@ os.setuid({NOBODY})
 def run_as_neighbour(program, *arguments):
     """What a program prints that another user runs, after the imports above."""
     command = [sys.executable, "-c", _PREPARE + program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_forked(command)
     assert done.returncode == 0, done.stderr
     return done.stdout

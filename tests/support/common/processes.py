@@ -35,11 +35,18 @@ def family_of(pid):
     children = defaultdict(list)
     for place in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            children[_status(place)[1]].append(int(place.parent.name))
+            children[_starter_of(place.parent)].append(int(place.parent.name))
     found = [pid]
     for each in found:
         found += children[str(each)]
     return found
+
+
+def _starter_of(place):
+    """The parent of a process, or the process that had the fork server start it; as text."""
+    mark = b"STARTED_BY="  # see `forked_programs`
+    marks = [word for word in (place / "environ").read_bytes().split(b"\0") if word.startswith(mark)]
+    return marks[0].removeprefix(mark).decode() if marks else _status(place / "stat")[1]
 
 
 def parent_of(pid):

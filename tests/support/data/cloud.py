@@ -4,13 +4,15 @@ A server is a process of its own, because pyarrow holds Python's lock while it o
 storage: a thread of the test's process could never answer.
 """
 
-import subprocess
 import sys
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import PIPE
 from threading import Thread
 from urllib.parse import parse_qs, urlsplit
+
+from forked_programs import ForkedProgram
 
 PAGE = 3  # so few names to a page that every listing takes several
 
@@ -19,7 +21,7 @@ PAGE = 3  # so few names to a page that every listing takes several
 def serving(protocol, folder):
     """Serve the folders inside of a folder as buckets, by `cloud_{protocol}.py`; gives host and port."""
     command = [sys.executable, Path(__file__).with_name(f"cloud_{protocol}.py"), folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with ForkedProgram(command, stdin=PIPE, stdout=PIPE) as process:
         yield process.stdout.readline().strip()
 
 

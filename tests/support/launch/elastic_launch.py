@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from forked_programs import ForkedProgram
 from support_paths import support_path
 
 
@@ -80,7 +81,7 @@ class ElasticLaunch:
     def launch(self):
         """Start the job, or start it again; its log begins anew."""
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = ForkedProgram(
                 self.command(), stdout=output, stderr=subprocess.STDOUT, env=self.environment
             )
 

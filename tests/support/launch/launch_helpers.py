@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from forked_programs import ForkedProgram
@@ -23,6 +24,7 @@ from karvan.launch.run_folder import RunFolder
 from karvan.launch.supervision.supervisor import Supervisor, Timing
 from karvan.launch.supervision.views import NoGroup, NoWork
 
+NEW = partial(subprocess.Popen, text=True)
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
 QUICK = Timing(backoff=0.01, check=0.01, settle=0.0, pause=1.0, lost=3.0)
 
@@ -162,15 +164,15 @@ class Running(Place):
 
 
 class Launched(Place):
-    """A launcher that is a process of its own."""
+    """A launcher that is a process of its own; kind: `NEW` for one whose job has new processes."""
 
     program = support_path("launch/launcher_program.py")
 
-    def __init__(self, folder, text, args=(), **more):
+    def __init__(self, folder, text, args=(), kind=ForkedProgram, **more):
         super().__init__(folder)
         (folder / "job.yaml").write_text(f"name: test\nentry: train.py\n{text}\n")
         command = [sys.executable, str(self.program), str(folder), *args]
-        self.process = ForkedProgram(command, stdout=subprocess.PIPE, **more)
+        self.process = kind(command, stdout=subprocess.PIPE, **more)
 
     def __enter__(self):
         return self

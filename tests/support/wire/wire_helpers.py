@@ -1,13 +1,14 @@
 """Services to call, here and in a process of their own: `python wire_helpers.py PORT-OR-HOST`."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
+from forked_programs import ForkedProgram
 
 from karvan.job.address import split_address
 from karvan.wire import Message, Security, Server, Service
@@ -65,14 +66,9 @@ class Process:
     """A counting service in a process of its own, at a port or a socket file."""
 
     def __init__(self, port=0, environment=None):
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(port)],
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        streams = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE}
+        environment = {**os.environ, **(environment or {})}
+        self._process = ForkedProgram([sys.executable, __file__, str(port)], env=environment, **streams)
         self.address = self._process.stdout.readline().strip()
         self.port = split_address(self.address)[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from struct import Struct
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from karvan.native.rules import RULES
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
@@ -17,25 +19,19 @@ from karvan.store.cuda.kernels.runs import drop_runs, note_changes
 from karvan.store.cuda.kernels.sums import sum_pieces
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.transfers import Staging
-from karvan.store.types import RULES, Rule
+from karvan.store.types import RULE_NUMBERS, Rule
 
 _FIELDS = fields.FEATURE_FIELDS.value
 _HEAD = fields.HEAD.value
 _RULE = update.RULE_FIELDS.value
-_DOUBLE, _INT64 = Struct("d"), Struct("q")
-
-
-_STATE = {  # floats of state of each rule: times the dim, and more
-    "sgd": (0, 0),
-    "momentum": (1, 0),
-    "adagrad": (1, 0),
-    "adagrad_row": (0, 1),
-    "adam": (2, 0),
-    "adamw": (2, 0),
-    "ftrl": (2, 0),
-    "nesterov": (1, 0),
-    "amsgrad": (3, 0),
+# The constants of the kernels for a rule.
+_KERNEL_RULES = {
+    name: {"RULE": number, "STATE": columns, "ROW_STATE": row}
+    for number, (name, (columns, row)) in enumerate(RULES.items())
 }
+_numbers = attrgetter(*RULE_NUMBERS)
+_PADDING = (0,) * (_RULE - 1 - len(RULE_NUMBERS))
+_DOUBLE, _INT64 = Struct("d"), Struct("q")
 
 
 def check_state(table: DeviceTable, rule: Rule) -> None:
@@ -43,12 +39,12 @@ def check_state(table: DeviceTable, rule: Rule) -> None:
     kind, arena = table.checked_rule
     if kind == rule.kind and arena is table.arena:
         return
-    times, more = _STATE[rule.kind]
+    columns, row = RULES[rule.kind]
     layout = table.arena.layout
-    if times * layout.dim + more != layout.state:
+    if columns * layout.dim + row != layout.state:
         raise ValueError(
             f"Table '{table.spec.name}': expected {layout.state} floats of optimizer state, got "
-            f"{times * layout.dim + more}."
+            f"{columns * layout.dim + row}."
         )
     table.checked_rule = (rule.kind, table.arena)
 
@@ -94,24 +90,7 @@ class SlotRules:
 
 
 def _rule_numbers(rule: Rule) -> tuple[float, ...]:
-    return (
-        RULES.index(rule.kind),
-        rule.lr,
-        rule.beta1,
-        rule.beta2,
-        rule.eps,
-        rule.weight_decay,
-        rule.shrink,
-        rule.alpha,
-        rule.l1,
-        rule.l2,
-        rule.accumulate_last,
-        rule.clip_value,
-        rule.clip_norm,
-        rule.bound,
-        0,
-        0,
-    )
+    return (_KERNEL_RULES[rule.kind]["RULE"], *_numbers(rule), *_PADDING)
 
 
 def float_bits(number: float) -> int:
@@ -257,14 +236,14 @@ class UpdateBuffers:
                 update.update_rows[(long_programs,)](
                     *rows[:-1],
                     long_programs,
-                    RULE=RULES.index(kind),
                     LONG=True,
+                    **_KERNEL_RULES[kind],
                     **numbers,
                     **shape,
                     **long,
                 )
         for kind in rules.kinds:
             update.update_rows[(programs,)](
-                *rows, RULE=RULES.index(kind), LONG=False, **numbers, **shape, **short
+                *rows, LONG=False, **_KERNEL_RULES[kind], **numbers, **shape, **short
             )
         launch.join(side)

@@ -6,6 +6,7 @@ The rules are those of csrc/kernels/apply.inc. A row whose gradient is not finit
 import triton
 import triton.language as tl
 
+from karvan.native.rules import RULES
 from karvan.store.cuda.kernels.fields import (
     BLOCK,
     COUNTERS,
@@ -21,55 +22,54 @@ from karvan.store.cuda.kernels.hashing import rounding_noise
 from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, read_vector, row_address, write_rounded
 from karvan.store.cuda.kernels.runs import PIECE
 from karvan.store.cuda.kernels.sums import head_number, sum_of_pieces, sum_positions
+from karvan.store.types import RULE_NUMBERS
 
-# Kinds of rules.
-SGD = tl.constexpr(0)
-MOMENTUM = tl.constexpr(1)
-ADAGRAD = tl.constexpr(2)
-ADAGRAD_ROW = tl.constexpr(3)
-ADAM = tl.constexpr(4)
-ADAMW = tl.constexpr(5)
-FTRL = tl.constexpr(6)
-NESTEROV = tl.constexpr(7)
-AMSGRAD = tl.constexpr(8)
+_KIND = {name: tl.constexpr(number) for number, name in enumerate(RULES)}
+SGD, MOMENTUM, NESTEROV = _KIND["sgd"], _KIND["momentum"], _KIND["nesterov"]
+ADAGRAD, ADAGRAD_ROW = _KIND["adagrad"], _KIND["adagrad_row"]
+ADAM, ADAMW, AMSGRAD = _KIND["adam"], _KIND["adamw"], _KIND["amsgrad"]
+FTRL = _KIND["ftrl"]
 
-# A rule's numbers.
+# A rule in memory: its kind, then its numbers.
 KIND = tl.constexpr(0)
-LR = tl.constexpr(1)
-BETA1 = tl.constexpr(2)
-BETA2 = tl.constexpr(3)
-EPS = tl.constexpr(4)
-WEIGHT_DECAY = tl.constexpr(5)
-SHRINK = tl.constexpr(6)
-ALPHA = tl.constexpr(7)
-L1 = tl.constexpr(8)
-L2 = tl.constexpr(9)
-ACCUMULATE_LAST = tl.constexpr(10)
-CLIP_VALUE = tl.constexpr(11)
-CLIP_NORM = tl.constexpr(12)
-BOUND = tl.constexpr(13)
+_PLACE = {name: tl.constexpr(1 + place) for place, name in enumerate(RULE_NUMBERS)}
+LR, BETA1, BETA2, EPS = _PLACE["lr"], _PLACE["beta1"], _PLACE["beta2"], _PLACE["eps"]
+WEIGHT_DECAY, SHRINK, ALPHA = _PLACE["weight_decay"], _PLACE["shrink"], _PLACE["alpha"]
+L1, L2, ACCUMULATE_LAST = _PLACE["l1"], _PLACE["l2"], _PLACE["accumulate_last"]
+CLIP_VALUE, CLIP_NORM, BOUND = _PLACE["clip_value"], _PLACE["clip_norm"], _PLACE["bound"]
 RULE_FIELDS = tl.constexpr(16)
 
 
 @triton.jit
-def read_state(address, column, mask, DIM: tl.constexpr, VECTOR: tl.constexpr, RULE: tl.constexpr):
+def read_state(
+    address,
+    column,
+    mask,
+    DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STATE: tl.constexpr,
+    ROW_STATE: tl.constexpr,
+):
     """The optimizer state at `address`, in three parts; a part that the rule does not have is 0.
+
+    STATE, ROW_STATE: the floats that the rule has for each column, and for the row.
 
     It is read before gradients are summed, so that the memory serves both at the same time.
     """
     first = tl.zeros(mask.shape, tl.float32)
     second = tl.zeros(mask.shape, tl.float32)
     third = tl.zeros(mask.shape, tl.float32)
-    if RULE == ADAGRAD_ROW:
+    tl.static_assert((STATE <= 3) & (ROW_STATE <= 1) & (STATE * ROW_STATE == 0), "state of another shape")
+    if ROW_STATE == 1:
         alive = tl.max(mask.to(tl.int32), axis=1)[:, None] > 0
         first = tl.load(address.to(tl.pointer_type(tl.float32)), mask=alive, other=0.0) + first
-    elif RULE != SGD:
+    if STATE >= 1:
         pointer = floats(address, column, 16 if VECTOR % 16 == 0 else 4)
         first = tl.load(pointer, mask=mask, other=0.0)
-    if (RULE == ADAM) | (RULE == ADAMW) | (RULE == FTRL) | (RULE == AMSGRAD):
+    if STATE >= 2:
         pointer = floats(address + 4 * DIM, column, 16 if (VECTOR + 4 * DIM) % 16 == 0 else 4)
         second = tl.load(pointer, mask=mask, other=0.0)
-    if RULE == AMSGRAD:
+    if STATE >= 3:
         pointer = floats(address + 8 * DIM, column, 16 if (VECTOR + 8 * DIM) % 16 == 0 else 4)
         third = tl.load(pointer, mask=mask, other=0.0)
     return first, second, third
@@ -138,7 +138,7 @@ def apply_rule(
             third_state = floats(address + 8 * DIM, column, 16 if (VECTOR + 8 * DIM) % 16 == 0 else 4)
             tl.store(third_state, v, mask=mask)
         fresh = vector - tl.div_rn(m * tl.load(rule + ALPHA), tl.sqrt_rn(v) + tl.load(rule + EPS))
-    else:
+    elif RULE == FTRL:
         after = second + gradient * gradient
         rate = tl.broadcast_to(lr, gradient.shape)
         sigma = tl.div_rn(tl.sqrt_rn(after) - tl.sqrt_rn(second), rate)
@@ -149,6 +149,8 @@ def apply_rule(
         left = tl.maximum(z - l1, 0.0) + tl.minimum(z + l1, 0.0)
         divisor = tl.div_rn(tl.sqrt_rn(after) + tl.load(rule + BETA1), rate) + tl.load(rule + L2)
         fresh = -tl.div_rn(left, tl.where(mask, divisor, 1.0))
+    else:
+        tl.static_assert(False, "a rule has no formula on the GPU")
     if LIMITS:
         bound = tl.load(rule + BOUND)
         fresh = tl.where(bound > 0, tl.minimum(tl.maximum(fresh, -bound), bound), fresh)
@@ -185,6 +187,8 @@ def update_rows(
     VECTOR: tl.constexpr,
     TYPE: tl.constexpr,
     RULE: tl.constexpr,
+    STATE: tl.constexpr,
+    ROW_STATE: tl.constexpr,
     LIMITS: tl.constexpr,
     SAME: tl.constexpr,
     LONG: tl.constexpr,
@@ -218,7 +222,9 @@ def update_rows(
         rule = (rules + slot * RULE_FIELDS)[:, None]
         mask = there[:, None] & inside
         vector = read_vector(address, column[None, :], mask, TYPE)
-        state, second, third = read_state(address + VECTOR, column[None, :], mask, DIM, VECTOR, RULE)
+        state, second, third = read_state(
+            address + VECTOR, column[None, :], mask, DIM, VECTOR, STATE, ROW_STATE
+        )
         size = tl.where(there, size, 0)
         if LONG:
             gradient = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
