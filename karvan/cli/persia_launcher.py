@@ -96,7 +96,7 @@ def embedding_worker(
     wait_for_roles(Role.PARAMETER_SERVER)
     if embedding_config:
         publish_slots(embedding_config)
-    _continue_as(["role", Role.EMBEDDING_WORKER.value])
+    _continue_as(["role", Role.EMBEDDING_WORKER])
 
 
 @app.command("embedding-parameter-server")
@@ -110,7 +110,7 @@ def embedding_parameter_server(
     """Run a parameter server until it is stopped; it saves below KARVAN_CHECKPOINTS."""
     _join(Role.PARAMETER_SERVER, replica_index, replica_size, port)
     _configure(Role.PARAMETER_SERVER, embedding_config, global_config)
-    _continue_as(["role", Role.PARAMETER_SERVER.value])
+    _continue_as(["role", Role.PARAMETER_SERVER])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,20 +27,13 @@ from karvan.exit_codes import FAILED, TEMPORARY, plain
 from karvan.job.address import reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress
-from karvan.job.roles import Role
+from karvan.job.roles import Role, all_roles
 from karvan.outages import is_out_of_memory
 from karvan.wire import Security, Server, Service, WireError
 
 _log = logging.getLogger("karvan.cluster")
 
 _REGISTRY_WITHIN = 60.0  # seconds; roles and their registry may be started in any order
-
-# Role → "module:function", which makes its service from RoleSettings.
-FACTORIES: Mapping[str, str] = {
-    Role.PARAMETER_SERVER: "karvan.cluster.parameter_server.service:make",
-    Role.EMBEDDING_WORKER: "karvan.cluster.embedding_worker.service:make",
-    Role.LOADER: "karvan.cluster.loader.builtin:make",
-}
 
 
 @dataclass(frozen=True)
@@ -74,10 +67,10 @@ class RoleSettings:
                 f"got {self.threads} and {self.generation}."
             )
 
-        if self.capacity is not None and self.role != Role.PARAMETER_SERVER:
+        if self.capacity is not None and not self.role.holds_rows:
+            owners = ", ".join(role for role in all_roles() if role.holds_rows)
             raise ValueError(
-                f"{self.role} has no rows: expected a capacity of {Role.PARAMETER_SERVER} only, "
-                f"got {self.capacity}."
+                f"{self.role} has no rows: expected a capacity of {owners} only, got {self.capacity}."
             )
 
     @property
@@ -111,11 +104,13 @@ class RoleSettings:
         )
 
 
-def factory_of(role: str) -> Callable[[RoleSettings], Service]:
-    """The function that makes the service of a role; a ValueError lists the known roles."""
-    if role not in FACTORIES:
-        raise ValueError(f"Expected a role of {', '.join([*FACTORIES, Role.MASTER])}, got {role!r}.")
-    module, _, function = FACTORIES[role].partition(":")
+def factory_of(name: str) -> Callable[[RoleSettings], Service]:
+    """The function that makes the service of a role; a ValueError lists the roles that `karvan role` runs."""
+    factories = {role.name: role.factory for role in all_roles() if role.factory}
+    if name not in factories:
+        run = ", ".join(role for role in all_roles() if role.factory or role.start is None)
+        raise ValueError(f"Expected a role of {run}, got {name!r}.")
+    module, _, function = factories[name].partition(":")
     factory: Callable[[RoleSettings], Service] = getattr(importlib.import_module(module), function)
     return factory
 

@@ -16,17 +16,15 @@ from typing import Protocol
 
 from karvan.clock import clock
 from karvan.job.address import split_address
-from karvan.job.environment import JobEnvironment, addresses_variable
+from karvan.job.environment import JobEnvironment, addresses_name, variable
 from karvan.job.master_address import MasterAddress
-from karvan.job.roles import Role
+from karvan.job.roles import Role, role_of, start_order
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security.credentials import Security
 
 _PAUSES = 0.02, 0.25  # seconds between two calls, at first and at most
-# Roles that listen, so that their addresses can be listed in place of a registry.
-_LISTENING = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Directory:
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError names it, and the members that were found."""
-        _check_role(role)
+        role_of(role)
         due = clock.now() + timeout
         pause, last = _PAUSES
         while True:
@@ -115,7 +113,7 @@ class Directory:
         except WireError:
             self._drop(peer)
             raise
-        return [Member(**{**each, "role": Role(each["role"])}) for each in listed]
+        return [Member(**{**each, "role": role_of(each["role"])}) for each in listed]
 
     def close(self) -> None:
         """Disconnect from the registry."""
@@ -145,7 +143,7 @@ class StaticDirectory:
 
     def __init__(self, addresses: Mapping[Role, Sequence[str]]) -> None:
         for role in addresses:
-            _check_role(role)
+            role_of(role)
         self._addresses = {role: list(each) for role, each in addresses.items()}
         for listed in self._addresses.values():
             for address in listed:
@@ -153,7 +151,7 @@ class StaticDirectory:
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""
-        _check_role(role)
+        role_of(role)
         known = self._addresses.get(role, [])
         if index >= len(known):
             found = "; ".join(f"{role} {each} at {where}" for each, where in enumerate(known)) or "none"
@@ -171,11 +169,10 @@ def directory_from_environment(
     job = JobEnvironment.read(environment)
     if job.registry:
         return Directory(job.master, Security.from_environment(environment) if security is None else security)
-    addresses = {role: job.addresses_of(role) for role in _LISTENING}
-    if not any(addresses.values()):
-        names = ", ".join(map(addresses_variable, _LISTENING))
+    if not job.addresses:
+        names = ", ".join(variable(addresses_name(role)) for role in start_order() if role.listens)
         raise ValueError(f"Expected KARVAN_REGISTRY or a list of addresses in {names}, got neither.")
-    return StaticDirectory(addresses)
+    return StaticDirectory(job.addresses)
 
 
 def find_role(
@@ -184,12 +181,7 @@ def find_role(
     """A directory of a role's processes, and their number: of these addresses, or as the environment says."""
     job = JobEnvironment.read()
     if addresses is None and job.registry:
-        return Directory(job.master, security), job.count_of(role) or 0
+        return Directory(job.master, security), job.counts.get(role, 0)
     if addresses is None:
-        addresses = job.addresses_of(role)
+        addresses = job.addresses.get(role, ())
     return StaticDirectory({role: addresses}), len(addresses)
-
-
-def _check_role(role: str) -> None:
-    if role not in tuple(Role):
-        raise ValueError(f"Expected a role of {', '.join(Role)}, got {role!r}.")

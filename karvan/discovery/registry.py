@@ -32,15 +32,13 @@ from karvan.discovery.directory import Member
 from karvan.discovery.rendezvous_methods import rendezvous_methods
 from karvan.discovery.rendezvous_store import RendezvousStore
 from karvan.job.address import reachable
-from karvan.job.roles import Role
+from karvan.job.roles import Role, all_roles, role_of
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
 
 _log = logging.getLogger("karvan.cluster")
 
-# A trainer runs the user's code, which may hold the interpreter and delay heartbeats for a while.
-_SLOWER = {Role.TRAINER: 6.0}
 _MOST_REPLICAS = 1024  # of a role, if the number of the job's replicas is not known
 
 
@@ -59,8 +57,8 @@ class Registry(Service):
     """The registry, at a port of this machine, until `close`.
 
     replicas: how many processes each role of the job has; without it, up to 1,024 of each role may register.
-    lost_after: seconds without a heartbeat after which a member counts as lost; for trainers six times as
-    many. beside: services whose calls are answered at the same address. generation: of a job that continues.
+    lost_after: seconds without a heartbeat after which a member counts as lost, times its role's patience.
+    beside: services whose calls are answered at the same address. generation: of a job that continues.
     rendezvous: a file for the keys of trainers, which then survive a restart of the registry.
     """
 
@@ -79,7 +77,7 @@ class Registry(Service):
         generation: int = 0,
         rendezvous: Path | None = None,
     ) -> None:
-        self._replicas = dict.fromkeys(Role, _MOST_REPLICAS) if replicas is None else dict(replicas)
+        self._replicas = dict.fromkeys(all_roles(), _MOST_REPLICAS) if replicas is None else dict(replicas)
         self._generation = generation
         self._lost_after = lost_after
         self._lock = threading.Lock()
@@ -200,11 +198,11 @@ class Registry(Service):
 
     def _member(self, role: Role, index: int, entry: _Entry) -> Member:
         silent = clock.silence(entry.seen)
-        healthy = silent <= self._lost_after * _SLOWER.get(role, 1.0)
+        healthy = silent <= self._lost_after * role.patience
         return Member(
             role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3), entry.count
         )
 
 
 def _key(request: Request) -> tuple[Role, int]:
-    return Role(request.head["role"]), request.head["index"]
+    return role_of(request.head["role"]), request.head["index"]

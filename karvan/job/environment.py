@@ -1,7 +1,8 @@
 """`JobEnvironment`: the environment variables of a job, all of them, read and written in one place.
 
-A field `x` is the variable KARVAN_X; docs/launch_environment.md has the tables. The launcher sets the fields
-of the first part for every process of a job; users set those of the second part. A variable that is empty
+A field `x` is the variable KARVAN_X, and a field by role has one for each; docs/launch_environment.md has the
+tables. The launcher sets the fields of the first part for every process of a job; users set those of the
+second part. A variable that is empty
 counts as not set. A value that is not what its field expects is a ValueError that names the variable. A name
 that is almost one of these is a warning, once in a process.
 """
@@ -11,18 +12,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from karvan.job.master_address import MasterAddress
-from karvan.job.roles import Role
+from karvan.job.roles import Role, all_roles, role_of, start_order
 from karvan.job.server_loss import ServerLoss
 
 _log = logging.getLogger("karvan.job")
 
 _SET_BY_USERS = (
-    *("advertise", "parameter_server_addresses", "embedding_worker_addresses", "loader_addresses"),
-    *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "jobs", "cache", "debug"),
+    *("advertise", "embedding_worker_expire", "embedding_worker_batches", "lease_seconds"),
+    *("jobs", "cache", "debug"),
 )
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of trainers, set by the launcher
 NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
@@ -35,8 +36,9 @@ Verbatim: TypeAlias = str  # white space at its ends is a part of it, as in path
 class JobEnvironment:
     """What a process knows of its job; without a job, the defaults. None and "" are not written.
 
-    data: JSON. owner: the id of the launcher's lease of the folder of checkpoints. advertise: the host by
-    which other processes reach this one. *_addresses: "host:port" by index, for jobs without a registry.
+    data: JSON. owner: the id of the launcher's lease of the folder of checkpoints. counts: how many processes
+    each role has, KARVAN_ROLE_COUNT. advertise: the host by which other processes reach this one. addresses:
+    "host:port" by index, for jobs without a registry, of each role that listens, KARVAN_ROLE_ADDRESSES.
     process: a random id of this process. master_address_file: see `MasterAddress`. jobs: the folder of all
     launched jobs of a user. cache: the folder in which URLs have their working folders.
     """
@@ -61,10 +63,7 @@ class JobEnvironment:
     grads_to_wait: int | None = None
     tolerance: int | None = None
     pull_every: int | None = None
-    trainer_count: int | None = None
-    parameter_server_count: int | None = None
-    embedding_worker_count: int | None = None
-    loader_count: int | None = None
+    counts: Mapping[Role, int] = field(default_factory=dict)
     host: str = ""
     port: int = 0
     checkpoints: Verbatim = ""
@@ -81,9 +80,7 @@ class JobEnvironment:
     on_server_loss: ServerLoss | None = None
     # Set by users.
     advertise: str = ""
-    parameter_server_addresses: tuple[str, ...] = ()
-    embedding_worker_addresses: tuple[str, ...] = ()
-    loader_addresses: tuple[str, ...] = ()
+    addresses: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
     embedding_worker_expire: float | None = None
     embedding_worker_batches: int | None = None
     lease_seconds: float | None = None
@@ -98,31 +95,25 @@ class JobEnvironment:
         if environment is None:
             warn_of_misspelled(os.environ)
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            text = given.get(variable(field.name), "")
+        for name, kind in names().items():
+            text = given.get(variable(name), "")
             if text.strip():
-                values[field.name] = _READERS[str(field.type)](variable(field.name), text)
+                values[name] = _READERS[kind](variable(name), text)
+        for name, role_names in _names_by_role().items():
+            values[name] = {role: values.pop(each) for role, each in role_names.items() if each in values}
         return cls(**values)
 
     def variables(self) -> dict[str, str]:
         """What to set for a process so that `read` gives the same there."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {variable(name): _text(value) for name, value in values if value not in (None, "", ())}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, role_names in _names_by_role().items():
+            values |= {role_names[role]: value for role, value in values.pop(name).items()}
+        return {variable(name): _text(value) for name, value in values.items() if value not in (None, "", ())}
 
     @property
     def master(self) -> MasterAddress:
         """Where the master is, which has the registry; only if there is a registry."""
         return MasterAddress(self.registry, self.master_address_file)
-
-    def count_of(self, role: Role) -> int | None:
-        """How many processes of a role the job has, if a launcher has said so."""
-        found: int | None = getattr(self, f"{_prefix(role)}_count")
-        return found
-
-    def addresses_of(self, role: Role) -> tuple[str, ...]:
-        """The addresses of a role's processes that were given in place of a registry."""
-        found: tuple[str, ...] = getattr(self, f"{_prefix(role)}_addresses", ())
-        return found
 
 
 def variable(field: str) -> str:
@@ -130,21 +121,43 @@ def variable(field: str) -> str:
     return f"KARVAN_{field.upper()}"
 
 
-def addresses_variable(role: Role) -> str:
-    """The variable with the addresses of a role's processes."""
-    return variable(f"{_prefix(role)}_addresses")
+def count_name(role: Role) -> str:
+    """The name, as that of a field, under which the number of a role's processes is given."""
+    return f"{role.identifier}_count"
 
 
-def warn_of_misspelled(names: Iterable[str]) -> None:
+def addresses_name(role: Role) -> str:
+    """The name, as that of a field, under which the addresses of a role's processes are given."""
+    return f"{role.identifier}_addresses"
+
+
+def _names_by_role() -> dict[str, dict[Role, str]]:
+    """For each field by role, the names of its variables."""
+    return {
+        "counts": {role: count_name(role) for role in start_order()},
+        "addresses": {role: addresses_name(role) for role in start_order() if role.listens},
+    }
+
+
+def names() -> dict[str, str]:
+    """The names of all variables as those of fields, and their types."""
+    kinds = {each.name: str(each.type) for each in fields(JobEnvironment)}
+    for name, role_names in _names_by_role().items():
+        kind = kinds.pop(name).removeprefix("Mapping[Role, ").removesuffix("]")
+        kinds |= dict.fromkeys(role_names.values(), kind)
+    return kinds
+
+
+def warn_of_misspelled(variables: Iterable[str]) -> None:
     """Log a warning for each variable that is almost one of ours; others may be those of other programs."""
-    known = {field.name.upper() for field in fields(JobEnvironment)}
-    for name in names:
-        own = name.removeprefix("KARVAN_")
-        if own == name or own in known or name in _USED_BY_TESTS or name in _warned:
+    ours = {name.upper() for name in names()}
+    for name in variables:
+        suffix = name.removeprefix("KARVAN_")
+        if suffix == name or suffix in ours or name in _USED_BY_TESTS or name in _warned:
             continue
         import difflib  # only misspelled names need it
 
-        if nearest := difflib.get_close_matches(own, sorted(known), n=1, cutoff=0.8):
+        if nearest := difflib.get_close_matches(suffix, sorted(ours), n=1, cutoff=0.8):
             _warned.add(name)
             _log.warning(
                 "The environment variable %s is unknown and ignored. Did you mean KARVAN_%s?",
@@ -155,15 +168,10 @@ def warn_of_misspelled(names: Iterable[str]) -> None:
 
 def set_variables(environment: MutableMapping[str, str], values: Mapping[str, object]) -> None:
     """Set the variables of some fields; those that are None stay as they are."""
-    known = {field.name for field in fields(JobEnvironment)}
     for name, value in values.items():
-        assert name in known, name
+        assert name in names(), name
         if value is not None:
             environment[variable(name)] = _text(value)
-
-
-def _prefix(role: Role) -> str:
-    return role.value.replace("-", "_")
 
 
 def _text(value: object) -> str:
@@ -193,9 +201,9 @@ def _flag(name: str, text: str) -> bool:
 
 
 def _role(name: str, text: str) -> Role:
-    if text.strip() not in tuple(Role):
-        raise ValueError(f"{name} expects one of {', '.join(Role)}, got {text.strip()!r}.")
-    return Role(text.strip())
+    if text.strip() not in all_roles():
+        raise ValueError(f"{name} expects one of {', '.join(all_roles())}, got {text.strip()!r}.")
+    return role_of(text.strip())
 
 
 def _server_loss(name: str, text: str) -> ServerLoss:
@@ -218,4 +226,8 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
 }
 
 # Those that the launcher sets, which no process takes from the environment of the launcher.
-LAUNCHED = tuple(variable(field.name) for field in fields(JobEnvironment) if field.name not in _SET_BY_USERS)
+LAUNCHED = tuple(
+    variable(name)
+    for name in names()
+    if name not in (*_SET_BY_USERS, *_names_by_role()["addresses"].values())
+)

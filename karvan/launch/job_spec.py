@@ -6,13 +6,14 @@ import datetime
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, create_model, field_validator, model_validator
+from typing_extensions import override
 
 from karvan.job.address import is_loopback
 from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.settings import (
@@ -98,6 +99,21 @@ class Replicas(Section):
                 )
         return env
 
+    @property
+    def least(self) -> int:
+        """How many there must be for the job to begin."""
+        return self.replicas
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.replicas
+
+    @property
+    def varies(self) -> bool:
+        """Whether their number may change."""
+        return self.least != self.most
+
 
 class Serving(Replicas):
     """A role that listens: replica i on port + i; 0 is any free port."""
@@ -136,19 +152,14 @@ class Trainers(Replicas):
         return self
 
     @property
+    @override
     def least(self) -> int:
-        """How many there must be for the job to begin."""
         return self.min or self.replicas
 
     @property
+    @override
     def most(self) -> int:
-        """How many there may be."""
         return self.max or self.replicas
-
-    @property
-    def varies(self) -> bool:
-        """Whether their number may change."""
-        return self.least != self.most
 
 
 class ParameterServers(Serving):
@@ -164,13 +175,25 @@ class OptionalServing(Serving):
     replicas: CountOrZero = 0
 
 
-class Roles(Section):
-    """How many processes of each role."""
+Optional = Annotated[OptionalServing, BeforeValidator(_as_replicas)]
+
+
+class BuiltinRoles(Section):
+    """How many processes of each role of Karvan."""
 
     trainers: Annotated[Trainers, BeforeValidator(_as_replicas)] = Trainers()
     parameter_servers: Annotated[ParameterServers, BeforeValidator(_as_replicas)] = ParameterServers()
-    embedding_workers: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
-    loaders: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
+    embedding_workers: Optional = OptionalServing()
+    loaders: Optional = OptionalServing()
+
+
+if TYPE_CHECKING:
+    Roles = BuiltinRoles
+else:
+    # A role that is added to the table has a section as well.
+    _ALL = {role.section: (Optional, OptionalServing()) for role in start_order()}
+    _FURTHER = {name: field for name, field in _ALL.items() if name not in BuiltinRoles.model_fields}
+    Roles = create_model("Roles", __base__=BuiltinRoles, **_FURTHER)
 
 
 class TLS(Section):
@@ -335,24 +358,15 @@ class JobSpec(Section):
         """Whether trainers continue without one that dies."""
         return self.sharding == "dynamic" and self.on_trainer_loss != "rollback"
 
-    def most_of(self, role: Role) -> int:
-        """How many processes of a role the job has at most."""
-        return self.roles.trainers.most if role == Role.TRAINER else self.of_role(role).replicas
-
     def of_role(self, role: Role) -> Replicas:
         """The section of a role."""
-        sections: dict[Role, Replicas] = {
-            Role.TRAINER: self.roles.trainers,
-            Role.PARAMETER_SERVER: self.roles.parameter_servers,
-            Role.EMBEDDING_WORKER: self.roles.embedding_workers,
-            Role.LOADER: self.roles.loaders,
-        }
-        return sections[role]
+        section: Replicas = getattr(self.roles, role.section)
+        return section
 
     @property
     def stays_here(self) -> bool:
         """Whether only this machine needs to reach its services, at no port in particular and without TLS."""
-        ports = (getattr(self.of_role(role), "port", 0) for role in START_ORDER)
+        ports = (getattr(self.of_role(role), "port", 0) for role in start_order())
         return self.tls is None and is_loopback(self.host) and not (self.registry_port or any(ports))
 
     def files(self) -> list[Path]:

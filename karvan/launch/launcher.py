@@ -36,7 +36,7 @@ from karvan.launch.job_spec import TLS, JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
 from karvan.launch.role_commands import Commands, module_command, open_import_folders
 from karvan.launch.role_environment import security_of
-from karvan.launch.run_folder import RunFolder, make_shared
+from karvan.launch.run_folder import MASTER, RunFolder, make_shared
 from karvan.launch.supervision.supervisor import JobOutcome, Timing
 from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
 from karvan.launch.token import make_certificate, make_token
@@ -138,7 +138,7 @@ class Launcher:
         absolute: dict[str, Any] = {"token_file": (spec.token_file or folder.token).absolute()}
         host = spec.host
         if spec.stays_here and self._engine == "local":
-            host = unix_host(folder.make_sockets() / f"{name_of(Role.MASTER, 0)}.sock")
+            host = unix_host(folder.make_sockets() / f"{MASTER}.sock")
         elif spec.tls is None:
             absolute["tls"] = TLS(**make_certificate(folder.path))
         launch = secrets.token_hex(16)
@@ -234,7 +234,7 @@ class Launcher:
 
     def _lost(self) -> str:
         assert self._code is not None
-        said = self._logs.reason(name_of(Role.MASTER, 0))
+        said = self._logs.reason(MASTER)
         text = f"The master of job {self._spec.name} {end_text(self._code)}, and could not be restarted."
         return "\n".join([f"{text} Its last lines:", *said.lines]) if said else text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from karvan.job.checkpoint_url import shown
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
@@ -24,14 +24,13 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 def commands_of(spec: JobSpec) -> Commands:
     """The job's programs for trainers, and for loaders if it has one; Karvan's own for all others."""
-    programs = {Role.TRAINER: spec.entry, Role.LOADER: spec.loader_entry}
     commands: Commands = {}
-    for role in START_ORDER:
+    for role in start_order():
         section = spec.of_role(role)
-        program = programs.get(role)
-        own = ("karvan", "role", role) if program is None else _program(spec, program)
+        program: Path | None = getattr(spec, role.program) if role.program else None
+        words = ("karvan", "role", role) if program is None else _program(spec, program)
         if section.replicas:
-            commands[role] = module_command(*own, *section.args)
+            commands[role] = module_command(*words, *section.args)
     return commands
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from karvan.job.address import socket_beside
 from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import TORCH_NAMES, JobEnvironment
-from karvan.job.roles import Role
+from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import name_of
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.network_interfaces import interface_settings
@@ -33,12 +33,12 @@ def environment_of(
     """The environment of one process; owner: the id of the master's lease, process: a random id."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
-    host = None if role == Role.TRAINER else socket_beside(registry, f"{name_of(role, index)}.sock")
+    host = socket_beside(registry, f"{name_of(role, index)}.sock") if role.listens else None
     variables = JobEnvironment(
         job=spec.name,
         role=role,
         index=index,
-        count=spec.most_of(role),
+        count=section.most,
         registry=registry,
         generation=generation,
         process=process,
@@ -53,10 +53,7 @@ def environment_of(
         grads_to_wait=None if dense is None else dense.grads_to_wait,
         tolerance=None if dense is None else dense.tolerance,
         pull_every=None if dense is None else dense.pull_every,
-        trainer_count=spec.of_role(Role.TRAINER).replicas,
-        parameter_server_count=spec.of_role(Role.PARAMETER_SERVER).replicas,
-        embedding_worker_count=spec.of_role(Role.EMBEDDING_WORKER).replicas,
-        loader_count=spec.of_role(Role.LOADER).replicas,
+        counts={each: spec.of_role(each).replicas for each in start_order()},
         host=host or spec.host,
         port=port + index if port else 0,
         checkpoints="" if spec.checkpoints is None else url_of(spec.checkpoints) or str(spec.checkpoints),
@@ -69,7 +66,7 @@ def environment_of(
     ).variables()
     if section.threads is not None:
         variables["OMP_NUM_THREADS"] = str(section.threads)
-    if role == Role.TRAINER:
+    if role.is_rank:
         numbers = (index, section.replicas, index, section.replicas)
         variables |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
         return {**interface_settings(spec.host), **section.env, **variables}

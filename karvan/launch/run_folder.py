@@ -47,11 +47,13 @@ from karvan.files import DamagedFileError, read_object, replace_file
 from karvan.job.address import holds_sockets
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
+from karvan.launch.engines.base import name_of
 from karvan.launch.engines.local import keeper_lives
 
 _log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
+MASTER = name_of(Role.MASTER, 0)
 JOBS = variable("jobs")
 # The fields of its files that others read, and their types.
 _JOB = {
@@ -274,7 +276,7 @@ class RunFolder:
         for folder in {self.path, self.shared}:
             _remove_all_but(_REMAIN, folder)
         for path in (self.path / "processes").glob("*"):
-            if not path.name.startswith(f"{Role.MASTER}-"):  # whose keeper lives
+            if not path.name.startswith(f"{MASTER}-"):  # whose keeper lives
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_sockets(self) -> None:

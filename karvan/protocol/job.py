@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from karvan.job.roles import Role
-from karvan.protocol.registry import GENERATION, INDEX
+from karvan.protocol.registry import GENERATION, INDEX, ROLE
 from karvan.protocol.values import NUMBER
 from karvan.wire.schema.calls import Call, table_of
 from karvan.wire.schema.kinds import Boolean, Fields, Float, Integer, ListOf, Nullable, OneOf, Text
@@ -13,7 +12,7 @@ PROCESS_STATES = ("starting", "running", "silent", "restarting", "done", "ended"
 
 _PROCESS = Fields(
     {
-        "role": OneOf(*(role.value for role in Role)),
+        "role": ROLE,
         "index": INDEX,
         "pid": Nullable(Integer(0, 2**31)),
         "host": Text(300, 0),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from karvan.activity import MOST_WAITS
-from karvan.job.roles import Role
+from karvan.job.roles import all_roles
 from karvan.wire.schema.calls import Call, table_of
 from karvan.wire.schema.kinds import Boolean, Fields, Float, Integer, ListOf, MapOf, OneOf, Text
 
-_ROLE = OneOf(*(role.value for role in Role))
+ROLE = OneOf(*all_roles())
 INDEX = Integer(0, 2**20)
 GENERATION = Integer(0, 2**31)
 _ADDRESS = Text(300)
@@ -15,7 +15,7 @@ _PID = Integer(0, 2**31)
 
 # A member sends all of it with each of its calls; `process` is a random name.
 _WHO = {
-    "role": _ROLE,
+    "role": ROLE,
     "index": INDEX,
     "address": _ADDRESS,
     "generation": GENERATION,
@@ -38,7 +38,7 @@ _ACTIVITY = Fields(
 _BEAT = Fields({**_WHO, "activity": _ACTIVITY}, optional=_COUNT)
 _LISTED = Fields(
     {
-        "role": _ROLE,
+        "role": ROLE,
         "index": INDEX,
         "address": _ADDRESS,
         "generation": GENERATION,

@@ -15,6 +15,7 @@ from sharded_programs import FEATURES, global_batch, part_of, train, values_of
 import karvan as kv
 from karvan import distributed
 from karvan.discovery.registry import Registry
+from karvan.job.roles import Role
 from karvan.wire import RefusedError
 
 SCENARIOS = {
@@ -270,6 +271,6 @@ def test_a_trainer_of_a_launched_job_is_known_to_its_registry(monkeypatch):
         monkeypatch.setenv("KARVAN_ROLE", "trainer")
         monkeypatch.setenv("KARVAN_INDEX", "3")
         distributed.connect("remote", servers=addresses)
-        assert registry.healthy("trainer", 3) is True
+        assert registry.healthy(Role.TRAINER, 3) is True
         distributed.disconnect()
-        assert registry.healthy("trainer", 3) is None
+        assert registry.healthy(Role.TRAINER, 3) is None

@@ -25,6 +25,7 @@ from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.exit_codes import FAILED, TEMPORARY
+from karvan.job.roles import role_of
 from karvan.outages import is_out_of_memory, is_temporary
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
@@ -193,7 +194,7 @@ def test_a_role_registers_and_leaves():
         peer = Client("loader 2", lambda: directory.find("loader", 2))
         assert peer.call("ping").head["service"] == "loader 2"
         assert role.end() == 0
-        assert registry.healthy("loader", 2) is None
+        assert registry.healthy(role_of("loader"), 2) is None
         peer.close()
     directory.close()
     registry.close()

@@ -14,6 +14,7 @@ from karvan.distributed.elastic.group_client import GroupClient
 from karvan.distributed.wire_store import WireStore
 from karvan.job.environment import JobEnvironment
 from karvan.job.master_address import MasterAddress, change_master_address, make_master_address
+from karvan.job.roles import Role
 from karvan.wire import Security, WireError
 from karvan.work.service import WorkService
 from karvan.work.spec import WorkSpec
@@ -62,7 +63,7 @@ def test_clients_that_wait_for_a_master_find_it_at_its_new_address(tmp_path):
             change_master_address(path, second.address)
             assert str(address) == second.address
             assert [answer.result(60) for answer in answers] == ["h:1", 4, run, [], 1]
-            assert second.healthy("parameter-server", 0)
+            assert second.healthy(Role.PARAMETER_SERVER, 0)
             member.leave()
 
 

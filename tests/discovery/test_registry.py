@@ -14,6 +14,7 @@ from free_ports import free_port, unanswered_address
 from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
+from karvan.job.roles import Role
 from karvan.wire import RefusedError, Security, WireError
 
 MEMBER = """
@@ -54,16 +55,16 @@ def start_member(registry, address):
 
 
 def test_a_member_is_found_until_it_leaves(registry, directory):
-    assert registry.healthy("loader", 1) is None
+    assert registry.healthy(Role.LOADER, 1) is None
     member = Membership(registry.address, "loader", 1, "10.0.0.1:5")
-    assert registry.healthy("loader", 1) is True
+    assert registry.healthy(Role.LOADER, 1) is True
     assert directory.find("loader", 1, 60) == "10.0.0.1:5"
     (known,) = registry.members()
     assert (known.role, known.index, known.pid, known.healthy) == ("loader", 1, os.getpid(), True)
     assert directory.members()[0].address == "10.0.0.1:5"
     member.leave()
     member.leave()
-    assert registry.healthy("loader", 1) is None
+    assert registry.healthy(Role.LOADER, 1) is None
     assert registry.members() == []
 
 
@@ -96,7 +97,7 @@ def test_a_member_that_is_killed_counts_as_lost_and_the_next_one_takes_its_place
     try:
         assert directory.find("parameter-server", 0, 60) == "h:1"
         process.kill()
-        wait_for(lambda: registry.healthy("parameter-server", 0) is False)
+        wait_for(lambda: registry.healthy(Role.PARAMETER_SERVER, 0) is False)
         with pytest.raises(WireError, match="no heartbeat"):
             directory.find("parameter-server", 0, 0.1)
         member = Membership(registry.address, "parameter-server", 0, "h:2", beat=0.1)
@@ -115,7 +116,7 @@ def test_a_stopped_member_that_was_replaced_stays_silent(registry, directory):
     wait_for(lambda: first.replaced)
     assert directory.find("loader", 0, 60) == "h:2"
     first.leave()
-    assert registry.healthy("loader", 0) is True
+    assert registry.healthy(Role.LOADER, 0) is True
     second.leave()
 
 
@@ -164,9 +165,9 @@ def test_a_trainer_may_be_silent_longer_than_others():
     registry = Registry(lost_after=0.5)
     trainer = Membership(registry.address, "trainer", 0, "h:1", beat=100)
     loader = Membership(registry.address, "loader", 0, "h:2", beat=100)
-    wait_for(lambda: registry.healthy("loader", 0) is False)
-    assert registry.healthy("trainer", 0) is True
-    wait_for(lambda: registry.healthy("trainer", 0) is False)
+    wait_for(lambda: registry.healthy(Role.LOADER, 0) is False)
+    assert registry.healthy(Role.TRAINER, 0) is True
+    wait_for(lambda: registry.healthy(Role.TRAINER, 0) is False)
     trainer.leave()
     loader.leave()
     registry.close()
@@ -232,9 +233,9 @@ def test_a_member_that_is_stopped_for_a_while_comes_back():
     process = start_member(registry, "h:1")
     try:
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: registry.healthy("parameter-server", 0) is False)
+        wait_for(lambda: registry.healthy(Role.PARAMETER_SERVER, 0) is False)
         process.send_signal(signal.SIGCONT)
-        wait_for(lambda: registry.healthy("parameter-server", 0) is True)
+        wait_for(lambda: registry.healthy(Role.PARAMETER_SERVER, 0) is True)
         (known,) = registry.members()
         assert (known.address, known.pid, known.healthy) == ("h:1", process.pid, True)
     finally:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.job.address import is_loopback
-from karvan.job.environment import LAUNCHED, JobEnvironment, addresses_variable, set_variables, variable
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.environment import LAUNCHED, JobEnvironment, names, set_variables, variable
+from karvan.job.roles import Role, all_roles, start_order
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import ASYNC, HYBRID, MODES, SYNC, DenseSettings
 
@@ -22,9 +22,13 @@ VALUES = {
     "int | None": st.none() | NUMBER,
     "float | None": st.none() | st.floats(0, 1e9),
     "bool | None": st.none() | st.booleans(),
-    "Role | None": st.none() | st.sampled_from(Role),
+    "Role | None": st.none() | st.sampled_from(all_roles()),
     "ServerLoss | None": st.none() | st.sampled_from(ServerLoss),
-    "tuple[str, ...]": st.lists(WORD).map(tuple),
+    "Mapping[Role, int]": st.dictionaries(st.sampled_from(start_order()), NUMBER),
+    "Mapping[Role, tuple[str, ...]]": st.dictionaries(
+        st.sampled_from([role for role in all_roles() if role.start is not None and role.listens]),
+        st.lists(WORD, min_size=1).map(tuple),
+    ),
 }
 ENVIRONMENTS = st.builds(
     JobEnvironment, **{field.name: VALUES[field.type] for field in fields(JobEnvironment)}
@@ -40,7 +44,7 @@ def test_what_is_written_is_read_again(job):
 
 def test_nothing_set_gives_the_defaults():
     assert JobEnvironment.read({}) == JobEnvironment()
-    assert JobEnvironment.read({variable(f.name): "" for f in fields(JobEnvironment)}) == JobEnvironment()
+    assert JobEnvironment.read(dict.fromkeys(map(variable, names()), "")) == JobEnvironment()
     assert JobEnvironment.read({"KARVAN_HOST": " a ", "KARVAN_CHECKPOINTS": " a "}) == JobEnvironment(
         host="a", checkpoints=" a "
     )
@@ -83,13 +87,13 @@ def test_a_misspelled_name_is_one_warning(monkeypatch, caplog):
 
 
 def test_counts_and_addresses_by_role():
-    job = JobEnvironment(trainer_count=1, parameter_server_count=2, embedding_worker_count=3, loader_count=4)
-    assert [job.count_of(role) for role in START_ORDER] == [2, 3, 4, 1]
-    job = JobEnvironment(parameter_server_addresses=("a:1", "b:2"), loader_addresses=("c:3",))
-    assert job.addresses_of(Role.PARAMETER_SERVER) == ("a:1", "b:2")
-    assert job.addresses_of(Role.LOADER) == ("c:3",)
-    assert job.addresses_of(Role.EMBEDDING_WORKER) == job.addresses_of(Role.TRAINER) == ()
-    assert addresses_variable(Role.LOADER) == "KARVAN_LOADER_ADDRESSES"
+    names = [f"KARVAN_{role}_COUNT" for role in ("TRAINER", "PARAMETER_SERVER", "EMBEDDING_WORKER", "LOADER")]
+    job = JobEnvironment.read({name: str(number + 1) for number, name in enumerate(names)})
+    assert [job.counts[role] for role in start_order()] == [2, 3, 4, 1]
+    written = {"KARVAN_PARAMETER_SERVER_ADDRESSES": "a:1,b:2", "KARVAN_LOADER_ADDRESSES": "c:3"}
+    job = JobEnvironment.read({**written, "KARVAN_TRAINER_ADDRESSES": "nobody listens"})
+    assert job.addresses == {Role.PARAMETER_SERVER: ("a:1", "b:2"), Role.LOADER: ("c:3",)}
+    assert written.items() <= job.variables().items()
 
 
 def test_options_are_set_and_those_that_are_not_given_stay():

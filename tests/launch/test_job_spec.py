@@ -2,13 +2,13 @@
 
 import socket
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from karvan.cli.main import main
-from karvan.job.environment import TORCH_NAMES, JobEnvironment, variable
+from karvan.job.environment import TORCH_NAMES, names, variable
+from karvan.job.roles import Role
 from karvan.launch import role_environment
 from karvan.launch.job_spec import JobSpec, read_spec
 from karvan.launch.role_commands import commands_of
@@ -163,7 +163,7 @@ def test_staleness_follows_the_mode(mode, staleness):
 )
 def test_trainers_find_the_dense_options_in_their_environment(dense, expected):
     spec = JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": "async", "dense": dense})
-    found = role_environment.environment_of(spec, "trainer", 0, registry="a:1", generation=0)
+    found = role_environment.environment_of(spec, Role.TRAINER, 0, registry="a:1", generation=0)
     names = {name: found[f"KARVAN_{name}"] for name in expected}
     assert names == expected
     assert ("KARVAN_GRADS_TO_WAIT" in found) == ("GRADS_TO_WAIT" in expected)
@@ -193,10 +193,9 @@ def test_the_pages_list_every_key_and_every_name_of_the_environment():
     page, environment = ((docs / name).read_text() for name in ("launch.md", "launch_environment.md"))
     keys = [name for name in JobSpec.model_fields if name != "roles"]
     keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
-    names = [variable(field.name) for field in fields(JobEnvironment)]
-    names += TORCH_NAMES
+    variables = [*map(variable, names()), *TORCH_NAMES]
     assert [name for name in keys if f"`{name}`" not in page] == []
-    assert [name for name in names if f"`{name}`" not in environment] == []
+    assert [name for name in variables if f"`{name}`" not in environment] == []
 
 
 def test_a_port_of_the_registry_that_is_taken_is_told_in_a_line(tmp_path, capsys):

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from karvan.job.roles import Role
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.network_interfaces import interface_of, interface_settings
 from karvan.launch.role_environment import environment_of
@@ -38,7 +39,7 @@ def test_an_address_of_the_machine_is_found():
 def test_a_job_may_choose_the_interface_of_its_trainers_itself():
     trainers = {"env": {"NCCL_SOCKET_IFNAME": "ib0"}}
     spec = JobSpec.model_validate({"name": "a", "entry": "t.py", "roles": {"trainers": trainers}})
-    found = environment_of(spec, "trainer", 0, registry="a:1", generation=0)
+    found = environment_of(spec, Role.TRAINER, 0, registry="a:1", generation=0)
     assert found["NCCL_SOCKET_IFNAME"] == "ib0"
     assert found["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
-    assert "GLOO_SOCKET_IFNAME" not in environment_of(spec, "loader", 0, registry="a:1", generation=0)
+    assert "GLOO_SOCKET_IFNAME" not in environment_of(spec, Role.LOADER, 0, registry="a:1", generation=0)

@@ -12,7 +12,7 @@ from processes import is_alive
 
 from karvan.activity import ActivityReport
 from karvan.clock import clock
-from karvan.job.roles import Role
+from karvan.job.roles import Role, role_of
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.health import HealthCheck
 from karvan.launch.supervision.processes import ManagedProcesses
@@ -31,7 +31,7 @@ def culprits(timeout=T, **reports):
     activities = {}
     for name, report in reports.items():
         role, _, index = name.rpartition("_")
-        activities[role.replace("_", "-"), int(index)] = report
+        activities[role_of(role.replace("_", "-")), int(index)] = report
     return [each.name for each in find_stalls(activities, timeout)]
 
 
@@ -92,9 +92,9 @@ def test_roles_without_code_of_a_user_have_less_time():
 
 def test_a_stall_says_who_for_how_long_and_who_waits():
     reports = {
-        ("loader", 0): doing(63),
-        ("trainer", 0): doing(62, "fit", loader_0=62),
-        ("trainer", 1): doing(62, "fit", loader_0=62),
+        (Role.LOADER, 0): doing(63),
+        (Role.TRAINER, 0): doing(62, "fit", loader_0=62),
+        (Role.TRAINER, 1): doing(62, "fit", loader_0=62),
     }
     [stall] = find_stalls(reports, 60)
     assert str(stall) == "loader-0 has made no progress for 63 s, and trainer-0 and trainer-1 wait for it"
@@ -104,11 +104,11 @@ def test_a_process_that_has_just_been_started_has_time_for_its_first_progress(tm
     with Running(tmp_path, {"loaders": 1}, Timing(check=0.01, settle=1000.0), stall_timeout=5) as job:
         job.wait_for("start", "", 3)
         waiting = ActivityReport(7, 9.0, "fit", {"loader-0": 9.0})
-        job.registry.reports = {("trainer", 0): waiting, ("loader", 0): ActivityReport(0, 9.0)}
+        job.registry.reports = {(Role.TRAINER, 0): waiting, (Role.LOADER, 0): ActivityReport(0, 9.0)}
         job.kill("parameter-server-0")  # several checks later
         job.wait_for("start", "parameter-server", 2)
         assert len(job.events("start", "loader")) == 1
-        job.registry.reports = {("trainer", 0): waiting, ("loader", 0): ActivityReport(1, 9.0)}
+        job.registry.reports = {(Role.TRAINER, 0): waiting, (Role.LOADER, 0): ActivityReport(1, 9.0)}
         wait_until(lambda: "launcher | loader-0 was killed by SIGKILL; it is restarted." in job.lines)
         job.registry.reports = {}
         job.wait_for("start", "loader", 2)

@@ -91,11 +91,11 @@ def logs(
     Exit codes: 0 shown, 3 there is no such job or process.
     """
     from karvan.job.roles import Role
-    from karvan.launch.engines.base import name_of
     from karvan.launch.engines.local import log_of
+    from karvan.launch.run_folder import MASTER
 
     with _known(job) as client:
-        path = log_of(client.folder.shared, name_of(Role.MASTER, 0))
+        path = log_of(client.folder.shared, MASTER)
         if process is not None:
             known = sorted(each.stem for each in path.parent.glob("*.log"))
             if process not in known:

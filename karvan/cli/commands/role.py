@@ -108,7 +108,7 @@ def _run(name: str) -> int:
     import logging
 
     from karvan.cluster.role_process import RoleSettings, end, factory_of, serve
-    from karvan.job.roles import Role
+    from karvan.job.roles import Role, role_of
     from karvan.wire import ListenError, RefusedError, WireError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -118,7 +118,7 @@ def _run(name: str) -> int:
 
             serve_master(RoleSettings.from_environment(Role.MASTER))
         else:
-            serve(factory_of(name), RoleSettings.from_environment(Role(name)))
+            serve(factory_of(name), RoleSettings.from_environment(role_of(name)))
     except ValueError as error:
         code = code_of(error)
         raise CommandError(str(error), code if code in (DAMAGED, TEMPORARY) else USAGE) from error

@@ -102,7 +102,7 @@ class WorkerClient:
 
 def workers_from_environment(deadline: float = 120.0) -> list[WorkerClient]:
     """The embedding workers of this process's job; an empty list if it has none."""
-    count = JobEnvironment.read().embedding_worker_count or 0
+    count = JobEnvironment.read().counts.get(Role.EMBEDDING_WORKER, 0)
     if not count:
         return []
     security = Security.from_environment()

@@ -143,7 +143,7 @@ def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory 
     """The directory of loaders whose addresses are given, and how many there are."""
     directory = None
     if loaders is None:
-        loaders = JobEnvironment.read().loader_count or 0
+        loaders = JobEnvironment.read().counts.get(Role.LOADER, 0)
     elif not isinstance(loaders, int):
         directory = StaticDirectory({Role.LOADER: list(loaders)})
         loaders = len(loaders)

@@ -157,7 +157,7 @@ class DataLoader:
             )
         workers = distributed.current().workers
         wait_for_roles(Role.LOADER)
-        if not JobEnvironment.read().loader_count:
+        if not JobEnvironment.read().counts.get(Role.LOADER):
             raise RuntimeError(
                 "StreamingDataset gives the batches that data-loaders send, and the job has none: expected "
                 "roles.loaders and loader_entry, or persia-launcher data-loader."

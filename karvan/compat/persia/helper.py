@@ -94,7 +94,7 @@ class PersiaServiceCtx:
             stack.callback(distributed.disconnect)
             os.environ.update(self._variables(folder, registry.address))
             for role, port in self._ports.items():
-                self._start(role, ["role", role.value], port)
+                self._start(role, ["role", role], port)
             for role, function in self._functions.items():
                 if function is not None:
                     self._start(role, _program(folder, role, function))
@@ -115,8 +115,7 @@ class PersiaServiceCtx:
             raise RuntimeError(f"Expected all processes of the job to succeed, but failed: {failed[0]}.")
 
     def _variables(self, folder: Path, registry: str) -> dict[str, str]:
-        counts = {f"{role.value.replace('-', '_')}_count": count for role, count in self._counts.items()}
-        job = JobEnvironment(registry=registry, role=Role.TRAINER, **counts)  # type: ignore[arg-type]
+        job = JobEnvironment(registry=registry, role=Role.TRAINER, counts=self._counts)
         found = {"PERSIA_NATS_URL": registry, **job.variables()}
         for name, (content, path) in self._configs.items():
             if content is not None:

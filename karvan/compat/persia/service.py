@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 
 _DEFAULT = "embedding_worker:8887"  # of the services of PERSIA's docker compose
 
@@ -14,4 +15,4 @@ def get_embedding_worker_services() -> list[str]:
     named = os.environ.get("EMBEDDING_WORKER_SERVICE", "")
     if named:
         return [address.strip() for address in named.split(",") if address.strip()]
-    return list(JobEnvironment.read().embedding_worker_addresses) or [_DEFAULT]
+    return list(JobEnvironment.read().addresses.get(Role.EMBEDDING_WORKER, ())) or [_DEFAULT]

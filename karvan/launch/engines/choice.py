@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from karvan.job.address import is_loopback
 from karvan.job.checkpoint_url import url_of
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import name_of
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.engines.needs import check_machine, needs_by_role, total_needs
@@ -79,8 +79,8 @@ def make_engine(
     cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=_written(spec))
     logs = ProcessLogs(folder.shared, write)
     try:
-        for role in START_ORDER:
-            for index in range(spec.most_of(role)):
+        for role in start_order():
+            for index in range(spec.of_role(role).most):
                 logs.open(name_of(role, index))
         engine = RayEngine(
             logs.write,
@@ -91,7 +91,7 @@ def make_engine(
             replicas=lasting_replicas(spec),
             network=uses_network(spec, cluster),
             # Ray limits threads to the CPUs of an actor; locally, a process without `threads` uses all.
-            own_threads=frozenset(role for role in START_ORDER if spec.of_role(role).cpus is None),
+            own_threads=frozenset(role for role in start_order() if spec.of_role(role).cpus is None),
             unattended=spec.master_timeout,
         )
         try:
@@ -154,11 +154,8 @@ def _written(spec: JobSpec) -> list[Path]:
 
 def lasting_replicas(spec: JobSpec) -> dict[Role, int]:
     """How many processes of each role the job has for all its time: trainers may come and go."""
-    trainers = spec.roles.trainers
-    return {
-        role: 0 if role == Role.TRAINER and trainers.varies else spec.of_role(role).replicas
-        for role in START_ORDER
-    }
+    sections = {role: spec.of_role(role) for role in start_order()}
+    return {role: 0 if section.varies else section.replicas for role, section in sections.items()}
 
 
 def uses_network(spec: JobSpec, cluster: RayCluster) -> bool:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec, Replicas
-
-_SECTIONS = {role: f"roles.{role.replace('-', '_')}s" for role in Role}
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,12 @@ def amount_text(name: str, amount: float) -> str:
 
 def needs_by_role(spec: JobSpec) -> dict[Role, Needs]:
     """What each process of each role needs."""
-    return {role: Needs.of(spec.of_role(role)) for role in START_ORDER}
+    return {role: Needs.of(spec.of_role(role)) for role in start_order()}
 
 
 def total_needs(spec: JobSpec) -> Needs:
     """What all processes that a job may have need together, apart from custom resources."""
-    each = [(spec.most_of(role), needs) for role, needs in needs_by_role(spec).items()]
+    each = [(spec.of_role(role).most, needs) for role, needs in needs_by_role(spec).items()]
     return Needs(
         sum(count * needs.cpus for count, needs in each),
         sum(count * needs.gpus for count, needs in each),
@@ -64,14 +62,14 @@ def check_machine(spec: JobSpec) -> None:
 
     CPUs count only if the job asks for them by `cpus`: more processes than CPUs are slow, but not wrong.
     """
-    for role in START_ORDER:
+    for role in start_order():
         if spec.of_role(role).resources:
             raise ValueError(
-                f"{_SECTIONS[role]}.resources names resources of a cluster's nodes, but this machine "
+                f"roles.{role.section}.resources names resources of a cluster's nodes, but this machine "
                 "alone has none: expected --engine ray with the --address of a running cluster."
             )
     wanted = {
-        "cpus": sum(spec.most_of(role) * (spec.of_role(role).cpus or 0.0) for role in START_ORDER),
+        "cpus": sum(spec.of_role(role).most * (spec.of_role(role).cpus or 0.0) for role in start_order()),
         "gpus": total_needs(spec).gpus,
         "memory": total_needs(spec).memory,
     }

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
 from karvan.job.address import is_everywhere
 from karvan.job.checkpoint_url import shown, url_of
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, role_of, start_order
 from karvan.launch.engines.base import Engine, name_of
 from karvan.launch.engines.choice import make_engine
 from karvan.launch.job_spec import JobSpec
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from karvan.work.service import WorkService
     from karvan.work.trainer_group import TrainerGroup
 
-_SLOWER_TRAINERS = 6.0  # they run the user's code, which may hold the interpreter for a while
 _PORT_WITHIN = 20.0  # seconds; somebody else may use the port of a master that died, for a moment
 
 
@@ -65,8 +64,8 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
     if job is None:
         raise MasterError(f"{folder.path} expected to have a job.json, got none.", USAGE)
     spec = JobSpec.model_validate(job["spec"])
-    commands: Commands = {Role(role): tuple(command) for role, command in job["commands"].items()}
-    names = [name_of(role, index) for role in commands for index in range(spec.most_of(role))]
+    commands: Commands = {role_of(role): tuple(command) for role, command in job["commands"].items()}
+    names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).most)]
     state = JobState.read(folder.state)
     with ExitStack() as stack:
         logs = stack.enter_context(closing(MergedLogs(names, spec.logs)))
@@ -176,7 +175,7 @@ def _services(
         group = TrainerGroup(
             folder.group,
             least=spec.roles.trainers.least,
-            lost_after=_SLOWER_TRAINERS * timing.lost,
+            lost_after=Role.TRAINER.patience * timing.lost,
             settled=partial(release_all, work),
         )
         work.refuse(group.gone)
@@ -204,7 +203,7 @@ def _registry(
                 host,
                 port,
                 Security.from_environment(security_of(spec)),
-                replicas={role: spec.most_of(role) for role in START_ORDER},
+                replicas={role: spec.of_role(role).most for role in start_order()},
                 lost_after=timing.lost,
                 beside=beside,
                 generation=state.generation,

@@ -126,14 +126,15 @@ class HealthCheck:
                 self._condemn(member, activities)
 
     def _find_late(self) -> None:
-        """Find processes that do not finish their start; trainers only if others show that they connect."""
-        trainers = self._members.of(Role.TRAINER)
-        connect = any(each.running and each.registration is not Registration.NONE for each in trainers)
+        """Find processes that do not finish their start, if others of their role show that they connect."""
         for member in [each for each in self._members if each.starting]:
             if member.waits_for_room:
                 member.started = clock.now()  # its start has not begun
             late = clock.now() >= member.started + self._start
-            expected = connect or member.role != Role.TRAINER
+            expected = member.role.connects or any(
+                each.running and each.registration is not Registration.NONE
+                for each in self._members.of(member.role)
+            )
             if late and expected and member.name not in self._condemned:
                 text = f"has not connected {self._start:g} s after its start; it is killed"
                 self._logs.say(f"{member.name} {text} (stall_timeout).")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import Handle, Process, name_of
 
 
@@ -70,7 +70,7 @@ class ManagedProcesses:
 
     def __init__(self, replicas: dict[Role, int]) -> None:
         self._all = [
-            ManagedProcess(role, index) for role in START_ORDER for index in range(replicas.get(role, 0))
+            ManagedProcess(role, index) for role in start_order() for index in range(replicas.get(role, 0))
         ]
 
     def __iter__(self) -> Iterator[ManagedProcess]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 from karvan.clock import clock
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.events import EventQueue, ProcessEnded, StopRequested
 from karvan.launch.supervision.processes import ManagedProcesses, kill
@@ -29,11 +29,11 @@ class Shutdown:
 
     def run(self) -> None:
         """Stop all."""
-        for role in reversed(START_ORDER):
+        for role in reversed(start_order()):
             self._stop(role)
 
     def _stop(self, role: Role) -> None:
-        grace = self._grace if role == Role.TRAINER else min(self._grace, _GRACE_OF_OTHERS)
+        grace = self._grace if role.saves else min(self._grace, _GRACE_OF_OTHERS)
         if not self._hurry:
             for member in self._members.of(role):
                 if member.running and member.handle is not None:

@@ -56,18 +56,17 @@ def find_stalls(activities: Activities, timeout: float) -> list[Stall]:
     stalls = [
         each
         for each in found
-        if (each.role == Role.TRAINER and each.report.task)
-        or (
-            each.role in (Role.LOADER, Role.EMBEDDING_WORKER, Role.PARAMETER_SERVER)
-            and _waiters(activities, (each.role, each.index), _limit(each.role, timeout))
+        if (
+            _waiters(activities, (each.role, each.index), _limit(each.role, timeout))
+            if each.role.listens
+            else each.report.task
         )
     ]
     return stalls or _trainers_that_wait_for_each_other(activities, timeout)
 
 
 def _limit(role: Role, timeout: float) -> float:
-    answers_calls = role in (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
-    return min(timeout, SERVICE_TIMEOUT) if answers_calls else timeout
+    return timeout if role.runs_user_code else min(timeout, SERVICE_TIMEOUT)
 
 
 def _waits(report: ActivityReport, timeout: float) -> bool:
@@ -77,7 +76,7 @@ def _waits(report: ActivityReport, timeout: float) -> bool:
 
 def _waiters(activities: Activities, whom: tuple[Role, int], timeout: float) -> tuple[str, ...]:
     role, index = whom
-    names = {f"{role}-{index}", TRAINERS} if role == Role.TRAINER else {f"{role}-{index}"}
+    names = {f"{role}-{index}", TRAINERS} if role.is_rank else {f"{role}-{index}"}
     return tuple(
         f"{key[0]}-{key[1]}"
         for key, report in sorted(activities.items())
@@ -87,7 +86,7 @@ def _waiters(activities: Activities, whom: tuple[Role, int], timeout: float) -> 
 
 def _trainers_that_wait_for_each_other(activities: Activities, timeout: float) -> list[Stall]:
     """All trainers, if each has only ever waited for the others."""
-    trainers = {key: report for key, report in activities.items() if key[0] == Role.TRAINER}
+    trainers = {key: report for key, report in activities.items() if key[0].is_rank}
     stuck = [
         each.task and each.idle >= timeout and set(each.waits) <= {TRAINERS} for each in trainers.values()
     ]

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 from karvan.job.server_loss import ServerLoss
 from karvan.launch.engines.base import Engine, Handle, Process, end_text
 from karvan.launch.merged_logs import MergedLogs
@@ -66,7 +66,6 @@ _OF_SIGNALS = (
     128  # such exit codes and larger ones, and negative ones, are of processes that a signal has ended
 )
 _NOT_RETRIED = (USAGE, DAMAGED)
-_HOLDERS = (Role.TRAINER, Role.LOADER)  # of tasks
 _WORK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
 
 
@@ -112,7 +111,8 @@ class Supervisor:
     def __post_init__(self) -> None:
         spec, timing = self.spec, self.timing
         self._commands = commands_of(spec) if self.commands is None else self.commands
-        self._members = ManagedProcesses({role: spec.most_of(role) for role in START_ORDER})
+        self._members = ManagedProcesses({role: spec.of_role(role).most for role in start_order()})
+        self._trainers = self._members.of(Role.TRAINER)
         self._want_trainers(spec.roles.trainers.replicas)
         self._suspension = Suspension(self._members, self.logs, timing.pause)
         self._events = EventQueue(self._suspension.suspend)
@@ -158,8 +158,7 @@ class Supervisor:
                 self._check_work()
                 self._end_without_late()
                 self._start_due()
-            trainers = self._members.of(Role.TRAINER)
-            self.group.expect(sum(each.wanted and each.code != 0 for each in trainers))
+            self.group.expect(sum(each.wanted and each.code != 0 for each in self._trainers))
             self._save()
         Shutdown(self._members, self._events, self.logs, self.spec.grace).run()
         kill(self._members)
@@ -190,7 +189,7 @@ class Supervisor:
 
     def _note_end(self, member: ManagedProcess, code: int) -> None:
         """A process has ended: who has its work, and what follows from it."""
-        if member.role == Role.TRAINER and self.spec.sharding == "dynamic":
+        if member.role.is_rank and self.spec.sharding == "dynamic":
             name = holder_of(member.role, member.index, member.token)
             left, begun = code == 0 and self.group.has_left(name), self.group.has_begun()
             predict = self.work.release_predictions(name)  # those of training wait until others have settled
@@ -233,17 +232,17 @@ class Supervisor:
     def _judge(self, member: ManagedProcess, code: int) -> None:
         """React to the end of a process; of several trainers, to that of the one that is the cause."""
         cause: End | None = (member, code)
-        if member.role == Role.TRAINER and self._rollback is None:
-            cause = self._verdict.judge(member, code, self._members.any_running(Role.TRAINER))
+        if member.role.is_rank and self._rollback is None:
+            cause = self._verdict.judge(member, code, any(each.running for each in self._trainers))
         if cause is not None:
             self._react(*cause)
 
     def _react(self, member: ManagedProcess, code: int) -> None:
-        if code == 0 and member.role in (Role.TRAINER, Role.LOADER):
+        if code == 0 and member.role.finishes:
             self.logs.say(f"{member.name} is done.")
-            if all(trainer.code == 0 for trainer in self._members.of(Role.TRAINER) if trainer.wanted):
+            if all(trainer.code == 0 for trainer in self._trainers if trainer.wanted):
                 self._outcome = JobOutcome(0)
-        elif self._rollback is not None and member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
+        elif self._rollback is not None and not member.role.restarts_alone:
             pass  # the rollback restarts it
         elif code in _NOT_RETRIED:
             self._fail(member, code, f"{member.name} {end_text(code)}, which is not retried.")
@@ -253,8 +252,9 @@ class Supervisor:
         elif not self._restarts.take():
             failed = TEMPORARY if code == TEMPORARY else FAILED
             self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
-        elif member.role == Role.TRAINER or (
-            member.role == Role.PARAMETER_SERVER and self.spec.on_server_loss is ServerLoss.ROLLBACK
+        elif not (
+            member.role.restarts_alone
+            or (member.role.holds_rows and self.spec.on_server_loss is ServerLoss.RELOAD)
         ):
             self.logs.say(f"{member.name} {end_text(code)}; all trainers {self._crash_loop.next_start}.")
             self._stop_for_rollback()
@@ -266,16 +266,17 @@ class Supervisor:
 
     def _stop_for_rollback(self) -> None:
         """Kill all trainers; those that were about to start alone start with the others."""
-        kill(self._members.of(Role.TRAINER))
-        for member in [*self._members.of(Role.TRAINER), *self._members.of(Role.PARAMETER_SERVER)]:
-            member.due = None
+        kill(self._trainers)
+        for member in self._members:
+            if not member.role.restarts_alone:
+                member.due = None
 
     def _is_crash_loop(self, member: ManagedProcess, code: int) -> bool:
         by_itself = 0 < code < _OF_SIGNALS
         if not by_itself and not member.stalled:
             self._crash_loop.forget()
             return False
-        counts = member.role == Role.TRAINER or (member.role == Role.PARAMETER_SERVER and by_itself)
+        counts = member.role.is_rank or (by_itself and not member.role.restarts_alone)
         return counts and code != TEMPORARY and self._crash_loop.failed()
 
     def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
@@ -285,8 +286,8 @@ class Supervisor:
             )
         self._outcome = JobOutcome(code, text)
         # Without a server the trainers have nothing left to save.
-        if member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
-            kill(self._members.of(Role.TRAINER))
+        if not member.role.restarts_alone:
+            kill(self._trainers)
 
     # The number of trainers
 
@@ -295,14 +296,14 @@ class Supervisor:
         self._events.scale(trainers)
 
     def _want_trainers(self, count: int) -> None:
-        for member in self._members.of(Role.TRAINER):
+        for member in self._trainers:
             member.wanted = member.index < count
 
     def _scale(self, trainers: int) -> None:
-        before = sum(each.wanted for each in self._members.of(Role.TRAINER))
+        before = sum(each.wanted for each in self._trainers)
         self.logs.say(f"From {before} to {trainers} trainers.")
         self._want_trainers(trainers)
-        for member in self._members.of(Role.TRAINER):
+        for member in self._trainers:
             if not member.wanted:
                 member.due = None
                 if member.running and member.handle is not None:
@@ -313,7 +314,7 @@ class Supervisor:
     # Leased work
 
     def _release_work(self, member: ManagedProcess) -> None:
-        if member.role in _HOLDERS:
+        if member.role.holds_tasks:
             tasks = self.work.release_process(holder_of(member.role, member.index, member.token))
             if tasks:
                 self.logs.say(f"{len(tasks)} tasks of {member.name} are leased to others.")
@@ -333,7 +334,7 @@ class Supervisor:
         """
         if not self.spec.continues:
             return
-        trainers = [each for each in self._members.of(Role.TRAINER) if each.wanted]
+        trainers = [each for each in self._trainers if each.wanted]
         late = [each for each in trainers if each.code != 0]
         connect = any(each.code == 0 and each.registration is not Registration.NONE for each in trainers)
         settled = clock.now() - self.timing.settle
@@ -416,7 +417,7 @@ class Supervisor:
         moments += [member.due for member in self._members if member.due is not None]
         if self._verdict.due is not None:
             moments.append(self._verdict.due)
-        if self._rollback is not None and not self._members.any_running(Role.TRAINER):
+        if self._rollback is not None and not any(each.running for each in self._trainers):
             moments.append(self._rollback)
         return min(moments) - clock.now()
 
@@ -425,7 +426,7 @@ class Supervisor:
         if (cause := self._verdict.overdue()) is not None:
             self._react(*cause)
         due = self._rollback is not None and self._rollback <= now
-        if due and not self._members.any_running(Role.TRAINER):
+        if due and not any(each.running for each in self._trainers):
             self._roll_back()
         self._start([each for each in self._members if each.due is not None and each.due <= now])
 
@@ -438,12 +439,9 @@ class Supervisor:
             [
                 member
                 for member in self._members
-                if (
-                    member.wanted
-                    and member.role in (Role.PARAMETER_SERVER, Role.TRAINER)
-                    and not member.running
-                )
-                or (member.role == Role.LOADER and member.code == 0)
+                if member.wanted
+                and not member.running
+                and (not member.role.restarts_alone or (member.role.finishes and member.code == 0))
             ]
         )
 

@@ -45,7 +45,7 @@ def _check_connected(connection: Connection) -> None:
     if connection.chosen:
         return
     job = JobEnvironment.read()
-    if job.role == Role.TRAINER and job.parameter_server_count != 0:
+    if job.role == Role.TRAINER and job.counts.get(Role.PARAMETER_SERVER) != 0:
         who, kind = "karvan launch has started this program as a trainer", "remote"
     elif "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         who, kind = f"torchrun has started {os.environ['WORLD_SIZE']} processes of this program", "sharded"

@@ -5,11 +5,11 @@ import os
 import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY, JobNodes, Output, Run, shared_cluster, token_settings
 
-from karvan.job.roles import START_ORDER
+from karvan.job.roles import start_order
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.engines.needs import Needs
 
-SMALL = dict.fromkeys(START_ORDER, Needs(cpus=0.1))
+SMALL = dict.fromkeys(start_order(), Needs(cpus=0.1))
 
 
 @pytest.fixture(scope="session")

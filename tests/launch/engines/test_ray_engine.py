@@ -15,7 +15,7 @@ from processes import is_alive, parent_of, state_of
 from support_paths import support_path
 from test_engines import FAMILY, family_of
 
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, start_order
 from karvan.launch.engines.needs import Needs
 
 INTERRUPTED = ("try: time.sleep(1000)", "except KeyboardInterrupt as error: print(repr(error))")
@@ -109,7 +109,7 @@ def test_an_actor_that_does_not_answer_is_given_up_after_a_kill(make_ray, start_
 @pytest.mark.slow
 def test_a_process_waits_for_room_and_says_what_it_needs(make_ray, start_on, output, monkeypatch):
     monkeypatch.setattr("karvan.launch.engines.ray.handle._SAY_AFTER", 0.5)
-    needs = dict.fromkeys(START_ORDER, Needs(cpus=0.1, resources={"scarce": 1.0}))
+    needs = dict.fromkeys(start_order(), Needs(cpus=0.1, resources={"scarce": 1.0}))
     engine = make_ray(needs=needs)
     first = start_on(engine, *SLEEP, index=0)
     first.first_line()

@@ -10,7 +10,7 @@ from processes import is_alive, parent_of
 from test_engines import FAMILY, family_of
 from test_ray_engine import SLEEP, Driver, actor_of, folder_of
 
-from karvan.job.roles import START_ORDER, Role
+from karvan.job.roles import Role, role_of, start_order
 from karvan.launch.engines.choice import lasting_replicas
 from karvan.launch.engines.needs import Needs
 from karvan.launch.engines.ray.placement.group_plan import plan_groups
@@ -50,11 +50,11 @@ def groups_of(job):
 @pytest.fixture
 def engine_on(make_ray, nodes):
     """An engine of a job on the nodes of this test."""
-    needs = dict.fromkeys(START_ORDER, Needs(cpus=0.1, resources={nodes.resource: 0.1}))
+    needs = dict.fromkeys(start_order(), Needs(cpus=0.1, resources={nodes.resource: 0.1}))
     engines = []
 
     def make(**replicas):
-        numbers = {Role(role.replace("_", "-")): count for role, count in replicas.items()}
+        numbers = {role_of(role.replace("_", "-")): count for role, count in replicas.items()}
         engines.append(make_ray(needs=needs, launch="launch", replicas=numbers))
         return engines[-1]
 

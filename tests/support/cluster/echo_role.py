@@ -1,11 +1,12 @@
 """A role with a service that gives back what it gets: `python echo_role.py`, with the command's options."""
 
 import sys
+from dataclasses import replace
 from errno import ENOSPC
 from functools import partial
 
 from karvan.cli.main import main
-from karvan.cluster import role_process
+from karvan.job.roles import Role, add_role
 from karvan.wire import Message, Service
 
 
@@ -29,5 +30,5 @@ def make(settings):
 
 
 if __name__ == "__main__":
-    role_process.FACTORIES["loader"] = "echo_role:make"
+    add_role(replace(Role.LOADER, factory="echo_role:make"))
     sys.exit(main(["role", *sys.argv[1:]]))

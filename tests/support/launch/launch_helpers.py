@@ -16,7 +16,7 @@ from forked_programs import ForkedProgram
 from processes import is_alive, kill
 from support_paths import support_path
 
-from karvan.job.roles import START_ORDER
+from karvan.job.roles import start_order
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
@@ -57,7 +57,7 @@ class Known:
 def small_commands(folder):
     """Every role notes what happens to it in the folder."""
     command = (sys.executable, "-IS", str(support_path("launch/role_program.py")), str(folder))
-    return dict.fromkeys(START_ORDER, command)
+    return dict.fromkeys(start_order(), command)
 
 
 def wait_until(condition, what="something", seconds=PATIENCE):

@@ -11,14 +11,14 @@ from support_paths import support_path
 
 from karvan.cli.commands.launch import follow
 from karvan.cli.errors import CommandError, print_error
-from karvan.job.roles import START_ORDER
+from karvan.job.roles import start_order
 from karvan.launch.job_spec import read_spec
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     spec = read_spec(place / "job.yaml", {})
     commands = small_commands(place)
-    for role in [each for each in START_ORDER if each in sys.argv]:
+    for role in [each for each in start_order() if each in sys.argv]:
         commands[role] = (sys.executable, str(support_path("launch/member_program.py")), str(place))
     timing = QUICK if "quick" in sys.argv else None
     try:

@@ -13,7 +13,7 @@ from karvan import distributed
 from karvan.compat.persia.bridge.global_config import read_global_config
 from karvan.compat.persia.env import get_world_size
 from karvan.discovery.directory import Directory
-from karvan.job.environment import JobEnvironment, set_variables
+from karvan.job.environment import JobEnvironment, count_name, set_variables
 from karvan.job.roles import Role
 from karvan.wire import Security, WireError
 
@@ -22,7 +22,6 @@ _log = logging.getLogger("karvan.compat")
 _ADDRESSES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
 _ATTEMPT = 3.0  # seconds after which the wait for a role is logged, once
 _FOUND_WITHIN = 600.0  # seconds for the processes of a job to be started
-_LISTENING = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
 
 
 def join_job() -> bool:
@@ -34,7 +33,7 @@ def join_job() -> bool:
     if job.registry and job.role is Role.TRAINER and not job.process and "RANK" in os.environ:
         # A launcher that is not Karvan's knows the rank alone.
         set_variables(os.environ, {"index": int(os.environ["RANK"]), "count": get_world_size()})
-    return bool(job.registry) or any(job.addresses_of(role) for role in _LISTENING)
+    return bool(job.registry) or bool(job.addresses)
 
 
 def _registry_address() -> str:
@@ -55,7 +54,7 @@ def _registry_address() -> str:
 def wait_for_roles(*roles: Role) -> None:
     """Wait until the job has processes of these roles, and set how many, unless a launcher has done so."""
     job = JobEnvironment.read()
-    unknown = [role for role in roles if job.count_of(role) is None]
+    unknown = [role for role in roles if role not in job.counts]
     if not job.registry or not unknown:
         return
     directory = Directory(job.master, Security.from_environment())
@@ -68,7 +67,7 @@ def wait_for_roles(*roles: Role) -> None:
                     "Waiting for the first %s at the registry %s, of PERSIA_NATS_URL.", role, job.registry
                 )
                 count = directory.count(role, _FOUND_WITHIN)
-            set_variables(os.environ, {f"{role.value.replace('-', '_')}_count": count})
+            set_variables(os.environ, {count_name(role): count})
     finally:
         directory.close()
 

@@ -15,7 +15,7 @@ import ray
 from ray import exceptions
 
 from karvan.job.environment import variable
-from karvan.job.roles import Role
+from karvan.job.roles import Role, all_roles
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.needs import Needs
 from karvan.launch.engines.ray.actor import GROUPS, SETTINGS, RoleActor
@@ -48,7 +48,7 @@ class RayEngine:
         launch: str = "",
         replicas: Mapping[Role, int] | None = None,
         network: bool = False,
-        own_threads: frozenset[Role] = frozenset(Role),
+        own_threads: frozenset[Role] = frozenset(all_roles()),
         unattended: float,
     ) -> None:
         self.write = write

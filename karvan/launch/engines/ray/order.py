@@ -10,12 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from karvan.job.address import is_everywhere
-from karvan.job.environment import LAUNCHED, JobEnvironment, variable
-from karvan.job.roles import Role
+from karvan.job.environment import LAUNCHED, names, variable
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.ray.private_files import private_file
 from karvan.launch.network_interfaces import interface_settings
@@ -26,11 +25,7 @@ _HOST, _ADVERTISE = variable("host"), variable("advertise")
 _CHECKPOINTS, _OWNER = variable("checkpoints"), variable("owner")
 _SECRETS = tuple(variable(name) for name in ("token_file", "tls_cert", "tls_key", "tls_ca"))
 # Those of users, which processes inherit locally; the address of this machine is not that of another one.
-_INHERITED = tuple(
-    name
-    for name in (variable(field.name) for field in fields(JobEnvironment))
-    if name not in LAUNCHED and name != _ADVERTISE
-)
+_INHERITED = tuple(name for name in map(variable, names()) if name not in LAUNCHED and name != _ADVERTISE)
 _VISIBLE_WITHIN = 5.0  # seconds; network file systems show new files a little later
 
 
@@ -60,7 +55,7 @@ class Order:
         """An order to run a process as if it ran here, in this folder; programs: besides its own."""
         folder = os.getcwd()
         environment = {**_inherited(), **process.environment}
-        if process.role == Role.TRAINER:  # each has its own devices
+        if process.role.is_rank:  # each has its own devices
             environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         host = process.environment.get(_HOST, "")
         for name, value in interface_settings(host).items() if network and host else ():
@@ -104,7 +99,7 @@ class Order:
             if not is_everywhere(environment.get(_HOST, "")):
                 environment[_HOST] = address
             environment.setdefault(_ADVERTISE, address)
-            if self.process.role == Role.TRAINER:
+            if self.process.role.is_rank:
                 environment = {**interface_settings(address), **environment}
         folder = self.folder if self._sees_folder() else os.getcwd()
         if (checkpoints := self._checkpoints()) is not None and folder != self.folder:

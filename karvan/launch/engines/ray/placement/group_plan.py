@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from karvan.job.roles import Role
+from karvan.job.roles import Role, role_of
 
 Member = tuple[Role, int]
-_SPREAD = {Role.PARAMETER_SERVER: "parameter-servers", Role.EMBEDDING_WORKER: "embedding-workers"}
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class GroupPlan:
 def plan_groups(replicas: Mapping[Role, int]) -> list[GroupPlan]:
     """The groups of a job that has so many processes of each role for all its time."""
     plans = []
-    for role, name in _SPREAD.items():
-        if (count := replicas.get(role, 0)) > 1:
-            plans.append(GroupPlan(name, "SPREAD", tuple((role, index) for index in range(count))))
-    loaders = replicas.get(Role.LOADER, 0)
-    for loader in range(loaders):
-        trainers = range(loader, replicas.get(Role.TRAINER, 0), loaders)
-        if trainers:
-            near = [(Role.TRAINER, index) for index in trainers]
-            plans.append(GroupPlan(f"loader-{loader}", "PACK", ((Role.LOADER, loader), *near)))
+    for role, count in replicas.items():
+        if role.spreads and count > 1:
+            plans.append(GroupPlan(f"{role}s", "SPREAD", tuple((role, index) for index in range(count))))
+        if role.beside:
+            center = role_of(role.beside)
+            centers = replicas.get(center, 0)
+            for number in range(min(centers, count)):
+                members = [(role, index) for index in range(number, count, centers)]
+                plans.append(GroupPlan(f"{center}-{number}", "PACK", ((center, number), *members)))
     return plans

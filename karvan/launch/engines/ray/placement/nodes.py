@@ -28,7 +28,6 @@ from karvan.launch.engines.needs import Needs, amount_text
 from karvan.launch.engines.ray.placement.groups import PlacementGroups
 
 _REFUSED_WITHIN = 1.0  # seconds
-_SPREAD = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
 
 
 class NodePlacement:
@@ -116,15 +115,14 @@ class NodePlacement:
             node for node, has in living.items() if _fits(needs, has) and node not in self._lost
         ]
         # Ray itself may still choose a node that is lost.
-        if large_enough and (process.role in _SPREAD or self._lost):
+        if large_enough and (process.role.spreads or self._lost):
             count = Counter(node for (role, _), node in self._nodes.items() if role == process.role)
             among_all = Counter(self._nodes.values())
             return min(large_enough, key=lambda node: (count[node], among_all[node], node))
-        if process.role == Role.TRAINER:
-            loaders = sorted(index for role, index in self._nodes if role == Role.LOADER)
-            if loaders:
-                near = self._nodes[Role.LOADER, loaders[process.index % len(loaders)]]
-                return near if near in large_enough else None
+        beside = sorted(place for place in self._nodes if place[0] == process.role.beside)
+        if beside:
+            near = self._nodes[beside[process.index % len(beside)]]
+            return near if near in large_enough else None
         return None
 
 
