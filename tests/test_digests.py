@@ -50,9 +50,7 @@ def features(folder, monkeypatch):
 
 
 def sharded(folder, monkeypatch, ranks, way="fit", **options):
-    return ranks_helpers.run(
-        ranks, "exact_training:on_rank", run=str(folder / "run"), files=folder, way=way, **options
-    )
+    return ranks_helpers.run(ranks, "exact_training:on_rank", run=str(folder / "run"), way=way, **options)
 
 
 def remote(folder, monkeypatch, servers, train=fit, connect=None, **options):
