@@ -189,7 +189,7 @@ def remote_dlrm(
     trainer = train.karvan_trainer("fp32", model)
     train.fill(model, rows)
     store = model.embeddings.store
-    at_servers = store.batches.at_servers
+    at_servers = store.at_servers
 
     def run() -> dict[str, float]:
         keys, moved, cpu = at_servers.keys_asked, sum(connection.servers.bytes()), sum(os.times()[:2])

@@ -338,12 +338,12 @@ class Checkpoint:
         }
 
     def _fill(self, name: str, handle: TableHandle, extra: Extra) -> None:
-        store, has_state = handle.store, self.manifest.tables[name].optimizer is not None
-        store.clear(name)
-        for rows in self.parts(name, share_of(*store.share)):
-            store.load(name, with_state_of(handle, rows, has_state))
+        table, has_state = handle.store.table(name), self.manifest.tables[name].optimizer is not None
+        table.clear()
+        for rows in self.parts(name, share_of(*handle.store.share)):
+            table.load(with_state_of(handle, rows, has_state))
         if extra:
-            store.load_extra(name, extra)
+            table.load_extra(extra)
 
     def _reader(self, table: str) -> TableReader:
         layers = [Layer(one.path, self._entry(one, table), one.kind == "delta") for one in self.chain]

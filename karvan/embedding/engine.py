@@ -32,7 +32,7 @@ from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle, find_table
 from karvan.notebook import html_table
 from karvan.ragged import REFERENCE, IdsReference, IndexedRows, Padded, Ragged
-from karvan.store import LookupPlan, LookupProgram, Store, make_store
+from karvan.store import LookupContext, LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
 from karvan.store.types import Gradients
 from karvan.threads import share_torch_threads
@@ -231,9 +231,8 @@ class EmbeddingEngine(nn.Module):
             step = 0
             if training:
                 step = self._prepared_step = max(self._prepared_step, self.step) + 1
-            prepared = self.store.prepare(
-                self.program, lookup_inputs, training=training, step=step, now=self._clock()
-            )
+            context = None if training is None else LookupContext(training, step, self._clock())
+            prepared = self.store.prepare(self.program, lookup_inputs, context)
             self._prepared.put(batch, inputs, prepared)
         except (
             AttributeError,
@@ -318,9 +317,7 @@ class EmbeddingEngine(nn.Module):
         plan = self.store.forward(
             program or (self.program if training else self._all),
             inputs.for_store(self.store) if prepared is None else prepared,
-            training=training,
-            step=self.step + 1,
-            now=self._clock(),
+            LookupContext(training, self.step + 1, self._clock()),
         )
         if plan.native is None:
             inputs.fill(cast(RemoteLookup, plan.remote))  # a check of the protocol would take long

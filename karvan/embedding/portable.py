@@ -60,7 +60,7 @@ def describe_with_rows(engine: EngineState, handles: Handles) -> dict[str, Any]:
             name: torch.from_numpy(array.astype(np.int64) if array.dtype == np.uint32 else array.copy())
             for name, array in rows._asdict().items()
         }
-        extra = engine.store.extra(table.name)
+        extra = engine.store.table(table.name).extra()
         entry["extra"] = {name: torch.from_numpy(array) for name, array in extra.items()}
     return state
 
@@ -178,7 +178,7 @@ def _fill(table: TableHandle, entry: Mapping[str, Any]) -> None:
     table.load(Rows(**arrays))
     if entry["extra"]:
         extra = {name: tensor.cpu().numpy() for name, tensor in entry["extra"].items()}
-        table.store.load_extra(table.name, extra)
+        table.store.table(table.name).load_extra(extra)
 
 
 def _is_whole(engine: EngineState) -> bool:

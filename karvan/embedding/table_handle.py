@@ -13,7 +13,7 @@ from torch import Tensor
 from karvan.argument_checks import listed
 from karvan.embedding.engine_state import EngineState
 from karvan.notebook import html_table
-from karvan.store import Rows, Store, TableSpec
+from karvan.store import LookupContext, Rows, Store, TableSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,7 +44,7 @@ class TableHandle:
         self.name = spec.name
         self.slot = slot  # its index among the engine's tables
         self.dim = spec.dim
-        self._store = state.store
+        self._stored = state.store.table(spec.name)
         self._clock = clock
         self._optimizer: str | None = None
         self.initial_state: tuple[float, ...] = ()  # the optimizer state of a new row
@@ -69,7 +69,7 @@ class TableHandle:
     @property
     def version(self) -> int:
         """A number that grows with every change."""
-        return self._store.version(self.name)
+        return self._stored.version
 
     def stats(self) -> dict[str, int]:
         """Return counters of the table.
@@ -78,7 +78,7 @@ class TableHandle:
             rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates and moved. `moved`
             counts index entries that growth has moved; while it rises, the index is growing.
         """
-        return self._store.stats(self.name)
+        return self._stored.stats()
 
     def keys(self) -> Tensor:
         """Return all keys, in the order of their hashes.
@@ -99,7 +99,7 @@ class TableHandle:
         """
         unique, inverse = np.unique(self._as_keys(keys), return_inverse=True)
         counts = np.ones(len(unique), dtype=np.uint32)
-        found = self._store.lookup({self.name: (unique, counts)}, training=False, step=0, now=0.0)
+        found = self.store.lookup({self.name: (unique, counts)}, LookupContext(training=False))
         return torch.from_numpy(found[self.name].vectors[inverse.reshape(-1)])
 
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
@@ -112,7 +112,7 @@ class TableHandle:
         Returns:
             The rows.
         """
-        return self._store.snapshot(self.name, part, parts)
+        return self._stored.snapshot(part, parts)
 
     def to_arrow(self, strings: Mapping[str, int] | None = None) -> pa.Table:
         """Return the rows as a pyarrow table, with `to_pandas()`.
@@ -141,7 +141,7 @@ class TableHandle:
         Args:
             rows: The rows, as of `snapshot`.
         """
-        self._store.load(self.name, rows)
+        self._stored.load(rows)
         self.engine_state.content.replace()
 
     def evict(self) -> int:
@@ -150,7 +150,7 @@ class TableHandle:
         Returns:
             How many rows were removed.
         """
-        return self._store.evict(self.name, step=self.engine_state.step, now=self._clock())
+        return self._stored.evict(step=self.engine_state.step, now=self._clock())
 
     def evict_keys(self, keys: Tensor | Sequence[int]) -> int:
         """Remove the rows of some keys.
@@ -161,7 +161,7 @@ class TableHandle:
         Returns:
             How many of them had a row.
         """
-        return self._store.erase(self.name, self._as_keys(keys))
+        return self._stored.erase(self._as_keys(keys))
 
     def evicted_since(self, version: int) -> Tensor:
         """Return the keys whose rows were removed since a version, to update a copy.
@@ -172,11 +172,11 @@ class TableHandle:
         Returns:
             The keys. Some may have rows again.
         """
-        return torch.from_numpy(self._store.evicted_since(self.name, version))
+        return torch.from_numpy(self._stored.evicted_since(version))
 
     def clear(self) -> None:
         """Remove all rows."""
-        self._store.clear(self.name)
+        self._stored.clear()
 
     @property
     def has_optimizer(self) -> bool:
@@ -206,7 +206,7 @@ class TableHandle:
             kind: The kind of the state.
             initial: What its elements are for a new row.
         """
-        self._store.set_state(self.name, initial, fresh=self._optimizer not in (None, kind))
+        self._stored.set_state(initial, fresh=self._optimizer not in (None, kind))
         self._optimizer = kind
         self.initial_state = tuple(initial)
 

@@ -1,17 +1,19 @@
 """Where rows live: the `Store` protocol and its implementations, one file each."""
 
-from karvan.store.base import SharedStore, Store
+from karvan.store.base import LocalTable, SharedStore, Store, StoredTable
 from karvan.store.capture import Capture
 from karvan.store.exchange.key_sharding import hashes_of
 from karvan.store.factory import make_store
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupPlan, LookupProgram
 from karvan.store.sharded import ShardedStore
-from karvan.store.types import Found, Push, Rows, Rule, TableSpec
+from karvan.store.types import Found, LookupContext, Push, Rows, Rule, TableSpec
 
 __all__ = [
     "Capture",
     "Found",
+    "LocalTable",
+    "LookupContext",
     "LookupPlan",
     "LookupProgram",
     "MemoryStore",
@@ -21,6 +23,7 @@ __all__ = [
     "ShardedStore",
     "SharedStore",
     "Store",
+    "StoredTable",
     "TableSpec",
     "hashes_of",
     "make_store",

@@ -3,7 +3,7 @@
 A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`LookupPlan`), pools
 the vectors after, and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this
 with the native grouping and the store's own `lookup` and `apply`; a store in the same process overrides them
-with one native call each.
+with one native call each. What concerns one table apart from batches is in its `StoredTable`.
 
 Between a lookup and its gradient a row may be evicted. A lookup therefore returns the tables' versions, a
 push passes them back, and the store drops and counts gradients of rows that were removed in between, even if
@@ -16,14 +16,134 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native
 from karvan.store.capture import Capture
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Counts, Found, Gradients, Keys, Push, Rows, Rule, StalenessStats, TableSpec
+from karvan.store.types import (
+    Counts,
+    Found,
+    Gradients,
+    Keys,
+    LookupContext,
+    Push,
+    Rows,
+    Rule,
+    StalenessStats,
+    TableSpec,
+)
+
+
+class StoredTable(ABC):
+    """One table of a store, to inspect and maintain its rows; `Store.table` returns it.
+
+    Where tables are spread over ranks, it is this rank's share of the table.
+    """
+
+    name: str
+
+    @abstractmethod
+    def set_state(self, initial: Sequence[float], fresh: bool) -> None:
+        """Give rows the optimizer state `initial`; rows with state of that size keep it unless `fresh`."""
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Count an update that was skipped because its gradient was not finite."""
+
+    @abstractmethod
+    def evict(self, *, step: int, now: float) -> int:
+        """Apply the table's policy now; returns how many rows were removed."""
+
+    @abstractmethod
+    def erase(self, keys: Keys) -> int:
+        """Remove these keys; returns how many rows were removed."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove all rows."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """A number that grows with every change of the table."""
+
+    @abstractmethod
+    def evicted_since(self, version: int) -> Keys:
+        """Keys whose rows were removed after that version, including those that were inserted again."""
+
+    @abstractmethod
+    def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
+        """The rows whose key hash lies in the given one of `parts` equal ranges."""
+
+    @abstractmethod
+    def load(self, rows: Rows) -> None:
+        """Insert or overwrite rows; those of other ranks are skipped."""
+
+    @abstractmethod
+    def extra(self) -> dict[str, NDArray[Any]]:
+        """Copies of what a table holds in addition to rows, such as the counters of its admission filter."""
+
+    @abstractmethod
+    def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
+        """Restore what `extra` returned."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
+
+        `moved` counts index entries that growth has moved; while it rises, the index is growing.
+
+        Tables on a GPU also have device_bytes and host_bytes, where their rows are, and of a host tier
+        tier_hits and tier_misses, the distinct rows of training lookups that were on the GPU and in host
+        memory, and tier_exchanges, the rows that have come to the GPU.
+        """
+
+
+class LocalTable(StoredTable):
+    """A table whose rows this process holds: all of them, or those whose keys it owns.
+
+    owns: says which of some keys belong here; None means all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.owns: Callable[[Keys], NDArray[np.bool_]] | None = None
+
+    @override
+    def erase(self, keys: Keys) -> int:
+        return self._erase(keys if self.owns is None else keys[self.owns(keys)])
+
+    @abstractmethod
+    def _erase(self, keys: Keys) -> int:
+        """Remove keys that belong here."""
+
+    @override
+    def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
+        if not 0 <= part < parts:
+            raise ValueError(f"Table '{self.name}': expected a part from 0 to {parts - 1}, got {part}.")
+        return self._snapshot(part, parts)
+
+    @abstractmethod
+    def _snapshot(self, part: int, parts: int) -> Rows:
+        """Read an existing part."""
+
+    @override
+    def load(self, rows: Rows) -> None:
+        if self.owns is not None:
+            mine = self.owns(rows.keys)
+            rows = Rows._make(np.ascontiguousarray(array[mine]) for array in rows)
+        if len(np.unique(rows.keys)) != len(rows.keys):
+            raise ValueError(f"Table '{self.name}': the rows to load hold some keys twice.")
+        self._load(rows)
+
+    @abstractmethod
+    def _load(self, rows: Rows) -> None:
+        """Insert or overwrite rows of distinct keys that belong here."""
 
 
 class Store(ABC):
@@ -34,13 +154,11 @@ class Store(ABC):
         """Create the table, or do nothing if it exists; a different one of that name is an error."""
 
     @abstractmethod
-    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """Give rows the optimizer state `initial`; rows with state of that size keep it unless `fresh`."""
+    def table(self, name: str) -> StoredTable:
+        """The table of that name, which was added before."""
 
     @abstractmethod
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         """Vectors of distinct keys; `keys` has, for each table, the keys and how often each occurs.
 
         Training inserts unknown keys; otherwise they get zeros and nothing changes.
@@ -48,44 +166,9 @@ class Store(ABC):
 
     @abstractmethod
     def apply(
-        self,
-        pushes: Mapping[str, Sequence[Push]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, pushes: Mapping[str, Sequence[Push]], rules: Mapping[str, Rule], steps: Mapping[str, int]
     ) -> None:
         """Update each table once with the sum of its pushes, without gradients of rows that were removed."""
-
-    @abstractmethod
-    def skip(self, table: str) -> None:
-        """Count an update that was skipped because its gradient was not finite."""
-
-    @abstractmethod
-    def evict(self, table: str, *, step: int, now: float) -> int:
-        """Apply the table's policy now; returns how many rows were removed."""
-
-    @abstractmethod
-    def erase(self, table: str, keys: Keys) -> int:
-        """Remove these keys; returns how many rows were removed."""
-
-    @abstractmethod
-    def clear(self, table: str) -> None:
-        """Remove all rows."""
-
-    @abstractmethod
-    def version(self, table: str) -> int:
-        """A number that grows with every change of the table."""
-
-    @abstractmethod
-    def evicted_since(self, table: str, version: int) -> Keys:
-        """Keys whose rows were removed after that version, including those that were inserted again."""
-
-    @abstractmethod
-    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """The rows whose key hash lies in the given one of `parts` equal ranges."""
-
-    @abstractmethod
-    def load(self, table: str, rows: Rows) -> None:
-        """Insert or overwrite rows."""
 
     @abstractmethod
     def capture(
@@ -104,28 +187,9 @@ class Store(ABC):
         close it before the next.
         """
 
-    @abstractmethod
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """Copies of what a table holds in addition to rows, such as the counters of its admission filter."""
-
-    @abstractmethod
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """Restore what `extra` returned."""
-
-    @abstractmethod
-    def stats(self, table: str) -> dict[str, int]:
-        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
-
-        `moved` counts index entries that growth has moved; while it rises, the index is growing.
-
-        Tables on a GPU also have device_bytes and host_bytes, where their rows are, and of a host tier
-        tier_hits and tier_misses, the distinct rows of training lookups that were on the GPU and in host
-        memory, and tier_exchanges, the rows that have come to the GPU.
-        """
-
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """How many rows tables have."""
-        return {table: self.stats(table)["rows"] for table in tables}
+        return {table: self.table(table).stats()["rows"] for table in tables}
 
     @property
     def takes_references(self) -> bool:
@@ -156,31 +220,19 @@ class Store(ABC):
         return 0, 1
 
     def prepare(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs,
-        *,
-        training: bool | None = None,
-        step: int = 0,
-        now: float = 0.0,
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
     ) -> Prepared:
         """Group a batch's keys before its `forward`; may run on another thread, at the same time as anything.
 
         inputs: the arrays of each feature, or its tensors if the store takes these, or a reference to ids
         that are remote.
-        training, step, now: the arguments of the forward, if they are known.
+        context: that of the forward, if it is known.
         """
         assert isinstance(inputs, list)
         return _native.prepare(program.native, inputs)
 
     def forward(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs | Prepared,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
     ) -> LookupPlan:
         """Look up a batch and fill its outputs.
 
@@ -192,7 +244,7 @@ class Store(ABC):
             assert isinstance(inputs, list)
             plan = _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
-        found = self.lookup(keys, training=training, step=step, now=now)
+        found = self.lookup(keys, context)
         plan.pool_from([found[table].vectors for table in program.tables])
         return LookupPlan(plan, {table: f.version for table, f in found.items()})
 
@@ -227,7 +279,7 @@ class Store(ABC):
             if table not in rules:
                 continue
             if not all(g.finite()[slot] for _, g in gradients):
-                self.skip(table)
+                self.table(table).skip()
                 continue
             pushes[table] = [_push(g, slot, plan.versions[table]) for plan, g in gradients]
         self.apply(pushes, rules, steps)

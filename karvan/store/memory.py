@@ -15,10 +15,81 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.native import _native
-from karvan.store.base import Store
+from karvan.store.base import LocalTable, Store
 from karvan.store.capture import Capture
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
+from karvan.store.types import Counts, Found, Keys, LookupContext, Push, Rows, Rule, TableSpec
+
+
+class MemoryTable(LocalTable):
+    """A table of the native core."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        super().__init__(spec.name)
+        self.spec = spec
+        self.native = _native.Table(
+            spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, spec.evict, spec.shards
+        )
+
+    @override
+    def set_state(self, initial: Sequence[float], fresh: bool) -> None:
+        self.native.set_state(list(initial), fresh)
+
+    @override
+    def skip(self) -> None:
+        self.native.count_skipped()
+
+    @override
+    def evict(self, *, step: int, now: float) -> int:
+        return self.native.evict(step, now)
+
+    @override
+    def _erase(self, keys: Keys) -> int:
+        return self.native.erase(np.ascontiguousarray(keys))
+
+    @override
+    def clear(self) -> None:
+        self.native.clear()
+
+    @property
+    @override
+    def version(self) -> int:
+        return self.native.version
+
+    @override
+    def evicted_since(self, version: int) -> Keys:
+        return self.native.evicted_since(version)
+
+    @override
+    def _snapshot(self, part: int, parts: int) -> Rows:
+        return Rows(*self.native.snapshot(part, parts))
+
+    @override
+    def _load(self, rows: Rows) -> None:
+        self.native.load(*rows)
+
+    @override
+    def extra(self, log: _native.LookupLog | None = None) -> dict[str, NDArray[Any]]:
+        """Without the lookups in flight, which are in `log`."""
+        made: dict[str, NDArray[Any]] = {}
+        if len(counts := self.native.filter_counts(log)):
+            made["filter_counts"] = counts
+        if clock := self.native.clock():
+            made["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
+            made["clock_times"] = np.array([time for _, time in clock])
+        return made
+
+    @override
+    def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
+        if "filter_counts" in extra:
+            self.native.set_filter_counts(extra["filter_counts"])
+        steps: Sequence[int] = extra["clock_steps"].tolist() if "clock_steps" in extra else []
+        times: Sequence[float] = extra["clock_times"].tolist() if "clock_times" in extra else []
+        self.native.set_clock(list(zip(steps, times, strict=True)))
+
+    @override
+    def stats(self) -> dict[str, int]:
+        return self.native.stats()
 
 
 class MemoryStore(Store):
@@ -29,40 +100,30 @@ class MemoryStore(Store):
     """
 
     def __init__(self, *, capacity: int | None = None) -> None:
-        self._tables: dict[str, _native.Table] = {}
-        self._specs: dict[str, TableSpec] = {}
+        self._tables: dict[str, MemoryTable] = {}
         self._capacity = capacity
         self._by_name: list[_native.Table] = []  # replaced as a whole, since other threads read it
 
     @override
     def add_table(self, spec: TableSpec) -> None:
-        known = self._specs.get(spec.name)
-        if known == spec:
-            return
-        if known is not None:
+        existing = self._tables.get(spec.name)
+        if existing is None:
+            self._tables[spec.name] = MemoryTable(spec)
+            self._by_name = [self._tables[name].native for name in sorted(self._tables)]
+        elif existing.spec != spec:
             raise ValueError(
-                f"Table '{spec.name}' is in the store already as {known}, but {spec} was asked for."
+                f"Table '{spec.name}' is in the store already as {existing.spec}, but {spec} was asked for."
             )
-        self._tables[spec.name] = _native.Table(
-            spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, spec.evict, spec.shards
-        )
-        self._specs[spec.name] = spec
-        self._by_name = [self._tables[name] for name in sorted(self._tables)]
-
-    def dim(self, table: str) -> int:
-        """The floats of a vector."""
-        return self._specs[table].dim
 
     @override
-    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        self._tables[table].set_state(list(initial), fresh)
+    def table(self, name: str) -> MemoryTable:
+        return self._tables[name]
 
     @override
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
+        training, step, now = context.training, context.step, context.now
         found = {
-            name: Found(*self._tables[name].lookup(unique, counts, training, step, now))
+            name: Found(*self._tables[name].native.lookup(unique, counts, training, step, now))
             for name, (unique, counts) in keys.items()
         }
         if training:
@@ -77,43 +138,7 @@ class MemoryStore(Store):
         steps: Mapping[str, int],
     ) -> None:
         for name, its_pushes in pushes.items():
-            self._tables[name].apply(list(its_pushes), rules[name].native(), steps[name])
-
-    @override
-    def skip(self, table: str) -> None:
-        self._tables[table].count_skipped()
-
-    @override
-    def evict(self, table: str, *, step: int, now: float) -> int:
-        return self._tables[table].evict(step, now)
-
-    @override
-    def erase(self, table: str, keys: Keys) -> int:
-        return self._tables[table].erase(np.ascontiguousarray(keys))
-
-    @override
-    def clear(self, table: str) -> None:
-        self._tables[table].clear()
-
-    @override
-    def version(self, table: str) -> int:
-        return self._tables[table].version
-
-    @override
-    def evicted_since(self, table: str, version: int) -> Keys:
-        return self._tables[table].evicted_since(version)
-
-    @override
-    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        if not 0 <= part < parts:
-            raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
-        return Rows(*self._tables[table].snapshot(part, parts))
-
-    @override
-    def load(self, table: str, rows: Rows) -> None:
-        if len(np.unique(rows.keys)) != len(rows.keys):
-            raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
-        self._tables[table].load(*rows)
+            self._tables[name].native.apply(list(its_pushes), rules[name].native(), steps[name])
 
     @override
     def capture(
@@ -130,50 +155,25 @@ class MemoryStore(Store):
         log: the lookups in flight, which the capture omits; see csrc/batch/lookup_log.h.
         """
         requests = [
-            (self._tables[name], parts[name], None if since is None else since[name]) for name in tables
+            (self._tables[name].native, parts[name], None if since is None else since[name])
+            for name in tables
         ]
         return _Captures(dict(zip(tables, _native.capture(requests, track, log), strict=True)))
-
-    @override
-    def extra(self, table: str, log: _native.LookupLog | None = None) -> dict[str, NDArray[Any]]:
-        """Without the lookups in flight."""
-        native = self._tables[table]
-        made: dict[str, NDArray[Any]] = {}
-        if len(counts := native.filter_counts(log)):
-            made["filter_counts"] = counts
-        if clock := native.clock():
-            made["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
-            made["clock_times"] = np.array([time for _, time in clock])
-        return made
-
-    @override
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        if "filter_counts" in extra:
-            self._tables[table].set_filter_counts(extra["filter_counts"])
-        steps: Sequence[int] = extra["clock_steps"].tolist() if "clock_steps" in extra else []
-        times: Sequence[float] = extra["clock_times"].tolist() if "clock_times" in extra else []
-        self._tables[table].set_clock(list(zip(steps, times, strict=True)))
-
-    @override
-    def stats(self, table: str) -> dict[str, int]:
-        return self._tables[table].stats()
 
     @override
     def forward(
         self,
         program: LookupProgram,
         inputs: LookupInputs | Prepared,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        context: LookupContext,
         log: _native.LookupLog | None = None,
     ) -> LookupPlan:
         """Grouping, lookup and pooling are one native call.
 
         log: records a training lookup, which is in flight from now on.
         """
-        tables = [self._tables[name] for name in program.tables]
+        tables = [self._tables[name].native for name in program.tables]
+        training, step, now = context.training, context.step, context.now
         if isinstance(inputs, _native.Plan):
             plan = inputs
             _native.forward_prepared(plan, tables, training, step, now)

@@ -7,7 +7,7 @@ concerns this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from karvan import distributed
 from karvan.distributed.settings import WIRES
-from karvan.store.base import Store
+from karvan.store.base import LocalTable, Store
 from karvan.store.capture import Capture
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
-from karvan.store.types import Keys, Push, Rows, Rule, TableSpec, Vectors
+from karvan.store.types import Keys, Push, Rule, TableSpec, Vectors
 
 
 class RankShare(Store):
@@ -35,11 +35,6 @@ class RankShare(Store):
         self._local = local
         self.crossing_keys = 0  # distinct keys of batches that were requested from other ranks, so far
         self.bytes_sent = 0  # to other ranks, so far
-
-    def owns(self, keys: Keys) -> NDArray[np.bool_]:
-        """Which keys belong to this rank."""
-        mine: NDArray[np.bool_] = owners_of(hashes_of(keys), self._ranks) == self._connection.rank
-        return mine
 
     @property
     @override
@@ -92,50 +87,14 @@ class RankShare(Store):
     def add_table(self, spec: TableSpec) -> None:
         """Each rank holds its part of the rows that a policy allows."""
         self._local.add_table(spec.share(*self.share))
+        # Without a reference to this store: a cycle would keep its rows until the next garbage collection.
+        self.table(spec.name).owns = partial(_owned_by, *self.share)
 
     @override
-    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        self._local.set_state(table, initial, fresh)
-
-    @override
-    def skip(self, table: str) -> None:
-        self._local.skip(table)
-
-    @override
-    def evict(self, table: str, *, step: int, now: float) -> int:
-        """Of this rank's share."""
-        return self._local.evict(table, step=step, now=now)
-
-    @override
-    def erase(self, table: str, keys: Keys) -> int:
-        """Of this rank's share."""
-        return self._local.erase(table, np.ascontiguousarray(keys[self.owns(keys)]))
-
-    @override
-    def clear(self, table: str) -> None:
-        """Of this rank's share."""
-        self._local.clear(table)
-
-    @override
-    def version(self, table: str) -> int:
-        """Of this rank's share."""
-        return self._local.version(table)
-
-    @override
-    def evicted_since(self, table: str, version: int) -> Keys:
-        """Of this rank's share."""
-        return self._local.evicted_since(table, version)
-
-    @override
-    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        """Of this rank's share."""
-        return self._local.snapshot(table, part, parts)
-
-    @override
-    def load(self, table: str, rows: Rows) -> None:
-        """Rows of other ranks are skipped."""
-        mine = self.owns(rows.keys)
-        self._local.load(table, Rows._make(np.ascontiguousarray(array[mine]) for array in rows))
+    def table(self, name: str) -> LocalTable:
+        table = self._local.table(name)
+        assert isinstance(table, LocalTable)
+        return table
 
     @override
     def capture(
@@ -149,17 +108,7 @@ class RankShare(Store):
         """Of this rank's share."""
         return self._local.capture(tables, parts, since, track=track)
 
-    @override
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """Of this rank's share."""
-        return self._local.extra(table)
 
-    @override
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """Of this rank's share."""
-        self._local.load_extra(table, extra)
-
-    @override
-    def stats(self, table: str) -> dict[str, int]:
-        """Of this rank's share."""
-        return self._local.stats(table)
+def _owned_by(rank: int, ranks: int, keys: Keys) -> NDArray[np.bool_]:
+    mine: NDArray[np.bool_] = owners_of(hashes_of(keys), ranks) == rank
+    return mine

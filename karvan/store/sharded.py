@@ -33,6 +33,7 @@ from karvan.store.types import (
     Found,
     GradientFlags,
     Keys,
+    LookupContext,
     Rule,
 )
 
@@ -67,13 +68,7 @@ class ShardedStore(RankShare):
 
     @override
     def prepare(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs,
-        *,
-        training: bool | None = None,
-        step: int = 0,
-        now: float = 0.0,
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
     ) -> Prepared:
         """Keys are sent to their owners now, so all ranks prepare a batch, or none."""
         assert isinstance(inputs, list)
@@ -81,13 +76,7 @@ class ShardedStore(RankShare):
 
     @override
     def forward(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs | Prepared,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
     ) -> LookupPlan:
         if isinstance(inputs, Routed):
             routed = inputs
@@ -95,9 +84,7 @@ class ShardedStore(RankShare):
             assert isinstance(inputs, list)
             plan = _native.Plan(program.native, inputs)
             routed = self._routed(plan, len(program.tables), alone=False)
-        owner = self._owner.lookup(
-            program.tables, routed.asked, routed.received, training=training, step=step, now=now
-        )
+        owner = self._owner.lookup(program.tables, routed.asked, routed.received, context)
         found = self._send(
             owner.vectors, floats(routed.asked, owner.dims), floats(routed.requested, owner.dims)
         )
@@ -146,21 +133,18 @@ class ShardedStore(RankShare):
             if table in rules and good:
                 applied[table] = rules[table]
             elif table in rules:
-                self._local.skip(table)
+                self.table(table).skip()
         passes = [(_lookup_of(plan).owner, sums.owned) for plan, sums in gradients]
         self._owner.update(program.tables, passes, applied, steps)
 
     @override
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         """A collective."""
+        dims = {table: self._memory.table(table).spec.dim for table in keys}
         program = LookupProgram(
-            [FeatureSpec(table, table, dim=self._memory.dim(table), mode="cells") for table in keys]
+            [FeatureSpec(table, table, dim=dim, mode="cells") for table, dim in dims.items()]
         )
-        outs = {
-            table: np.empty((len(k), self._memory.dim(table)), np.float32) for table, (k, _) in keys.items()
-        }
+        outs = {table: np.empty((len(k), dims[table]), np.float32) for table, (k, _) in keys.items()}
         arrays = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
         inputs = [
             _native.FeatureArrays(
@@ -172,8 +156,8 @@ class ShardedStore(RankShare):
             )
             for table, (k, c) in arrays.items()
         ]
-        self.forward(program, inputs, training=training, step=step, now=now)
-        return {table: Found(out, self._local.version(table)) for table, out in outs.items()}
+        self.forward(program, inputs, context)
+        return {table: Found(out, self.table(table).version) for table, out in outs.items()}
 
     def _routed(self, plan: _native.Plan, slots: int, alone: bool) -> Routed:
         channel = self._connection.here

@@ -162,6 +162,15 @@ class Rule:
 RULE_NUMBERS = tuple(field.name for field in fields(Rule) if field.name != "kind")
 
 
+@dataclass(frozen=True, slots=True)
+class LookupContext:
+    """The circumstances of a lookup: whether it trains, in which step, and at what time in seconds."""
+
+    training: bool
+    step: int = 0
+    now: float = 0.0
+
+
 class Rows(NamedTuple):
     """Rows with all they have, in the order of their keys' hashes: what snapshots hold and loads take."""
 

@@ -117,7 +117,7 @@ def test_a_manifest_without_cuts_has_equal_parts_and_one_extra(tmp_path, saved):
     Checkpoint(old).load(models[0])
     Checkpoint(path_of(saved[0], 1)).load(models[1])
     assert same_rows(models[0].rows(), saved[1][1])
-    counts = [model.embeddings.store.extra("user")["filter_counts"] for model in models]
+    counts = [model.embeddings.store.table("user").extra()["filter_counts"] for model in models]
     assert counts[0].any()
     assert np.array_equal(*counts)
     resign(

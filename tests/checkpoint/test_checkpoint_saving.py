@@ -70,7 +70,7 @@ def test_training_goes_on_during_a_save_and_the_snapshot_is_of_one_step(tmp_path
     rows, state = model.rows(), model.state()
     expected = {key: {**value} if isinstance(value, dict) else value for key, value in state.items()}
     weights = model.net.weight.detach().clone()
-    filter_counts = model.embeddings.store.extra("user")["filter_counts"]
+    filter_counts = model.embeddings.store.table("user").extra()["filter_counts"]
     pending = kv.Checkpoints(tmp_path, part_bytes=500).save(5, state, model)
     assert gate.arrived.wait(60)
     model.train_on(20, seed=7)  # all rows change, some leave, others come
@@ -90,7 +90,7 @@ def test_training_goes_on_during_a_save_and_the_snapshot_is_of_one_step(tmp_path
     assert torch.equal(back["model"]["net.weight"], weights)
     assert back["model"]["embeddings._extra_state"]["step"] == 5
     assert back["dense_optimizer"]["param_groups"] == expected["dense_optimizer"]["param_groups"]
-    assert np.array_equal(other.embeddings.store.extra("user")["filter_counts"], filter_counts)
+    assert np.array_equal(other.embeddings.store.table("user").extra()["filter_counts"], filter_counts)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def uses_by_step(folder):
 def live_counts(trainer):
     found = {}
     for table in trainer.model.embeddings.tables():
-        rows = trainer.model.embeddings.store.snapshot(table.name)
+        rows = trainer.model.embeddings.store.table(table.name).snapshot()
         order = rows.keys.argsort()
         found[table.name] = rows.keys[order].tolist(), rows.counts[order].tolist()
     return found

@@ -166,8 +166,8 @@ def test_ttl_keeps_rows_of_a_checkpoint_that_a_clock_ahead_has_saved():
     engine({"f": ids(1)})
     restored, there = one(evict=table)
     now[0] = 500.0
-    restored.store.load("f", handle.snapshot())
-    restored.store.load_extra("f", engine.store.extra("f"))
+    restored.store.table("f").load(handle.snapshot())
+    restored.store.table("f").load_extra(engine.store.table("f").extra())
     restored({"f": ids(2)})
     now[0] = 10_050.0
     restored({"f": ids(3)})

@@ -65,7 +65,7 @@ def test_a_thread_reads_while_another_trains(monkeypatch, stream):
             train(engine, optimizer, seed, rows)
         names = [handle.name for handle in engine.tables()]
         for turn in range(3):
-            expected = {name: engine.store.snapshot(name) for name in names}
+            expected = {name: engine.store.table(name).snapshot() for name in names}
             capture = engine.store.capture(names, dict.fromkeys(names, 8))
             found = {name: [] for name in names}
 
@@ -97,7 +97,7 @@ def test_a_capture_copies_no_rows_at_once():
     store = engine.store
     for last in (False, True):  # kernels are compiled the first time
         began = time.perf_counter()
-        whole = store.snapshot("x")
+        whole = store.table("x").snapshot()
         copied = time.perf_counter() - began
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -119,7 +119,7 @@ def test_steps_wait_for_nothing_while_a_capture_is_open():
     engine, optimizer = make_engine(rows)
     for seed in range(4):
         train(engine, optimizer, seed, rows)
-    expected = engine.store.snapshot("x")
+    expected = engine.store.table("x").snapshot()
     capture = engine.store.capture(["x", "y", "half"], {"x": 1, "y": 1, "half": 1})
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -128,7 +128,7 @@ def test_addresses_are_replaced_while_updates_are_in_flight():
             engine({"f": torch.arange(40_000 * (step + 1), device="cuda") * 7})
             first.sum().backward()
             sparse.step()
-    assert_same_rows(*(store.snapshot("f") for store in stores))
+    assert_same_rows(*(store.table("f").snapshot() for store in stores))
     check_locations(stores[1])
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan import _native, distributed
-from karvan.store import MemoryStore
+from karvan.store import LookupContext, MemoryStore
 
 TABLES = ("b", "a", "c")  # ties are decided by name, not by the order in which tables were added
 
@@ -60,14 +60,14 @@ def test_rows_leave_in_the_order_of_their_last_use_whatever_their_table(batches,
             for table, uses in batch.items()
         }
         for training in (False, True):  # one that is not for training changes nothing
-            store.lookup(arrays, training=training, step=step, now=0.0)
+            store.lookup(arrays, LookupContext(training, step))
         slow.lookup(batch, step)
         found = {}
         for table in TABLES:
-            rows = store.snapshot(table)
+            rows = store.table(table).snapshot()
             for key, uses, last in zip(rows.keys, rows.counts, rows.last_steps, strict=True):
                 found[table, int(key)] = [int(last), int(uses)]
-            assert store.stats(table)["evicted"] == slow.evicted[table]
+            assert store.table(table).stats()["evicted"] == slow.evicted[table]
         assert found == slow.rows
 
 
@@ -92,20 +92,20 @@ def test_an_engine_trains_within_a_capacity():
     assert sum(rows.values()) == 20
     assert min(rows.values()) > 0
     assert rows["item"] <= 15  # the policy of the table counts as well
-    assert store.stats("user")["dropped_gradients"] == 0
+    assert store.table("user").stats()["dropped_gradients"] == 0
     narrow = MemoryStore(capacity=3)  # less than a batch has
     train(narrow)
-    assert narrow.stats("user")["dropped_gradients"] > 0
+    assert narrow.table("user").stats()["dropped_gradients"] > 0
 
 
 def test_a_lookup_with_more_rows_than_the_capacity_still_has_all_of_its_vectors():
     store = MemoryStore(capacity=3)
     store.add_table(kv.Table(2).spec("t", 0, 1))
     keys = np.arange(10, dtype=np.int64), np.ones(10, np.uint32)
-    found = store.lookup({"t": keys}, training=True, step=1, now=0.0)["t"]
+    found = store.lookup({"t": keys}, LookupContext(True, 1))["t"]
     assert found.vectors.shape == (10, 2)
     assert len(np.unique(found.vectors[:, 0])) == 10
-    assert store.stats("t")["rows"] == 3
+    assert store.table("t").stats()["rows"] == 3
 
 
 def test_a_connection_in_memory_has_a_capacity():
@@ -116,7 +116,7 @@ def test_a_connection_in_memory_has_a_capacity():
     finally:
         distributed.disconnect()
     for name in ("user", "item"):
-        keys = [np.sort(each.store.snapshot(name).keys) for each in (received, expected)]
+        keys = [np.sort(each.store.table(name).snapshot().keys) for each in (received, expected)]
         assert np.array_equal(*keys)
     unlimited = kv.EmbeddingEngine({"user": kv.Table(4)})
     unlimited({"user": torch.arange(30)})

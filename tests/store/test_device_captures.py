@@ -13,7 +13,7 @@ from rows_conformance import assert_same_rows
 from store_kinds import explore
 
 import karvan as kv
-from karvan.store import MemoryStore, Push, Rule
+from karvan.store import LookupContext, MemoryStore, Push, Rule
 from karvan.store.cuda.captures import saved_rows
 from karvan.store.cuda.rows import row_staging
 from karvan.store.cuda.store import CudaStore
@@ -62,7 +62,7 @@ def train(engine, optimizer, seed):
 
 
 def snapshots(engine):
-    return {name: as_dict(engine.store.snapshot(name)) for name in TABLES}
+    return {name: as_dict(engine.store.table(name).snapshot()) for name in TABLES}
 
 
 def test_a_thread_reads_while_another_trains():
@@ -151,14 +151,14 @@ def test_training_limits_the_page_locked_memory_of_rows_that_nobody_reads():
     store.add_table(SPECS["a"])
     keys = np.arange(600)
     ones = np.ones(100, np.uint32)
-    store.lookup({"a": (keys, np.ones(600, np.uint32))}, training=True, step=1, now=0.0)
-    expected = store.snapshot("a")
+    store.lookup({"a": (keys, np.ones(600, np.uint32))}, LookupContext(True, 1))
+    expected = store.table("a").snapshot()
     capture = store.capture(["a"], {"a": 4})
     rule = Rule("sgd")
     rule.lr = 1.0
     for first in range(0, 600, 100):
         some = keys[first : first + 100]
-        found = store.lookup({"a": (some, ones)}, training=True, step=2, now=0.0)["a"]
+        found = store.lookup({"a": (some, ones)}, LookupContext(True, 2))["a"]
         push = Push(some, np.ones((100, 2), np.float32), found.version)
         store.apply({"a": [push]}, {"a": rule}, {"a": 2})
         assert 0 < capture.saved_bytes < 20 * (128 + 8)  # of a batch, of all rows 12,000
@@ -173,7 +173,7 @@ def test_a_capture_that_is_forgotten_ends():
     del capture
     gc.collect()
     assert store.memory.tables["a"].arena.watchers == ()
-    expected = store.snapshot("a")
+    expected = store.table("a").snapshot()
     capture = store.capture(["a"], {"a": 2})
     walk.look()
     walk.update()
@@ -186,7 +186,7 @@ def test_a_save_that_fails_holds_nothing(monkeypatch):
     store = CudaStore("cpu")
     walk = CaptureWalk(store, random.Random(0))
     walk.look()
-    expected = store.snapshot("a")
+    expected = store.table("a").snapshot()
     capture = store.capture(["a"], {"a": 1})
     flight = list(walk.in_flight)
     with monkeypatch.context() as patch:
@@ -197,9 +197,9 @@ def test_a_save_that_fails_holds_nothing(monkeypatch):
         patch.setattr(saved_rows.SavedRows, "reserve", fail)
         with pytest.raises(MemoryError):
             walk.update()
-    assert_same_rows(store.snapshot("a"), expected)
+    assert_same_rows(store.table("a").snapshot(), expected)
     walk.in_flight = flight
     walk.update()
     assert_same_rows(capture.part("a", 0), expected)
     capture.close()
-    assert not np.array_equal(store.snapshot("a").vectors, expected.vectors)
+    assert not np.array_equal(store.table("a").snapshot().vectors, expected.vectors)

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
+from karvan.store import LookupContext
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.sharded.sections import Sections
@@ -133,14 +134,14 @@ def test_lookups_and_pushes_of_a_single_rank_are_those_of_a_store_on_the_device(
     for store in (sharded, alone):
         if store is sharded:
             add_tables(store)
-        store.set_state("b", [0.1] * 3, False)
-        found = store.lookup(
-            {"b": (keys, counts), "a": (keys[:1], counts[:1])}, training=True, step=2, now=0.0
-        )
+        store.table("b").set_state([0.1] * 3, False)
+        found = store.lookup({"b": (keys, counts), "a": (keys[:1], counts[:1])}, LookupContext(True, 2))
         push = Push(keys[:3], np.arange(9, dtype=np.float32).reshape(3, 3), found["b"].version)
         store.apply({"b": [push]}, {"b": Rule("adagrad", lr=0.1, eps=1e-8)}, {"b": 1})
-        again = store.lookup({"b": (keys, counts)}, training=False, step=3, now=0.0)
-        made.append([found["b"].vectors, found["a"].vectors, again["b"].vectors, *store.snapshot("b")])
+        again = store.lookup({"b": (keys, counts)}, LookupContext(False, 3))
+        made.append(
+            [found["b"].vectors, found["a"].vectors, again["b"].vectors, *store.table("b").snapshot()]
+        )
     for one, other in zip(*made, strict=True):
         np.testing.assert_array_equal(one, other)
     assert dict(zip(made[0][3].tolist(), made[0][6].tolist(), strict=True)) == dict(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan import _native
-from karvan.store import MemoryStore, Rows
+from karvan.store import LookupContext, MemoryStore, Rows
 from karvan.store.exchange.message_layout import words
 from karvan.store.exchange.row_owner import Owner
 
@@ -62,7 +62,7 @@ class Server:
         message[: len(uses)] = list(uses)
         message[len(uses) :].view(np.uint32)[: len(uses)] = list(uses.values())
         answered = self.owner.lookup(
-            ["t"], [[len(uses)]], [message], training=True, step=self.clock, now=0.0, log=self.log
+            ["t"], [[len(uses)]], [message], LookupContext(True, self.clock), log=self.log
         )
         batch = Batch(uses, self.clock, plan=answered.plan.native, answered=answered)
         self.ahead[trainer].append(batch)
@@ -83,14 +83,14 @@ class Server:
         capture = self.store.capture(["t"], {"t": 2}, log=self.log)
         parts = [capture.part("t", part) for part in range(2)]
         capture.close()
-        return Rows(*map(np.concatenate, zip(*parts, strict=True))), self.store.extra("t", self.log)
+        return Rows(*map(np.concatenate, zip(*parts, strict=True))), self.store.table("t").extra(self.log)
 
     def roll_back(self):
         """A new server that has the rows of a capture; the trainers look up again what was in flight."""
         rows, extra = self.capture()
         self.start()
-        self.store.load("t", rows)
-        self.store.load_extra("t", extra)
+        self.store.table("t").load(rows)
+        self.store.table("t").load_extra(extra)
         again = [[batch.uses for batch in mine] for mine in self.ahead]
         self.history = [batch for batch in self.history if batch.trained]
         self.ahead = [[] for _ in self.ahead]
@@ -117,8 +117,8 @@ class Server:
             chosen = MemoryStore()
             chosen.add_table(self.spec)
             one = np.array([key]), np.array([1], np.uint32)
-            chosen.lookup({"t": one}, training=True, step=step, now=0.0)
-            return chosen.stats("t")["rows"] == 1
+            chosen.lookup({"t": one}, LookupContext(True, step))
+            return chosen.table("t").stats()["rows"] == 1
         return self.admit == "always" or seen >= MIN_COUNT
 
 
@@ -152,13 +152,13 @@ def test_captures_are_what_trained_batches_make(admit, trainers, steps):
         else:
             getattr(server, name)(*arguments)
         if name in ("withdraw", "roll_back"):
-            assert as_uses(server.store.snapshot("t")) == server.expected(everything=True)
+            assert as_uses(server.store.table("t").snapshot()) == server.expected(everything=True)
     assert as_uses(server.capture()[0]) == server.expected()
     for trainer in range(trainers):
         while server.ahead[trainer]:
             server.train(trainer)
     assert len(server.log) == 0
-    assert as_uses(server.store.snapshot("t")) == server.expected()
+    assert as_uses(server.store.table("t").snapshot()) == server.expected()
 
 
 @pytest.mark.parametrize("evict", [kv.eviction.LRU(6), kv.eviction.LFU(6), kv.eviction.Age(3)], ids=str)

@@ -12,7 +12,7 @@ from reference import SGD, ReferenceTable, check_table, mix
 from test_message_layout import as_message
 
 import karvan as kv
-from karvan.store import MemoryStore, Push, Rows, Rule
+from karvan.store import LookupContext, MemoryStore, Push, Rows, Rule
 from karvan.store.exchange.row_owner import Owner
 
 DIM = 2
@@ -47,11 +47,11 @@ class Handle:
         self.store = store
 
     def snapshot(self):
-        return self.store.snapshot("t")
+        return self.store.table("t").snapshot()
 
     @property
     def rows(self):
-        return self.store.stats("t")["rows"]
+        return self.store.table("t").stats()["rows"]
 
 
 def gradient_of(rng):
@@ -75,7 +75,7 @@ def test_a_table_is_a_dict_of_rows(actions, seed):
     for step, (action, keys) in enumerate(actions, 1):
         if action == "train":
             uses = rng.integers(1, 4, len(keys)).astype(np.uint32)
-            found = store.lookup({"t": (np.array(keys), uses)}, training=True, step=step, now=0.0)["t"]
+            found = store.lookup({"t": (np.array(keys), uses)}, LookupContext(True, step))["t"]
             table.see(Counter(dict(zip(keys, uses.tolist(), strict=True))), step)
             assert found.vectors.tolist() == [table.vector(key).tolist() for key in keys]
             pushes[step] = keys, [gradient_of(rng) for _ in keys], found.version, dict(table.rows)
@@ -83,26 +83,26 @@ def test_a_table_is_a_dict_of_rows(actions, seed):
                 apply(store, table, pushes.values(), step)
                 pushes = {}
         elif action == "look":
-            before = store.version("t")
+            before = store.table("t").version
             one = np.ones(len(keys), np.uint32)
-            found = store.lookup({"t": (np.array(keys), one)}, training=False, step=step, now=0.0)["t"]
+            found = store.lookup({"t": (np.array(keys), one)}, LookupContext(False, step))["t"]
             assert found.vectors.tolist() == [table.vector(key).tolist() for key in keys]
-            assert store.version("t") == before
+            assert store.table("t").version == before
         elif action == "erase":
             there = set(keys) & set(table.rows)
-            version = store.version("t")
-            assert store.erase("t", np.array(keys)) == len(there)
-            assert set(store.evicted_since("t", version).tolist()) == there
+            version = store.table("t").version
+            assert store.table("t").erase(np.array(keys)) == len(there)
+            assert set(store.table("t").evicted_since(version).tolist()) == there
             table.evict(keys)
         elif action == "clear":
-            store.clear("t")
+            store.table("t").clear()
             table.rows.clear()
         else:
             store = moved(store, len(keys))
             pushes = {}  # their versions are of the other store
             table.dropped = 0
         check_table(Handle(store), table)
-        assert store.stats("t")["dropped_gradients"] == table.dropped
+        assert store.table("t").stats()["dropped_gradients"] == table.dropped
 
 
 def apply(store, table, pushes, step):
@@ -124,19 +124,19 @@ def apply(store, table, pushes, step):
 
 def moved(store, parts):
     """Another store with the same rows, by way of snapshots of parts."""
-    whole = [store.snapshot("t", part, parts) for part in range(parts)]
+    whole = [store.table("t").snapshot(part, parts) for part in range(parts)]
     joined = Rows(*map(np.concatenate, zip(*whole, strict=True)))
     hashes = [mix(key) for key in joined.keys.tolist()]
     assert hashes == sorted(hashes)
     other = new_store()
     for part in reversed(whole):
-        other.load("t", part)
+        other.table("t").load(part)
     return other
 
 
 def test_a_snapshot_has_parts_from_0_on():
     with pytest.raises(ValueError, match="expected a part from 0 to 2, got 3"):
-        new_store().snapshot("t", 3, 3)
+        new_store().table("t").snapshot(3, 3)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -156,7 +156,7 @@ def test_an_owner_answers_all_ranks_and_adds_their_gradients(by_key, rounds, see
     for step, ranks in enumerate(rounds, 1):
         asked = [[len(keys) for keys in of_rank] for of_rank in ranks]
         messages = [as_message(of_rank) for of_rank in ranks]
-        answered = owner.lookup(names, asked, messages, training=True, step=step, now=0.0)
+        answered = owner.lookup(names, asked, messages, LookupContext(True, step))
         for name, key in (
             (n, k) for of_rank in ranks for n, keys in zip(names, of_rank, strict=True) for k in keys
         ):
@@ -175,7 +175,7 @@ def test_an_owner_answers_all_ranks_and_adds_their_gradients(by_key, rounds, see
             total = sum(mine) / np.float32(len(mine) if by_key else 1)
             rows[name][key] = rows[name][key] - np.float32(LR) * total
     for name in names:
-        found = store.snapshot(name)
+        found = store.table(name).snapshot()
         assert sorted(found.keys.tolist()) == sorted(rows[name])
         for key, vector in zip(found.keys.tolist(), found.vectors, strict=True):
             np.testing.assert_allclose(vector, rows[name][key], rtol=1e-6, atol=1e-6)

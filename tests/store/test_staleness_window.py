@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from karvan.store import LookupContext
 from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.store.remote.staleness_window import Countdown, StalenessWindow
 
@@ -15,7 +16,7 @@ class Lookup(PendingLookup):
     """Notes that it has begun."""
 
     def __init__(self, name, begun):
-        super().__init__(None, training=True, step=0, now=0.0)
+        super().__init__(None, LookupContext(training=True))
         self.name, self._order = name, begun
 
     def _ask(self):

@@ -16,6 +16,7 @@ from tier_conformance import TierConformance, Trained, check_locations, zipf_bat
 import karvan as kv
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
+from karvan.store import LookupContext
 from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
 from karvan.store.cuda.tier import host_memory
@@ -143,8 +144,8 @@ def test_a_store_that_nobody_holds_releases_its_memory_at_once():
     store = CudaStore("cpu", 600)
     store.add_table(kv.Table(4).spec("t", 0, 4))
     keys = np.arange(50)
-    store.lookup({"t": (keys, np.ones(50, np.uint32))}, training=True, step=1, now=0.0)
-    assert store.stats("t")["host_bytes"] > 0
+    store.lookup({"t": (keys, np.ones(50, np.uint32))}, LookupContext(True, 1))
+    assert store.table("t").stats()["host_bytes"] > 0
     memory = weakref.ref(store.memory.tables["t"].arena)
     del store
     assert memory() is None
@@ -167,7 +168,7 @@ def walk_with_captures(seed, length):
     store = CudaStore("cpu", 600)
     CaptureWalk(store, random.Random(seed)).run(length)
     check_locations(store)
-    return sum(store.stats(name)["tier_exchanges"] for name in "abc")
+    return sum(store.table(name).stats()["tier_exchanges"] for name in "abc")
 
 
 def test_captures_are_read_while_rows_exchange_locations():

@@ -67,13 +67,10 @@ def parts_for(handle: TableHandle, part_bytes: int) -> int:
 
     A rank that owns one of n shares has a file for each part that overlaps its share.
     """
-    store = handle.store
-    total = store.stats(handle.name)["rows"] * row_bytes(
-        handle.dim, handle.spec.dtype, len(handle.initial_state)
-    )
+    total = handle.rows * row_bytes(handle.dim, handle.spec.dtype, len(handle.initial_state))
     parts = -(-total // part_bytes)
     if parts > 1:
-        parts *= store.share[1]
+        parts *= handle.store.share[1]
     return 1 << max(0, parts - 1).bit_length()
 
 

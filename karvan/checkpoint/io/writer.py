@@ -102,7 +102,7 @@ class Writing:
                     handle.optimizer,
                     self._captures[name],
                     parts[name],
-                    own_extra(handle.store.extra(name), rank, world),
+                    own_extra(handle.store.table(name).extra(), rank, world),
                     base is not None,
                     rank,
                     world,

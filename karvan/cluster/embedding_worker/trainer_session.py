@@ -21,6 +21,7 @@ from karvan.embedding.feature_program import features_from_json, make_program
 from karvan.native import _native
 from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.remote.server_lookup import ServerLookup, begin_pull
+from karvan.store.types import LookupContext
 from karvan.wire import Array, RefusedError, Reply
 
 
@@ -178,13 +179,11 @@ class Embedded:
         self.pull = ServerLookup(
             engine.program,
             plan,
+            LookupContext(bool(head["training"]), int(head["step"]), float(head["now"])),
             servers=engine.count,
             dims=engine.dims,
             wire=engine.wire,
             send=partial(engine.send_pull, int(head["store"])),
-            training=bool(head["training"]),
-            step=int(head["step"]),
-            now=float(head["now"]),
         )
         self._sizes = [one.numel() for one in self.inputs]
 

@@ -78,7 +78,8 @@ class Saving:
         with self._lock:
             capture = self._store.capture(tables, parts, versions, track=track, log=log)
             extras = {
-                name: own_extra(self._store.extra(name, log), self._server, self._servers) for name in tables
+                name: own_extra(self._store.table(name).extra(log), self._server, self._servers)
+                for name in tables
             }
             self._open[number] = _Held(capture, extras, updates, trainer)
             if track:
@@ -157,13 +158,14 @@ class Saving:
         checkpoint = Checkpoint(path)
         share = share_of(self._server, self._servers)
         for name, request in tables.items():
-            self._store.clear(name)
+            table = self._store.table(name)
+            table.clear()
             for rows in checkpoint.parts(name, share):
-                self._store.load(name, with_state(rows, request["initial"], bool(request["keep"])))
+                table.load(with_state(rows, request["initial"], bool(request["keep"])))
             if request["extra"]:
                 extra = read_extras(path, checkpoint.manifest.tables[name].extras, share)
                 if extra:
-                    self._store.load_extra(name, extra)
+                    table.load_extra(extra)
 
 
 def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Throttle) -> FileEntry:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from karvan.store import MemoryStore, Push, Rows, TableSpec
+from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
 from karvan.store.exchange.wire_format import rule_from_json, spec_from_json
+from karvan.store.memory import MemoryTable
 from karvan.system_limits import available_memory
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema.calls import expect_array
@@ -91,14 +92,16 @@ class ServerTables:
             if rule["kind"] in self._checked_kinds.get(table, ()):
                 continue
             none = np.empty(0, np.int64), np.empty((0, self.spec(table).dim), np.float32)
-            nothing = Push(*none, self.store.version(table))  # of now, so that no eviction is looked through
+            nothing = Push(
+                *none, self.store.table(table).version
+            )  # of now, so that no eviction is looked through
             self.store.apply({table: [nothing]}, {table: rule_from_json(rule)}, {table: 0})
             self._checked_kinds.setdefault(table, set()).add(rule["kind"])
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """Set the optimizer state that new rows of a table get."""
         self.check_state(table, initial)
-        self.store.set_state(table, initial, fresh)
+        self.store.table(table).set_state(initial, fresh)
         self._checked_kinds.pop(table, None)
         self._forecast(table, len(initial))
 
@@ -137,7 +140,7 @@ class ServerTables:
         tables = head["tables"]
         self.check_tables(tables)
         keys = {table: (arrays[2 * at], arrays[2 * at + 1]) for at, table in enumerate(tables)}
-        found = self.store.lookup(keys, training=head["training"], step=head["step"], now=head["now"])
+        found = self.store.lookup(keys, LookupContext(head["training"], head["step"], head["now"]))
         return Message({}, [found[table].vectors for table in tables])
 
     def _apply(self, request: Request) -> Message:
@@ -145,7 +148,7 @@ class ServerTables:
         self.check_tables(list(head["numbers"]))
         pushes: dict[str, list[Push]] = {}
         for table, number in head["numbers"].items():
-            dim, version = self.spec(table).dim, self.store.version(table)
+            dim, version = self.spec(table).dim, self.store.table(table).version
             pushes[table] = []
             for _ in range(number):
                 keys, gradients = next(arrays), next(arrays)
@@ -155,42 +158,43 @@ class ServerTables:
         self.store.apply(pushes, rules, head["steps"])
         return Message({})
 
+    def _stored(self, request: Request) -> MemoryTable:
+        return self.store.table(self.spec(request.head["table"]).name)
+
     def _skip(self, request: Request) -> Message:
-        self.store.skip(self.spec(request.head["table"]).name)
+        self._stored(request).skip()
         return Message({})
 
     def _evict(self, request: Request) -> Message:
         head = request.head
-        table = self.spec(head["table"]).name
-        return Message({"rows": self.store.evict(table, step=head["step"], now=head["now"])})
+        return Message({"rows": self._stored(request).evict(step=head["step"], now=head["now"])})
 
     def _erase(self, request: Request) -> Message:
-        table = self.spec(request.head["table"]).name
-        return Message({"rows": self.store.erase(table, request.arrays[0])})
+        return Message({"rows": self._stored(request).erase(request.arrays[0])})
 
     def _clear(self, request: Request) -> Message:
-        self.store.clear(self.spec(request.head["table"]).name)
+        self._stored(request).clear()
         return Message({})
 
     def _version(self, request: Request) -> Message:
-        return Message({"version": self.store.version(self.spec(request.head["table"]).name)})
+        return Message({"version": self._stored(request).version})
 
     def _evicted_since(self, request: Request) -> Message:
-        table = self.spec(request.head["table"]).name
-        return Message({}, [self.store.evicted_since(table, request.head["version"])])
+        return Message({}, [self._stored(request).evicted_since(request.head["version"])])
 
     def _snapshot(self, request: Request) -> Message:
         head = request.head
-        table = self.spec(head["table"]).name
-        return Message({}, list(self.store.snapshot(table, head["part"], head["parts"])))
+        return Message({}, list(self._stored(request).snapshot(head["part"], head["parts"])))
 
     def _load(self, request: Request) -> Message:
-        spec, rows = self.spec(request.head["table"]), Rows(*request.arrays)
-        expect_array(rows.vectors, f"vectors of table '{spec.name}'", "float32", len(rows.keys), spec.dim)
-        self.store.load(spec.name, rows)  # the store checks how much state a row has at that moment
+        table, rows = self._stored(request), Rows(*request.arrays)
+        expect_array(
+            rows.vectors, f"vectors of table '{table.name}'", "float32", len(rows.keys), table.spec.dim
+        )
+        table.load(rows)  # which checks how much state a row has at that moment
         return Message({})
 
     def _stats(self, request: Request) -> Message:
         tables = request.head["tables"]
         self.check_tables(tables)
-        return Message({"stats": {table: self.store.stats(table) for table in tables}})
+        return Message({"stats": {table: self.store.table(table).stats() for table in tables}})

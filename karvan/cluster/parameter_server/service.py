@@ -286,7 +286,7 @@ class ParameterServer(Service):
                 for name, declared in tables.items()
             }
             for name in tables:  # a newer, damaged one may have loaded some of its rows
-                self._tables.store.clear(name)
+                self._tables.store.table(name).clear()
             self._saving.fill(
                 newest.path, {name: request for name, request in filled.items() if name in saved}
             )
@@ -310,7 +310,7 @@ class ParameterServer(Service):
         assert batches is not None
         return Message(
             {
-                "tables": {name: self._tables.store.stats(name) for name in self._tables.specs},
+                "tables": {name: self._tables.store.table(name).stats() for name in self._tables.specs},
                 "pulls": batches.pulls,
                 "pushes": batches.pushes,
                 "keys": batches.keys,

@@ -22,7 +22,7 @@ from karvan.protocol.step_commits import COMMIT_CALLS
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.exchange.wire_format import from_wire, rule_from_json, to_wire
-from karvan.store.types import Keys, Vectors
+from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema.calls import expect_array
 
@@ -167,8 +167,8 @@ class Batches:
         tables, counts, keys = head["tables"], head["counts"], call.arrays[0]
         self._tables.check_tables(tables)
         self._forget(trainer, head)
-        training, step, now = head["training"], head["step"], head["now"]
-        together = self._together and training
+        context = LookupContext(head["training"], head["step"], head["now"])
+        together = self._together and context.training
         name = (trainer, head["store"], head["batch"])
 
         def work(asked: list[_Asked]) -> Answered:
@@ -180,10 +180,8 @@ class Batches:
                 tables,
                 [one.counts for one in asked],
                 [one.keys for one in asked],
-                training=training,
-                step=step,
-                now=now,
-                log=self.log if training else None,
+                context,
+                self.log if context.training else None,
             )
 
         def once() -> Answered:
@@ -213,7 +211,7 @@ class Batches:
             self.pulls += 1
             return answered
 
-        if training:
+        if context.training:
             answered = self._single_flight.do(("pull", *name), once)
         else:
             answered = work([_Asked(tables, counts, keys)])
@@ -287,7 +285,7 @@ class Batches:
 
         def work(of_trainers: list[list[Vectors]]) -> None:
             for table in head["skipped"] if self._counts_skips else ():
-                self._owner.store.skip(table)
+                self._owner.store.table(table).skip()
             summed: list[tuple[Answered, Summed]] = []
             for number, part in enumerate(passes):
                 listed = [each[number] for each in of_trainers]

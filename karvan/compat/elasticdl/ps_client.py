@@ -37,6 +37,7 @@ from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.job.sync_modes import ASYNC, DenseSettings
 from karvan.ragged import Batch
+from karvan.store import LookupContext
 
 
 class PulledModel(NamedTuple):
@@ -243,9 +244,8 @@ class PSClient:
         """The vectors of ids, in their order; those of new ids are initialised."""
         engine, _ = self._table(layer_name)
         keys, places, counts = np.unique(_ids(embedding_ids).numpy(), return_inverse=True, return_counts=True)
-        found = engine.store.lookup(
-            {layer_name: (keys, counts.astype(np.uint32))}, training=True, step=engine.step, now=0.0
-        )
+        asked = {layer_name: (keys, counts.astype(np.uint32))}
+        found = engine.store.lookup(asked, LookupContext(True, engine.step))
         vectors: NDArray[np.float32] = found[layer_name].vectors[places]
         return vectors
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from karvan.native import _native
-from karvan.store.base import Store
+from karvan.store.base import Store, StoredTable
 from karvan.store.capture import Capture
 from karvan.store.program import (
     FeatureTensors,
@@ -26,7 +25,18 @@ from karvan.store.program import (
     RemoteLookup,
 )
 from karvan.store.remote.output_layout import OutputLayout
-from karvan.store.types import Counts, Found, GradientFlags, Gradients, Keys, Push, Rows, Rule, TableSpec
+from karvan.store.types import (
+    Counts,
+    Found,
+    GradientFlags,
+    Gradients,
+    Keys,
+    LookupContext,
+    Push,
+    Rows,
+    Rule,
+    TableSpec,
+)
 
 
 class _Half(NamedTuple):
@@ -132,13 +142,7 @@ class PlacedStore(Store):
 
     @override
     def prepare(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs,
-        *,
-        training: bool | None = None,
-        step: int = 0,
-        now: float = 0.0,
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
     ) -> Prepared:
         """Ids go to where their tables are."""
         assert isinstance(inputs, tuple)
@@ -150,24 +154,13 @@ class PlacedStore(Store):
             else given.layout._replace(offsets=given.layout.offsets.to(self.device, non_blocking=True))
             for given in inputs
         ]
-        there = self._stores["cuda"].prepare(
-            device.program,
-            tuple(inputs[n] for n in device.features),
-            training=training,
-            step=step,
-            now=now,
-        )
+        on_device = tuple(inputs[n] for n in device.features)
+        there = self._stores["cuda"].prepare(device.program, on_device, context)
         return _Batch(here, there, layouts)
 
     @override
     def forward(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs | Prepared,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
     ) -> LookupPlan:
         batch = self.prepare(program, inputs) if isinstance(inputs, tuple) else inputs
         assert isinstance(batch, _Batch)
@@ -180,9 +173,7 @@ class PlacedStore(Store):
         outs: dict[int, Tensor] = {}
         if device.features:
             assert batch.device is not None
-            plans[1] = own = self._stores["cuda"].forward(
-                device.program, batch.device, training=training, step=step, now=now
-            )
+            plans[1] = own = self._stores["cuda"].forward(device.program, batch.device, context)
             remote = cast(RemoteLookup, own.remote)
             outs |= dict(zip(device.features, (out for out, _ in remote.take()), strict=True))
         if host.features:
@@ -192,11 +183,9 @@ class PlacedStore(Store):
                 for spec, given in zip(specs, batch.host, strict=True)
             ]
             arrays = [_arrays(given, out) for given, out in zip(batch.host, made, strict=True)]
-            plans[0] = self._stores["cpu"].forward(
-                host.program, arrays, training=training, step=step, now=now
-            )
+            plans[0] = self._stores["cpu"].forward(host.program, arrays, context)
             outs |= dict(zip(host.features, (_to_device(out, self.device) for out in made), strict=True))
-        versions = {name: self.of(name).version(name) for name in program.tables}
+        versions = {name: self.table(name).version for name in program.tables}
         lookup = _Lookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
         return LookupPlan(None, versions, lookup)
 
@@ -240,13 +229,11 @@ class PlacedStore(Store):
                 self._stores[place].update(half.program, passes, own, {name: steps[name] for name in own})
 
     @override
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         found: dict[str, Found] = {}
         for place, store in self._stores.items():
             own = {name: asked for name, asked in keys.items() if self._places[name] == place}
-            found |= store.lookup(own, training=training, step=step, now=now) if own else {}
+            found |= store.lookup(own, context) if own else {}
         return found
 
     @override
@@ -264,40 +251,8 @@ class PlacedStore(Store):
         self.of(spec.name).add_table(spec)
 
     @override
-    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        self.of(table).set_state(table, initial, fresh)
-
-    @override
-    def skip(self, table: str) -> None:
-        self.of(table).skip(table)
-
-    @override
-    def evict(self, table: str, *, step: int, now: float) -> int:
-        return self.of(table).evict(table, step=step, now=now)
-
-    @override
-    def erase(self, table: str, keys: Keys) -> int:
-        return self.of(table).erase(table, keys)
-
-    @override
-    def clear(self, table: str) -> None:
-        self.of(table).clear(table)
-
-    @override
-    def version(self, table: str) -> int:
-        return self.of(table).version(table)
-
-    @override
-    def evicted_since(self, table: str, version: int) -> Keys:
-        return self.of(table).evicted_since(table, version)
-
-    @override
-    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        return self.of(table).snapshot(table, part, parts)
-
-    @override
-    def load(self, table: str, rows: Rows) -> None:
-        self.of(table).load(table, rows)
+    def table(self, name: str) -> StoredTable:
+        return self.of(name).table(name)
 
     @override
     def capture(
@@ -313,18 +268,6 @@ class PlacedStore(Store):
             if own := [name for name in tables if self._places[name] == place]:
                 captures[place] = store.capture(own, parts, since, track=track)
         return _Captures(captures, self._places)
-
-    @override
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        return self.of(table).extra(table)
-
-    @override
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        self.of(table).load_extra(table, extra)
-
-    @override
-    def stats(self, table: str) -> dict[str, int]:
-        return self.of(table).stats(table)
 
 
 class _Captures(Capture):

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -41,12 +40,12 @@ from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, updat
 from karvan.store.cuda.batch.updates import SlotRules, check_state
 from karvan.store.cuda.captures.device_capture import DeviceCapture
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows import contents, policies
 from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.table import CudaTable
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
+from karvan.store.types import Counts, Found, Keys, LookupContext, Push, Rule, TableSpec
 
 
 class CudaStore(Store):
@@ -62,6 +61,7 @@ class CudaStore(Store):
             chosen = torch.device("cuda", torch.cuda.current_device())
         self.memory = TableMemory(chosen, device_memory)  # tables, rows and counters
         self._batches = DeviceBatches(self.memory)
+        self._tables: dict[str, CudaTable] = {}
 
     @property
     @override
@@ -76,62 +76,21 @@ class CudaStore(Store):
     @override
     def add_table(self, spec: TableSpec) -> None:
         self.memory.add(spec)
+        if spec.name not in self._tables:
+            self._tables[spec.name] = CudaTable(self.memory, self.memory.tables[spec.name])
 
     @override
-    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        its = self._table(table)
-        same = len(initial) == its.arena.layout.state
-        self.memory.set_initial_state(its, initial)
-        if same and not fresh:
-            return
-        self.memory.learn_now()
-        rows = self.snapshot(table) if self.memory.rows_bound(its) else None
-        if rows is not None:
-            state = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
-            rows = rows._replace(state=np.ascontiguousarray(state.reshape(len(rows.keys), len(initial))))
-            self._empty(its)
-        its.move_to(self.memory.arena(its.arena.layout._replace(state=len(initial))))
-        self.memory.set_initial_state(its, initial)
-        if rows is not None:
-            contents.load_rows(self.memory, its, rows)
-            its.erasures.newest = its.version  # rows have other numbers now
-            self.memory.own_counters(its)[fields.INSERTED.value] -= len(rows.keys)
-            self.memory.learn_now()
-
-    def _table(self, name: str) -> DeviceTable:
-        with MemoryReport(self.memory):
-            policies.settle(self.memory)
-        return self.memory.tables[name]
-
-    def _empty(self, table: DeviceTable) -> None:
-        """Release all rows of a table, and its index, without a note of the keys."""
-        memory = self.memory
-        memory.tier.join()  # it reads the index
-        noted = contents.list_rows(memory, table)
-        evicted = memory.own_counters(table)[fields.EVICTED.value].clone()
-        contents.erase_hashes(memory, table, noted.hashes, log=False)
-        own = memory.own_counters(table)
-        own[fields.EVICTED.value] = evicted
-        own[fields.USED.value].zero_()
-        table.index = type(table.index)(memory.device)
-        table.used.restart(0, memory.counters.time, memory.counters.time + 1)
-        table.room = 0
-        memory.learn_now()
+    def table(self, name: str) -> CudaTable:
+        return self._tables[name]
 
     @override
     def prepare(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs,
-        *,
-        training: bool | None = None,
-        step: int = 0,
-        now: float = 0.0,
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
     ) -> Prepared:
         """Moves ids to the device."""
         assert isinstance(inputs, tuple)
         batch = self._batches.prepare(program, inputs)
-        self._batches.expect(batch, training=bool(training))
+        self._batches.expect(batch, training=context is not None and context.training)
         return batch
 
     def expect(self, batch: DeviceInputs) -> None:
@@ -140,20 +99,14 @@ class CudaStore(Store):
 
     @override
     def forward(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs | Prepared,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
     ) -> LookupPlan:
         if isinstance(inputs, tuple):
             batch = self._batches.prepare(program, inputs)
         else:
             assert isinstance(inputs, DeviceInputs)
             batch = inputs
-        lookup = self._batches.look_up(batch, training=training, step=step, now=now)
+        lookup = self._batches.look_up(batch, context)
         return LookupPlan(None, lookup.versions, lookup)
 
     @override
@@ -174,9 +127,7 @@ class CudaStore(Store):
         self._batches.update(program.tables, [as_gradients(held) for _, held in gradients], rules, steps)
 
     @override
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         device = self.device
         uses = {
             number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(device)
@@ -184,12 +135,12 @@ class CudaStore(Store):
         }
         shapes, ids = [], []
         for slot, (name, (unique, _)) in enumerate(keys.items()):
-            shapes.append(shape_of_keys(slot, self._table(name), len(unique)))
+            shapes.append(shape_of_keys(slot, self.table(name).settled, len(unique)))
             ids.append(self._ids_of(unique))
         batch = self.inputs_of(shapes, ids, uses)
-        found = self._batches.look_up(batch, training=training, step=step, now=now)
+        found = self._batches.look_up(batch, context)
         return {
-            name: Found(out.cpu().numpy(), self.version(name))
+            name: Found(out.cpu().numpy(), self.table(name).version)
             for name, (out, _) in zip(keys, found.take(), strict=True)
         }
 
@@ -214,7 +165,7 @@ class CudaStore(Store):
         steps: Mapping[str, int],
     ) -> None:
         for name, its in pushes.items():
-            table = self._table(name)
+            table = self.table(name).settled
             check_state(table, rules[name])
             passes = [self._of_push(table, push) for push in its if len(push.keys)]
             if passes:
@@ -237,62 +188,6 @@ class CudaStore(Store):
         return GroupGradients(found, {0: gradient}, 1.0)
 
     @override
-    def skip(self, table: str) -> None:
-        self._table(table).skipped += 1
-
-    @override
-    def evict(self, table: str, *, step: int, now: float) -> int:
-        return policies.evict(self.memory, self._table(table), step, now)
-
-    @override
-    def erase(self, table: str, keys: Keys) -> int:
-        hashes = torch.from_numpy(contents.mix(np.unique(np.asarray(keys, np.int64)))).to(self.device)
-        return contents.erase_hashes(self.memory, self._table(table), hashes)
-
-    @override
-    def clear(self, table: str) -> None:
-        its = self._table(table)
-        noted = contents.list_rows(self.memory, its)
-        self._empty(its)
-        its.erasures.add(its.next_version(), noted.hashes, 1 << 62)
-        self.memory.own_counters(its)[fields.EVICTED.value] += noted.rows.numel()
-        if its.filter is not None:
-            its.filter.zero_()
-
-    @override
-    def version(self, table: str) -> int:
-        return self._table(table).version
-
-    @override
-    def evicted_since(self, table: str, version: int) -> Keys:
-        return contents.erased_keys(self._table(table), version)
-
-    @override
-    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        if not 0 <= part < parts:
-            raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
-        low, high = (-(-(p << 64) // parts) for p in (part, part + 1))
-        its = self._table(table)
-        return contents.to_host(self.memory, its, contents.list_rows(self.memory, its, low, high - 1))
-
-    @override
-    def load(self, table: str, rows: Rows) -> None:
-        if len(np.unique(rows.keys)) != len(rows.keys):
-            raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
-        its, count = self._table(table), len(rows.keys)
-        layout = its.arena.layout
-        for what, array, floats in (
-            ("vectors", rows.vectors, layout.dim),
-            ("state", rows.state, layout.state),
-        ):
-            if array.shape != (count, floats):
-                raise ValueError(
-                    f"Table '{table}': expected {what} of shape ({count}, {floats}), got {array.shape}."
-                )
-        with MemoryReport(self.memory):
-            contents.load_rows(self.memory, its, rows)
-
-    @override
     def capture(
         self,
         tables: Sequence[str],
@@ -303,59 +198,13 @@ class CudaStore(Store):
     ) -> Capture:
         """Waits for a list of the rows, not for the rows. Changes are always tracked."""
         with MemoryReport(self.memory):
-            return DeviceCapture(self.memory, {name: self._table(name) for name in tables}, parts, since)
-
-    @override
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        its = self._table(table)
-        made: dict[str, NDArray[Any]] = {}
-        if its.filter is not None:
-            made["filter_counts"] = its.filter.clamp(max=255).to(torch.uint8).cpu().numpy()
-        if its.clock:
-            made["clock_steps"] = np.array([step for step, _ in its.clock], dtype=np.int64)
-            made["clock_times"] = np.array([time for _, time in its.clock])
-        return made
-
-    @override
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        its = self._table(table)
-        if "filter_counts" in extra and its.filter is not None:
-            counts = torch.from_numpy(np.ascontiguousarray(extra["filter_counts"]))
-            if counts.numel() != its.filter.numel():
-                raise ValueError(
-                    f"Table '{table}': expected {its.filter.numel()} counters of its filter, got "
-                    f"{counts.numel()}."
-                )
-            its.filter.copy_(counts)
-        steps = extra["clock_steps"].tolist() if "clock_steps" in extra else []
-        times = extra["clock_times"].tolist() if "clock_times" in extra else []
-        its.clock = list(zip(steps, times, strict=True))
+            return DeviceCapture(
+                self.memory, {name: self.table(name).settled for name in tables}, parts, since
+            )
 
     @override
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """Waits for the device once."""
-        chosen = {name: self._table(name).number for name in tables}  # first: rows may have to go
+        chosen = {name: self.table(name).settled.number for name in tables}  # first: rows may have to go
         counters = self.memory.learn_now().reshape(-1, fields.COUNTERS.value)
         return {name: int(counters[number, fields.ROWS.value]) for name, number in chosen.items()}
-
-    @override
-    def stats(self, table: str) -> dict[str, int]:
-        """Waits for the device."""
-        its = self._table(table)
-        own = self.memory.learn_now()[its.number * fields.COUNTERS.value :]
-        size, on_host = self.memory.bytes(its), contents.host_bytes(self.memory, its)
-        return {
-            "rows": int(own[fields.ROWS.value]),
-            "bytes": size,
-            "inserted": int(own[fields.INSERTED.value]),
-            "evicted": int(own[fields.EVICTED.value]),
-            "rejected": int(own[fields.REJECTED.value]),
-            "dropped_gradients": int(own[fields.DROPPED.value]),
-            "skipped_updates": int(own[fields.SKIPPED.value]) + its.skipped,
-            "moved": its.index.moved_in_all,
-            "device_bytes": size - on_host,
-            "host_bytes": on_host,
-            "tier_hits": int(own[fields.TIER_HITS.value]),
-            "tier_misses": int(own[fields.TIER_MISSES.value]),
-            "tier_exchanges": int(own[fields.TIER_EXCHANGES.value]),
-        }

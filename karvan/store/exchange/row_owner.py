@@ -20,7 +20,7 @@ from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import Numbers, features, floats, words
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupPlan, LookupProgram
-from karvan.store.types import FeatureSpec, Keys, Push, Rule, Vectors
+from karvan.store.types import FeatureSpec, Keys, LookupContext, Push, Rule, Vectors
 
 Summed: TypeAlias = "_native.Gradients | dict[str, Push]"
 
@@ -50,10 +50,7 @@ class Owner:
         tables: Sequence[str],
         asked: Numbers,
         received: Sequence[Keys],
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        context: LookupContext,
         log: _native.LookupLog | None = None,
     ) -> Answered:
         """Vectors for the keys that ranks ask for.
@@ -61,17 +58,11 @@ class Owner:
         asked: numbers of keys, by rank and table; received: the ranks' messages. log: records a training
         lookup whose batch is trained later.
         """
-        dims = [self.store.dim(table) for table in tables]
+        dims = [self.store.table(table).spec.dim for table in tables]
         program = self._program(tables, dims, len(asked))
         vectors = output_buffers.empty(sum(floats(asked, dims)))
-        plan = self.store.forward(
-            program,
-            features(asked, received, dims, vectors.data_ptr()),
-            training=training,
-            step=step,
-            now=now,
-            log=log,
-        )
+        inputs = features(asked, received, dims, vectors.data_ptr())
+        plan = self.store.forward(program, inputs, context, log)
         return Answered(program, plan, tables, dims, asked, received, vectors)
 
     def reduce(
@@ -84,7 +75,7 @@ class Owner:
         if not complete:
             made = partial_gradients.sums(answered.received, answered.asked, answered.dims, gradients, by_key)
             return {
-                table: Push(*each, self.store.version(table))
+                table: Push(*each, self.store.table(table).version)
                 for table, each in zip(answered.tables, made, strict=True)
             }
         addresses = []
@@ -113,7 +104,7 @@ class Owner:
             self.store.update(program, [(answered.plan, one) for answered, one in native], rules, steps)
             return
         pushes = {
-            table: [_push(one, slot, table, self.store.version(table)) for _, one in passes]
+            table: [_push(one, slot, table, self.store.table(table).version) for _, one in passes]
             for slot, table in enumerate(tables)
             if table in rules
         }
@@ -123,7 +114,7 @@ class Owner:
         """Which keys of some tables have rows; nothing is changed."""
         counts = [len(each) for each in keys.values()]
         message = _used_once(np.concatenate(list(keys.values())))
-        answered = self.lookup(list(keys), [counts], [message], training=False, step=0, now=0.0)
+        answered = self.lookup(list(keys), [counts], [message], LookupContext(training=False))
         summed = self.reduce(answered, [answered.vectors.numpy()], complete=True, by_key=False)
         assert isinstance(summed, _native.Gradients)
         # Of gradients that are merged, those of keys without a row are left out.

@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from karvan.store.program import LookupProgram
+from karvan.store.types import LookupContext
 
 
 class PendingLookup(ABC):
     """A lookup's arguments and state; `ServerLookup` asks parameter servers, `WorkerLookup` a worker."""
 
-    def __init__(self, program: LookupProgram, *, training: bool, step: int, now: float) -> None:
+    def __init__(self, program: LookupProgram, context: LookupContext) -> None:
         self.program = program
-        self.training = training
-        self.step = step
-        self.now = now
+        self.context = context
         self.number = 0  # of a training lookup that has started
         self.started = False
         self.offered = False  # to the staleness window, which starts it when there is room
@@ -25,11 +24,13 @@ class PendingLookup(ABC):
         self.started = True
         self._ask()
 
-    def fits(self, training: bool, step: int, now: float) -> bool:
+    def fits(self, context: LookupContext) -> bool:
         """Whether it is, or can be made, the lookup that a forward needs."""
         if not self.started and not self.offered:
-            self.training, self.step, self.now = training, step, now
-        return self.training == training and (self.step == step or not training)
+            self.context = context
+        return self.context.training == context.training and (
+            self.context.step == context.step or not context.training
+        )
 
     @abstractmethod
     def _ask(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from karvan.store.program import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_lookup import ServerLookup, begin_pull
 from karvan.store.remote.staleness_window import Countdown
+from karvan.store.types import LookupContext
 from karvan.wire import Reply
 
 
@@ -26,36 +27,32 @@ class ServerBatches:
         store: int,
         wire: str,
         lookups: LookupsInFlight,
-        dim: Callable[[str], int],
     ) -> None:
         self._servers = servers
         self._store = store
         self._wire = wire
         self._lookups = lookups
-        self._dim = dim
         self.keys_asked = 0  # distinct keys of batches so far
         # Seconds from a call to its answer, of the last ones.
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
 
     def make(
-        self, program: LookupProgram, plan: _native.Plan, *, training: bool, step: int, now: float
+        self, program: LookupProgram, plan: _native.Plan, context: LookupContext, dims: Sequence[int]
     ) -> ServerLookup:
         """A lookup of a batch that was grouped by key."""
         return ServerLookup(
             program,
             plan,
+            context,
             servers=len(self._servers),
-            dims=[self._dim(table) for table in program.tables],
+            dims=dims,
             wire=self._wire,
             send=self._send,
             forget=partial(self._lookups.drop, None),
-            training=training,
-            step=step,
-            now=now,
         )
 
     def _send(self, lookup: ServerLookup) -> list[Reply]:
-        if lookup.training:
+        if lookup.context.training:
             self._lookups.add(lookup.number)
         self.keys_asked += lookup.route.keys
         return begin_pull(self._servers, lookup, store=self._store, done=self._lookups.take_done(None))

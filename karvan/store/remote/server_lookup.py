@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from karvan.store.exchange.message_layout import cut, floats, words
 from karvan.store.exchange.wire_format import from_wire
 from karvan.store.program import LookupProgram
 from karvan.store.remote.pending_lookup import PendingLookup
+from karvan.store.types import LookupContext
 from karvan.wire import Reply
 from karvan.wire.schema.calls import expect_array
 
@@ -30,17 +32,15 @@ class ServerLookup(PendingLookup):
         self,
         program: LookupProgram,
         plan: _native.Plan,
+        context: LookupContext,
         *,
         servers: int,
         dims: Sequence[int],
         wire: str,
         send: Callable[[ServerLookup], list[Reply]],
         forget: Callable[[int], None] = lambda number: None,
-        training: bool,
-        step: int,
-        now: float,
     ) -> None:
-        super().__init__(program, training=training, step=step, now=now)
+        super().__init__(program, context)
         self._send = send
         self._forget = forget
         self.wire = wire
@@ -97,9 +97,7 @@ def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequ
         "store": store,
         "batch": lookup.number,
         "tables": lookup.program.tables,
-        "training": lookup.training,
-        "step": lookup.step,
-        "now": lookup.now,
+        **asdict(lookup.context),
         "wire": lookup.wire,
         "done": list(done),
     }

@@ -1,31 +1,77 @@
 """`RemoteStore`: rows on parameter servers, each of which owns a range of the key hashes.
 
-It is made of parts: `RemoteBatches` for lookups and gradients, `RemoteTables` for entire tables,
-`RemoteCaptures` for checkpoints, and `LookupsInFlight`, which these share.
+A lookup groups the batch by key, sorts the distinct keys by server (`Route`) and sends each server its share.
+Gradients, summed by key, return the same way without their keys, because a server remembers the request.
+Lookups run ahead of the computation and gradients return in the background, as far as the bound on staleness
+allows (`StalenessWindow`). With a bound of 1 a lookup starts when the gradients of the previous batch have
+been applied, and results are bit-identical to those of a store in memory.
+
+The store's parts are `ServerBatches` and `WorkerBatches` for batches whose ids are local or at an embedding
+worker, `RemoteTable` for entire tables, `RemoteCaptures` for checkpoints, and `LookupsInFlight`, which these
+share.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from karvan.distributed import Connection
+from karvan.distributed.clients.step_commits import StepCommits
+from karvan.native import _native
+from karvan.ragged import IdsReference
 from karvan.store.base import SharedStore
 from karvan.store.capture import Capture
+from karvan.store.exchange.key_sharding import hashes_of, owners_of
+from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.remote.batches import LocalGradients, RemoteBatches
 from karvan.store.remote.captures import RemoteCaptures
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
-from karvan.store.remote.staleness_window import StalenessWindow
-from karvan.store.remote.tables import RemoteTables
-from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, StalenessStats, TableSpec
+from karvan.store.remote.server_batches import ServerBatches
+from karvan.store.remote.server_lookup import ServerLookup
+from karvan.store.remote.staged_updates import StagedUpdates
+from karvan.store.remote.staleness_window import Countdown, StalenessWindow
+from karvan.store.remote.tables import RemoteTable, TableCalls
+from karvan.store.remote.worker_batches import WorkerBatches
+from karvan.store.remote.worker_lookup import Sent, WorkerLookup
+from karvan.store.types import (
+    Counts,
+    Found,
+    GradientFlags,
+    Keys,
+    LookupContext,
+    Push,
+    Rule,
+    StalenessStats,
+    TableSpec,
+)
+from karvan.wire.schema.calls import expect_array
 
 _log = logging.getLogger("karvan.store")
+
+
+class LocalGradients(GradientFlags):
+    """Gradients that have not been sent yet. The flags are the same on all trainers that step together.
+
+    made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks a gradient.
+    """
+
+    def __init__(
+        self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
+    ) -> None:
+        super().__init__(finite, touched)
+        self.made = made
+        self.complete = complete
 
 
 class RemoteStore(SharedStore):
@@ -34,12 +80,26 @@ class RemoteStore(SharedStore):
     def __init__(self, connection: Connection) -> None:
         assert connection.servers is not None
         servers = connection.servers
-        number = servers.new_store()
+        wire = connection.settings.wire
         self._connection = connection
-        self._lookups = LookupsInFlight(servers, number, connection.settings.staleness)
-        self._tables = RemoteTables(connection, servers, self._lookups)
-        self._captures = RemoteCaptures(connection, servers, number, self._lookups)
-        self.batches = RemoteBatches(connection, servers, number, self._lookups, self._tables.dim)
+        self._servers = servers
+        self._server_count = len(servers)
+        self._store = servers.new_store()
+        self._wire = wire
+        self._lookups = LookupsInFlight(servers, self._store, connection.settings.staleness)
+        self._calls = TableCalls(connection, servers, self._lookups)
+        self._tables: dict[str, RemoteTable] = {}
+        self._captures = RemoteCaptures(connection, servers, self._store, self._lookups)
+        self.at_servers = ServerBatches(servers, self._store, wire, self._lookups)
+        self.at_workers: WorkerBatches | None = None
+        if connection.workers is not None:
+            self.at_workers = WorkerBatches(connection.workers, servers, self._store, wire, self._lookups)
+        self._elastic: StagedUpdates | None = None
+        if isinstance(servers.commits, StepCommits):
+            self._elastic = StagedUpdates(
+                servers.commits, self.at_servers, self.at_workers, self._lookups, len(servers)
+            )
+        self._last_lookup = time.monotonic()  # the time of the last training lookup
         servers.on_restart(_note_loss)
 
     @property
@@ -50,7 +110,7 @@ class RemoteStore(SharedStore):
     @property
     @override
     def takes_references(self) -> bool:
-        return self.batches.at_workers is not None
+        return self.at_workers is not None
 
     @property
     @override
@@ -69,38 +129,132 @@ class RemoteStore(SharedStore):
         return self._captures.lost_updates()
 
     @override
+    def add_table(self, spec: TableSpec) -> None:
+        """Each server holds its part of the rows that a policy allows."""
+        self._servers.call("add_table", {"spec": spec_to_json(spec)}, channel="train")
+        self._tables[spec.name] = RemoteTable(spec, self._calls)
+        self._servers.declare(spec.name, spec=spec_to_json(spec))
+
+    @override
+    def table(self, name: str) -> RemoteTable:
+        return self._tables[name]
+
+    @override
+    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
+        """One request for all."""
+        return {table: stats["rows"] for table, stats in self._calls.stats(tables).items()}
+
+    @override
     def prepare(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs,
-        *,
-        training: bool | None = None,
-        step: int = 0,
-        now: float = 0.0,
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
     ) -> Prepared:
-        return self.batches.prepare(program, inputs, training=training, step=step, now=now)
+        """A lookup whose purpose is known starts as soon as staleness allows."""
+        lookup = self._make_lookup(program, inputs, context or LookupContext(training=False), ahead=True)
+        if context is not None and self._looks_ahead:
+            if context.training:
+                lookup.offered = True
+                self.window.offer(lookup)
+            else:
+                self._begin_evaluation(lookup)
+        return lookup
 
     @override
     def forward(
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
+    ) -> LookupPlan:
+        self.window.check()
+        self._lookups.send_withdrawn()
+        lookup: ServerLookup | WorkerLookup
+        if isinstance(inputs, ServerLookup | WorkerLookup):
+            lookup = inputs
+            if not lookup.fits(context):
+                batch = inputs.plan if isinstance(inputs, ServerLookup) else inputs.reference
+                lookup = self._make_lookup(program, batch, context)
+        else:
+            lookup = self._make_lookup(program, inputs, context)
+        if context.training:
+            self.window.need(lookup)
+            self._watch(lookup)
+            self._lookups.use(lookup.number)
+        elif not lookup.started:
+            self._begin_evaluation(lookup)
+        lookup.finish()
+        if isinstance(lookup, ServerLookup):
+            self.at_servers.note_answers(lookup)
+        return LookupPlan(lookup.plan if isinstance(lookup, ServerLookup) else None, {}, lookup)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether lookups start before their batch's turn, and so perhaps for batches that are never used."""
+        return self._connection.settings.staleness > 1
+
+    def _begin_evaluation(self, lookup: ServerLookup | WorkerLookup) -> None:
+        """Start a lookup that sees all gradients of this trainer."""
+        if self.at_workers is not None:  # otherwise lookups and gradients share one ordered channel
+            self.window.drain()
+        lookup.begin(0)
+
+    def _make_lookup(
         self,
         program: LookupProgram,
         inputs: LookupInputs | Prepared,
+        context: LookupContext,
         *,
-        training: bool,
-        step: int,
-        now: float,
-    ) -> LookupPlan:
-        return self.batches.forward(program, inputs, training=training, step=step, now=now)
+        ahead: bool = False,
+    ) -> ServerLookup | WorkerLookup:
+        if isinstance(inputs, IdsReference):
+            workers = 0 if self.at_workers is None else len(self.at_workers)
+            if self.at_workers is None or inputs.worker >= workers:
+                raise ValueError(f"Expected a reference to one of {workers} embedding workers, got {inputs}.")
+            return self.at_workers.make(program, inputs, context)
+        if isinstance(inputs, list):
+            make = _native.prepare if ahead else _native.Plan
+            inputs = make(program.native, inputs)
+        assert isinstance(inputs, _native.Plan)
+        dims = [self._tables[table].dim for table in program.tables]
+        return self.at_servers.make(program, inputs, context, dims)
+
+    def _watch(self, lookup: ServerLookup | WorkerLookup) -> None:
+        """Report to the window whether a lookup that ran ahead was ready in time."""
+        now = time.monotonic()
+        step, self._last_lookup = now - self._last_lookup, now
+        if lookup.offered:
+            waited, ready = lookup.ready()
+            self.window.used(waited, (now - ready) / step)
 
     @override
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> LocalGradients:
-        return self.batches.reduce(plan, addresses, strides)
+        """Trainers that wait for each other agree on what is finite."""
+        lookup = _lookup_of(plan)
+        assert isinstance(lookup, ServerLookup)
+        mine = lookup.plan.reduce(list(addresses), list(strides))
+        return self._agreed(mine, mine.finite(), mine.touched(), lookup.route.complete(mine))
 
     @override
     def hold(
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> LocalGradients:
-        return self.batches.hold(plan, gradients)
+        """A worker will sum them by key."""
+        lookup = _lookup_of(plan)
+        assert isinstance(lookup, WorkerLookup)
+        return self._agreed(
+            lookup.pack(gradients),
+            lookup.finite(gradients),
+            lookup.touched(gradients),
+            all(each is not None for each in gradients),
+        )
+
+    def _agreed(
+        self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
+    ) -> LocalGradients:
+        together = self._connection.world_size > 1 and self._connection.joint_steps
+        if together and self._elastic is None:  # all step, or none; in an elastic run a commit decides that
+            flags = [*touched, *(not good for good in finite), not complete]
+            agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
+            slots = len(touched)
+            touched, finite = agreed[:slots], [not bad for bad in agreed[slots:-1]]
+            complete = not agreed[-1]
+        return LocalGradients(made, finite, touched, complete)
 
     @override
     def update(
@@ -110,77 +264,108 @@ class RemoteStore(SharedStore):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        self.batches.update(program, gradients, rules, steps)
+        """Gradients are sent to the servers, or to workers, in the background.
+
+        In an elastic run they are staged, and applied when the step is committed (`StagedUpdates`).
+        """
+        self.window.check()
+        finite = [all(bits) for bits in zip(*(own.finite() for _, own in gradients), strict=True)]
+        applied: dict[str, Any] = {}
+        skipped = []
+        for table, good in zip(program.tables, finite, strict=True):
+            if table in rules and good:
+                applied[table] = rule_to_json(rules[table])
+            elif table in rules:
+                skipped.append(table)
+        lookups = [_lookup_of(plan) for plan, _ in gradients]
+        numbers = [lookup.number for lookup in lookups]
+        sequence = self._lookups.push(numbers)
+        head = {
+            "store": self._store,
+            "sequence": sequence,
+            "batches": numbers,
+            "rules": applied,
+            "steps": {table: steps[table] for table in applied},
+            "skipped": skipped,
+            "complete": all(own.complete for _, own in gradients),
+            "wire": self._wire,
+        }
+        made = [own.made for _, own in gradients]
+        if self._elastic is not None:
+            self._elastic.stage(head, lookups, made)
+        else:
+            self._push(head, lookups, made)
+
+    def _push(self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any]) -> None:
+        """Send gradients to the servers, and to the workers that have the ids of some passes."""
+        passes: dict[int | None, list[int]] = {}  # positions of the passes, by the worker that has the ids
+        for position, lookup in enumerate(lookups):
+            worker = lookup.reference.worker if isinstance(lookup, WorkerLookup) else None
+            passes.setdefault(worker, []).append(position)
+        calls = sum(self._server_count if worker is None else 1 for worker in passes)
+        pending = Countdown(calls, partial(self._applied, lookups), self.window.fail)
+        self.window.sent(head["batches"])
+        for worker, mine in passes.items():
+            named = {**head, "mine": mine}
+            chosen = [lookups[position] for position in mine]
+            gradients = [made[position] for position in mine]
+            if worker is None:
+                self.at_servers.push(named, chosen, gradients, 1.0 / self._connection.divisor, pending)
+            else:
+                assert self.at_workers is not None
+                self.at_workers.push(worker, named, chosen, gradients, pending)
+
+    def _applied(self, lookups: Sequence[ServerLookup | WorkerLookup]) -> None:
+        """The gradients of these lookups have been applied; the lookups are held until then."""
+        self.window.end([lookup.number for lookup in lookups])
 
     @override
-    def add_table(self, spec: TableSpec) -> None:
-        self._tables.add_table(spec)
-
-    @override
-    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        self._tables.set_state(table, initial, fresh)
-
-    @override
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
-        return self._tables.lookup(keys, training=training, step=step, now=now)
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
+        """The servers that have the keys look them up."""
+        self._lookups.drain()
+        owners = {
+            table: owners_of(hashes_of(unique), self._server_count) for table, (unique, _) in keys.items()
+        }
+        head = {"tables": list(keys), **asdict(context)}
+        replies = []
+        for server in range(self._server_count):
+            arrays: list[NDArray[Any]] = []
+            for table, (unique, counts) in keys.items():
+                mine = owners[table] == server
+                arrays += [unique[mine], counts[mine]]
+            replies.append(self._servers.peer(server, "ask").begin("lookup", head, arrays))
+        answers = [reply.wait() for reply in replies]
+        made = {}
+        for number, (table, (unique, _)) in enumerate(keys.items()):
+            vectors = np.empty((len(unique), self._tables[table].dim), np.float32)
+            for server, answer in enumerate(answers):
+                mine = owners[table] == server
+                shape = int(mine.sum()), self._tables[table].dim
+                vectors[mine] = expect_array(answer.arrays[number], "vectors", "float32", *shape)
+            made[table] = Found(vectors, 0)
+        return made
 
     @override
     def apply(
         self, pushes: Mapping[str, Sequence[Push]], rules: Mapping[str, Rule], steps: Mapping[str, int]
     ) -> None:
-        self._tables.apply(pushes, rules, steps)
-
-    @override
-    def skip(self, table: str) -> None:
-        self._tables.skip(table)
-
-    @override
-    def evict(self, table: str, *, step: int, now: float) -> int:
-        return self._tables.evict(table, step=step, now=now)
-
-    @override
-    def erase(self, table: str, keys: Keys) -> int:
-        return self._tables.erase(table, keys)
-
-    @override
-    def clear(self, table: str) -> None:
-        self._tables.clear(table)
-
-    @override
-    def version(self, table: str) -> int:
-        return self._tables.version(table)
-
-    @override
-    def evicted_since(self, table: str, version: int) -> Keys:
-        return self._tables.evicted_since(table, version)
-
-    @override
-    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
-        return self._tables.snapshot(table, part, parts)
-
-    @override
-    def load(self, table: str, rows: Rows) -> None:
-        self._tables.load(table, rows)
-
-    @override
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """Nothing, because servers save theirs themselves."""
-        return {}
-
-    @override
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """Does nothing, as `extra` returns nothing."""
-
-    @override
-    def stats(self, table: str) -> dict[str, int]:
-        return self._tables.stats([table])[table]
-
-    @override
-    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
-        """One request for all."""
-        return {table: stats["rows"] for table, stats in self._tables.stats(tables).items()}
+        """Gradients of rows that were removed do no harm: they insert nothing."""
+        self._lookups.drain()
+        head = {
+            "rules": {table: rule_to_json(rules[table]) for table in pushes},
+            "steps": {table: steps[table] for table in pushes},
+            "numbers": {table: len(listed) for table, listed in pushes.items()},
+        }
+        replies = []
+        for server in range(self._server_count):
+            arrays: list[NDArray[Any]] = []
+            for listed in pushes.values():
+                for push in listed:
+                    mine = owners_of(hashes_of(push.keys), self._server_count) == server
+                    arrays += [push.keys[mine], push.gradients[mine]]
+            replies.append(self._servers.peer(server, "ask").begin("apply", head, arrays))
+        for reply in replies:
+            reply.wait()
 
     @override
     def capture(
@@ -208,6 +393,11 @@ class RemoteStore(SharedStore):
     @override
     def fill_tables(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         return self._captures.fill(path, tables)
+
+
+def _lookup_of(plan: LookupPlan) -> ServerLookup | WorkerLookup:
+    assert isinstance(plan.remote, ServerLookup | WorkerLookup)
+    return plan.remote
 
 
 def _note_loss(server: int, life: str) -> None:

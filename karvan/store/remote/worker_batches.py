@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from karvan.store.program import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.staleness_window import Countdown
 from karvan.store.remote.worker_lookup import Sent, WorkerLookup
+from karvan.store.types import LookupContext
 from karvan.wire import Message
 
 
@@ -37,24 +39,20 @@ class WorkerBatches:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def make(
-        self, program: LookupProgram, reference: IdsReference, *, training: bool, step: int, now: float
-    ) -> WorkerLookup:
+    def make(self, program: LookupProgram, reference: IdsReference, context: LookupContext) -> WorkerLookup:
         """A lookup of a batch by the worker that has its ids."""
         self._workers.watch(reference)
         return WorkerLookup(
             program,
             reference,
+            context,
             wire=self._wire,
             send=self._send,
             forget=partial(self._lookups.drop, reference.worker),
-            training=training,
-            step=step,
-            now=now,
         )
 
     def _send(self, lookup: WorkerLookup) -> Future[Message]:
-        if lookup.training:
+        if lookup.context.training:
             self._lookups.add(lookup.number)
         worker = lookup.reference.worker
         head = {
@@ -62,9 +60,7 @@ class WorkerBatches:
             "store": self._store,
             "batch": lookup.number,
             "reference": lookup.reference.name,
-            "training": lookup.training,
-            "step": lookup.step,
-            "now": lookup.now,
+            **asdict(lookup.context),
             **self._released(worker),
         }
         return self._workers.begin(

@@ -25,6 +25,7 @@ from karvan.store.program import LookupProgram
 from karvan.store.remote.layout_message import LayoutArrays, unpack_layouts
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.remote.pending_lookup import PendingLookup
+from karvan.store.types import LookupContext
 from karvan.wire import Array, Message
 from karvan.wire.schema.calls import expect_array
 
@@ -49,15 +50,13 @@ class WorkerLookup(PendingLookup):
         self,
         program: LookupProgram,
         reference: IdsReference,
+        context: LookupContext,
         *,
         wire: str,
         send: Callable[[WorkerLookup], Future[Message]],
         forget: Callable[[int], None],
-        training: bool,
-        step: int,
-        now: float,
     ) -> None:
-        super().__init__(program, training=training, step=step, now=now)
+        super().__init__(program, context)
         self._send = send
         self._forget = forget
         self._wire = wire

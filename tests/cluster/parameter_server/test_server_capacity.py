@@ -31,7 +31,7 @@ def train(engine, steps=30):
         (out["user"].sum() + out["item"].square().sum()).backward()
         optimizer.step()
         most = max(most, sum(engine.table(name).rows for name in NAMES))
-    return [engine.store.snapshot(name) for name in NAMES], most
+    return [engine.store.table(name).snapshot() for name in NAMES], most
 
 
 def make_engine(store=None):

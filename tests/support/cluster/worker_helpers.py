@@ -246,7 +246,7 @@ def rows_of(engine):
     """All rows of all tables, as bytes and lists."""
     found = {}
     for table in engine.tables():
-        rows = engine.store.snapshot(table.name)
+        rows = engine.store.table(table.name).snapshot()
         order = rows.keys.argsort()
         found[table.name] = [column[order].tolist() for column in rows]
     return found

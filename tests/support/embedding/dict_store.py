@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from karvan.store.base import Store
+from karvan.store.base import LocalTable, Store
 from karvan.store.capture import Capture
 from karvan.store.program import LookupPlan
 from karvan.store.types import Found, GradientFlags, Push, Rows
@@ -16,61 +16,136 @@ class _Row:
         self.vector, self.state, self.count, self.last = vector, state, 0, 0
 
 
+class DictTable(LocalTable):
+    """A table of float32 rows that start constant, without policies, for SGD and Adam."""
+
+    def __init__(self, spec):
+        super().__init__(spec.name)
+        self.spec, self.rows, self._initial, self._version = spec, {}, torch.empty(0), 0
+        self._removed = {}  # key → the version at which its row was removed
+        self._counters = dict.fromkeys(COUNTERS, 0)
+
+    def set_state(self, initial, fresh):
+        self._initial = torch.tensor(initial, dtype=torch.float32)
+        for row in self.rows.values():
+            if fresh or len(row.state) != len(initial):
+                row.state = self._initial.clone()
+
+    def lookup(self, keys, counts, step):
+        """Rows that are looked up in a training step are used once more."""
+        vectors = np.zeros((len(keys), self.spec.dim), np.float32)
+        for at, (key, count) in enumerate(zip(keys.tolist(), counts.tolist(), strict=True)):
+            if step is not None:
+                if key not in self.rows:
+                    self.rows[key] = _Row(
+                        torch.full((self.spec.dim,), self.spec.init[1]), self._initial.clone()
+                    )
+                    self._counters["inserted"] += 1
+                self.rows[key].count += count
+                self.rows[key].last = step
+            if key in self.rows:
+                vectors[at] = self.rows[key].vector.numpy()
+        self._version += step is not None
+        return Found(vectors, self._version)
+
+    def apply(self, pushes, rule):
+        total = {}
+        for push in pushes:
+            for key, gradient in zip(push.keys.tolist(), torch.from_numpy(push.gradients), strict=True):
+                if self._removed.get(key, -1) > push.version:
+                    self._counters["dropped_gradients"] += 1
+                else:
+                    total[key] = total.get(key, 0) + gradient
+        for key, gradient in total.items():
+            _step(rule, self.rows[key], gradient)
+        self._version += 1
+
+    def skip(self):
+        self._counters["skipped_updates"] += 1
+
+    def evict(self, *, step, now):
+        return 0
+
+    def _erase(self, keys):
+        gone = [key for key in keys.tolist() if self.rows.pop(key, None) is not None]
+        self._version += 1
+        self._removed.update(dict.fromkeys(gone, self._version))
+        self._counters["evicted"] += len(gone)
+        return len(gone)
+
+    def clear(self):
+        self.erase(np.array(list(self.rows), np.int64))
+
+    @property
+    def version(self):
+        return self._version
+
+    def evicted_since(self, version):
+        return np.array([key for key, at in self._removed.items() if at > version], np.int64)
+
+    def _snapshot(self, part, parts):
+        if parts != 1:
+            raise ValueError(f"DictStore expects snapshots in one part, got {parts}.")
+        rows = sorted(self.rows.items())
+        widths = self.spec.dim, len(self._initial)
+        vectors, state = (
+            np.array([getattr(row, name).numpy() for _, row in rows], np.float32).reshape(len(rows), width)
+            for name, width in zip(("vector", "state"), widths, strict=True)
+        )
+        counts, last = (
+            np.array([getattr(row, name) for _, row in rows], np.uint32) for name in ("count", "last")
+        )
+        return Rows(np.array([key for key, _ in rows], np.int64), vectors, state, counts, last)
+
+    def _load(self, rows):
+        for key, vector, state, count, last in zip(*rows, strict=True):
+            row = _Row(torch.from_numpy(vector.copy()), torch.from_numpy(state.copy()))
+            row.count, row.last = int(count), int(last)
+            self.rows[int(key)] = row
+        self._version += 1
+
+    def extra(self):
+        return {}
+
+    def load_extra(self, extra):
+        assert not extra
+
+    def stats(self):
+        size = 4 * sum(len(row.vector) + len(row.state) for row in self.rows.values())
+        return {"rows": len(self.rows), "bytes": size, **self._counters}
+
+
 class DictStore(Store):
-    """Tables of float32 rows that start constant, without policies, for SGD and Adam."""
+    """Tables in dicts."""
 
     def __init__(self):
-        self._specs, self._rows, self._initial, self._versions, self._counters = {}, {}, {}, {}, {}
-        self._removed = {}  # table → key → the version at which its row was removed
+        self._tables = {}
 
     @property
     def takes_tensors(self):
         return True
 
     def add_table(self, spec):
-        known = self._specs.setdefault(spec.name, spec)
+        known = self._tables.setdefault(spec.name, DictTable(spec)).spec
         expected = ("float32", "constant", "always", "never")
         if known != spec or (spec.dtype, spec.init[0], spec.admit[0], spec.evict[0]) != expected:
             raise ValueError(
                 f"DictStore expects one table '{spec.name}' of {expected}, got {known} and {spec}."
             )
-        self._rows[spec.name], self._removed[spec.name] = {}, {}
-        self._initial[spec.name], self._versions[spec.name] = torch.empty(0), 0
-        self._counters[spec.name] = dict.fromkeys(COUNTERS, 0)
 
-    def set_state(self, table, initial, fresh):
-        self._initial[table] = torch.tensor(initial, dtype=torch.float32)
-        for row in self._rows[table].values():
-            if fresh or len(row.state) != len(initial):
-                row.state = self._initial[table].clone()
+    def table(self, name):
+        return self._tables[name]
 
-    def lookup(self, keys, *, training, step, now):
-        return {
-            table: self._lookup(table, each.tolist(), counts.tolist(), step if training else None)
-            for table, (each, counts) in keys.items()
-        }
+    def lookup(self, keys, context):
+        step = context.step if context.training else None
+        return {table: self._tables[table].lookup(*asked, step) for table, asked in keys.items()}
 
-    def _lookup(self, table, keys, counts, step):
-        spec, rows = self._specs[table], self._rows[table]
-        vectors = np.zeros((len(keys), spec.dim), np.float32)
-        for at, (key, count) in enumerate(zip(keys, counts, strict=True)):
-            if step is not None:
-                if key not in rows:
-                    rows[key] = _Row(torch.full((spec.dim,), spec.init[1]), self._initial[table].clone())
-                    self._counters[table]["inserted"] += 1
-                rows[key].count += count
-                rows[key].last = step
-            if key in rows:
-                vectors[at] = rows[key].vector.numpy()
-        self._versions[table] += step is not None
-        return Found(vectors, self._versions[table])
-
-    def prepare(self, program, inputs, *, training=None, step=0, now=0.0):
+    def prepare(self, program, inputs, context=None):
         return DictLookup(program, inputs)
 
-    def forward(self, program, inputs, *, training, step, now):
+    def forward(self, program, inputs, context):
         lookup = inputs if isinstance(inputs, DictLookup) else DictLookup(program, inputs)
-        found = self.lookup(lookup.keys, training=training, step=step, now=now)
+        found = self.lookup(lookup.keys, context)
         lookup.pool({table: torch.from_numpy(each.vectors) for table, each in found.items()})
         return LookupPlan(None, {table: each.version for table, each in found.items()}, lookup)
 
@@ -84,7 +159,7 @@ class DictStore(Store):
             if table not in rules:
                 continue
             if not all(one.finite()[slot] for _, one in gradients):
-                self.skip(table)
+                self._tables[table].skip()
                 continue
             pushes[table] = [
                 Push(*one.sums[table], plan.versions[table]) for plan, one in gradients if table in one.sums
@@ -93,82 +168,22 @@ class DictStore(Store):
 
     def apply(self, pushes, rules, steps):
         for table, listed in pushes.items():
-            total = {}
-            for push in listed:
-                for key, gradient in zip(push.keys.tolist(), torch.from_numpy(push.gradients), strict=True):
-                    if self._removed[table].get(key, -1) > push.version:
-                        self._counters[table]["dropped_gradients"] += 1
-                    else:
-                        total[key] = total.get(key, 0) + gradient
-            for key, gradient in total.items():
-                _step(rules[table], self._rows[table][key], gradient)
-            self._versions[table] += 1
-
-    def skip(self, table):
-        self._counters[table]["skipped_updates"] += 1
-
-    def evict(self, table, *, step, now):
-        return 0
-
-    def erase(self, table, keys):
-        gone = [key for key in keys.tolist() if self._rows[table].pop(key, None) is not None]
-        self._versions[table] += 1
-        self._removed[table].update(dict.fromkeys(gone, self._versions[table]))
-        self._counters[table]["evicted"] += len(gone)
-        return len(gone)
-
-    def clear(self, table):
-        self.erase(table, np.array(list(self._rows[table]), np.int64))
-
-    def version(self, table):
-        return self._versions[table]
-
-    def evicted_since(self, table, version):
-        return np.array([key for key, at in self._removed[table].items() if at > version], np.int64)
-
-    def snapshot(self, table, part=0, parts=1):
-        if parts != 1:
-            raise ValueError(f"DictStore expects snapshots in one part, got {parts}.")
-        rows = sorted(self._rows[table].items())
-        widths = self._specs[table].dim, len(self._initial[table])
-        vectors, state = (
-            np.array([getattr(row, name).numpy() for _, row in rows], np.float32).reshape(len(rows), width)
-            for name, width in zip(("vector", "state"), widths, strict=True)
-        )
-        counts, last = (
-            np.array([getattr(row, name) for _, row in rows], np.uint32) for name in ("count", "last")
-        )
-        return Rows(np.array([key for key, _ in rows], np.int64), vectors, state, counts, last)
-
-    def load(self, table, rows):
-        for key, vector, state, count, last in zip(*rows, strict=True):
-            row = _Row(torch.from_numpy(vector.copy()), torch.from_numpy(state.copy()))
-            row.count, row.last = int(count), int(last)
-            self._rows[table][int(key)] = row
-        self._versions[table] += 1
+            self._tables[table].apply(listed, rules[table])
 
     def capture(self, tables, parts, since=None, *, track=False):
         if since is not None:
             raise ValueError("DictStore does not know what has changed since a capture.")
-        return DictCapture({table: self.snapshot(table, 0, parts[table]) for table in tables}, self._versions)
-
-    def extra(self, table):
-        return {}
-
-    def load_extra(self, table, extra):
-        assert not extra
-
-    def stats(self, table):
-        rows = self._rows[table]
-        size = 4 * sum(len(row.vector) + len(row.state) for row in rows.values())
-        return {"rows": len(rows), "bytes": size, **self._counters[table]}
+        return DictCapture(
+            {table: self._tables[table].snapshot(0, parts[table]) for table in tables},
+            {table: self._tables[table].version for table in tables},
+        )
 
 
 class DictCapture(Capture):
     """A copy of all rows."""
 
     def __init__(self, rows, versions):
-        self._rows, self.versions = rows, {table: versions[table] for table in rows}
+        self._rows, self.versions = rows, versions
 
     def part(self, table, part):
         return self._rows.pop(table)

@@ -31,7 +31,7 @@ class CaptureConformance:
         rig = Rig(kind)
         rig.see(list(range(30)))
         rig.update(source)
-        whole, version = rig.snapshot(), rig.store.version("t")
+        whole, version = rig.snapshot(), rig.store.table("t").version
         capture = rig.store.capture(["t"], {"t": 4})
         disturb(rig, source)
         assert capture.versions == {"t": version}
@@ -46,7 +46,7 @@ class CaptureConformance:
         rig.update(source)
         capture = rig.store.capture(["t"], {"t": 2}, track=True)
         copy = rig.fresh()
-        copy.load("t", read(capture, 2))
+        copy.table("t").load(read(capture, 2))
         for turn in range(3):
             versions = capture.versions
             capture.close()
@@ -55,18 +55,18 @@ class CaptureConformance:
             elif turn == 0:
                 disturb(rig, source)
             else:
-                rig.store.clear("t")
+                rig.store.table("t").clear()
                 rig.table.rows.clear()
                 rig.passes = []
                 rig.see([2, 7])
             whole = rig.snapshot()
             capture = rig.store.capture(["t"], {"t": 2}, versions, track=True)
             rig.see([3, 5, 200])  # not in this delta
-            copy.erase("t", capture.erased("t"))
+            copy.table("t").erase(capture.erased("t"))
             rows = read(capture, 2)
             assert len(rows.keys) < 10
-            copy.load("t", rows)
-            assert_same_rows(copy.snapshot("t"), whole)
+            copy.table("t").load(rows)
+            assert_same_rows(copy.table("t").snapshot(), whole)
         capture.close()
 
     def test_a_delta_has_rows_whose_gradient_came_after_the_last_capture(self, kind, source):
@@ -103,7 +103,7 @@ class CaptureConformance:
         for parts in (1, 2, 16):
             capture = rig.store.capture(["t"], {"t": parts})
             for part in range(parts):
-                assert_same_rows(capture.part("t", part), rig.store.snapshot("t", part, parts))
+                assert_same_rows(capture.part("t", part), rig.store.table("t").snapshot(part, parts))
             capture.close()
 
     def test_a_table_has_one_capture_whose_parts_are_read_in_order(self, kind, source):
@@ -169,6 +169,6 @@ def _train(engine, opt, seed):
 def _assert_same(one, other):
     for name in ("t", "h"):
         assert_same_rows(one.table(name).snapshot(), other.table(name).snapshot())
-        mine, theirs = one.store.extra(name), other.store.extra(name)
+        mine, theirs = one.store.table(name).extra(), other.store.table(name).extra()
         assert mine.keys() == theirs.keys()
         assert all(np.array_equal(mine[key], theirs[key]) for key in mine)

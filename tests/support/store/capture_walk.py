@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import karvan as kv
-from karvan.store import Push, Rows, Rule
+from karvan.store import LookupContext, Push, Rows, Rule
 
 SPECS = {  # two tables that share memory, and one of 16 bits
     "a": kv.Table(2, init=kv.init.Uniform(-1.0, 1.0)).spec("a", 0, 4),
@@ -53,7 +53,7 @@ class CaptureWalk:
         for name in SPECS:
             keys = self.keys()
             asked[name] = keys, np.ones(len(keys), np.uint32)
-        found = self.store.lookup(asked, training=True, step=self.step, now=0.0)
+        found = self.store.lookup(asked, LookupContext(True, self.step))
         self.in_flight.append({name: (asked[name][0], found[name].version) for name in SPECS})
 
     def update(self):
@@ -73,17 +73,17 @@ class CaptureWalk:
         self.store.apply(pushes, rules, dict.fromkeys(SPECS, self.step))
 
     def erase(self):
-        self.store.erase(self.source.choice("abc"), self.keys())
+        self.store.table(self.source.choice("abc")).erase(self.keys())
 
     def evict(self):
-        self.store.evict("b", step=self.step, now=0.0)
+        self.store.table("b").evict(step=self.step, now=0.0)
 
     def clear(self):
-        self.store.clear(self.source.choice("abc"))
+        self.store.table(self.source.choice("abc")).clear()
 
     def load(self):
         name, keys = self.source.choice("abc"), self.keys()
-        state = self.store.snapshot(name).state.shape[1]
+        state = self.store.table(name).snapshot().state.shape[1]
         numbers = np.random.default_rng(self.source.randint(0, 99))
         rows = Rows(
             keys,
@@ -92,17 +92,17 @@ class CaptureWalk:
             np.full(len(keys), 7, np.uint32),
             np.full(len(keys), self.step, np.uint32),
         )
-        self.store.load(name, rows)
+        self.store.table(name).load(rows)
 
     def set_state(self):
         """Another optimizer: rows get other memory."""
         name = self.source.choice("abc")
         self.kinds[name] = kind = self.source.choice(["sgd", "momentum", "adagrad"])
         size = 0 if kind == "sgd" else SPECS[name].dim
-        self.store.set_state(name, [0.25] * size, fresh=self.source.random() < 0.5)
+        self.store.table(name).set_state([0.25] * size, fresh=self.source.random() < 0.5)
 
     def snapshots(self, names):
-        return {name: as_dict(self.store.snapshot(name)) for name in names}
+        return {name: as_dict(self.store.table(name).snapshot()) for name in names}
 
     def capture(self):
         """Of tables that have none: all rows, or what changed since their last one."""

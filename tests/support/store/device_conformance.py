@@ -14,6 +14,7 @@ from store_kinds import StoreKind, also_slowly, memory
 from training_conformance import SHARED, pair_of, random_batch
 
 import karvan as kv
+from karvan.store import LookupContext
 from karvan.store.cuda.rows import arena, contents, index, table_memory
 from karvan.store.program import FeatureTensors
 from karvan.store.remote.output_layout import OutputLayout
@@ -132,7 +133,7 @@ class DeviceConformance:
                     rig.update(source)
             rig.erase(source.sample(range(known), 10))
         assert grew > 8
-        assert rig.store.stats("t")["moved"] > 256
+        assert rig.store.table("t").stats()["moved"] > 256
         rig.check()
 
     @pytest.mark.slow
@@ -159,7 +160,7 @@ class DeviceConformance:
         with pytest.raises(ValueError, match="'t'"):
             rig.store.capture(["t"], {"t": 1}, capture.versions, track=True)
         with pytest.raises(ValueError, match="'t' remembers evictions since"):
-            rig.store.evicted_since("t", 0)
+            rig.store.table("t").evicted_since(0)
 
     def test_wrong_offsets_that_only_the_device_sees_are_reported_some_steps_later(self, kind):
         engine = kv.EmbeddingEngine({"a": kv.Table(3, combiner="sum")}, store=kind.make())
@@ -174,7 +175,7 @@ class DeviceConformance:
 
         def look_up(steps, offsets):
             for step in steps:
-                store.forward(program, batch(offsets), training=True, step=step, now=0.0)
+                store.forward(program, batch(offsets), LookupContext(True, step))
                 if store.device.type == "cuda":
                     torch.cuda.synchronize()
 

@@ -93,7 +93,7 @@ class Twins:
             assert dropped[0] == dropped[1]
 
     def check_extra(self):
-        mine, theirs = (engine.store.extra("t") for engine in self.engines)
+        mine, theirs = (engine.store.table("t").extra() for engine in self.engines)
         assert set(mine) == set(theirs)
         for name, expected in theirs.items():
             assert np.array_equal(mine[name], expected), name
@@ -126,7 +126,7 @@ class PolicyConformance:
         assert twins.handles[0].rows > 0
         other = Twins(kind, admit=kv.admission.MinCount(250))
         for engine in other.engines:
-            engine.store.load_extra("t", twins.engines[1].store.extra("t"))
+            engine.store.table("t").load_extra(twins.engines[1].store.table("t").extra())
         other.check_extra()
         other.train([2, 2], [[1], [9]])
         other.check_extra()
@@ -199,7 +199,7 @@ class PolicyConformance:
         moved = Twins(kind, evict=kv.eviction.TTL(10.0, every=2, clock=lambda: now[0]))
         for new, engine, handle in zip(moved.engines, twins.engines, twins.handles, strict=True):
             new.table("t").load(handle.snapshot())
-            new.store.load_extra("t", engine.store.extra("t"))
+            new.store.table("t").load_extra(engine.store.table("t").extra())
             new.step = engine.step
         now[0] += 2.0
         moved.walk(source, 2)

@@ -9,7 +9,7 @@ from reference import SGD, ReferenceTable, check_table, mix, signed
 from store_kinds import also_slowly, explore, memory
 
 import karvan as kv
-from karvan.store import Push, Rows, Rule
+from karvan.store import LookupContext, Push, Rows, Rule
 
 LR = 0.5  # and gradients in eighths: all sums are exact, in any order
 INIT = 0.25
@@ -82,7 +82,7 @@ class Rig:
     def look(self, keys, uses=None, training=False):
         uses = np.ones(len(keys), np.uint32) if uses is None else uses
         asked = {"t": (np.array(keys, np.int64), uses)}
-        return self.store.lookup(asked, training=training, step=self.step, now=0.0)["t"]
+        return self.store.lookup(asked, LookupContext(training, self.step))["t"]
 
     def update(self, source):
         """Apply gradients of all lookups so far; those of rows that have left since are dropped."""
@@ -103,23 +103,23 @@ class Rig:
 
     def erase(self, keys):
         there = set(keys) & set(self.table.rows)
-        version = self.store.version("t")
-        assert self.store.erase("t", np.array(keys, np.int64)) == len(there)
-        assert sorted(self.store.evicted_since("t", version).tolist()) == sorted(there)
+        version = self.store.table("t").version
+        assert self.store.table("t").erase(np.array(keys, np.int64)) == len(there)
+        assert sorted(self.store.table("t").evicted_since(version).tolist()) == sorted(there)
         self.table.evict(keys)
 
     def check(self):
         check_table(self, self.table)
-        assert self.store.stats("t")["dropped_gradients"] == self.table.dropped
+        assert self.store.table("t").stats()["dropped_gradients"] == self.table.dropped
 
     # What `check_table` asks of a table.
 
     def snapshot(self):
-        return self.store.snapshot("t")
+        return self.store.table("t").snapshot()
 
     @property
     def rows(self):
-        return self.store.stats("t")["rows"]
+        return self.store.table("t").stats()["rows"]
 
 
 def assert_same_rows(one, other):
@@ -159,8 +159,8 @@ class RowsConformance:
         rig.see([])
         rig.update(source)
         assert rig.look([]).vectors.shape == (0, 2)
-        assert rig.store.erase("t", np.zeros(0, np.int64)) == 0
-        rig.store.load("t", rig.snapshot())
+        assert rig.store.table("t").erase(np.zeros(0, np.int64)) == 0
+        rig.store.table("t").load(rig.snapshot())
         rig.check()
 
     def test_counts_stop_at_their_largest_value(self, kind):
@@ -181,16 +181,16 @@ class RowsConformance:
             rig.passes = rig.passes[-1:]
         rig.update(source)
         rig.check()
-        assert rig.store.stats("t")["moved"] > 0
+        assert rig.store.table("t").stats()["moved"] > 0
 
     def test_stats_count_what_happened(self, kind):
         rig = Rig(kind)
         rig.see([1, 2, 3])
         rig.see([3, 4])
         rig.erase([1, 9])
-        rig.store.skip("t")
-        rig.store.load("t", rig.snapshot())
-        stats = rig.store.stats("t")
+        rig.store.table("t").skip()
+        rig.store.table("t").load(rig.snapshot())
+        stats = rig.store.table("t").stats()
         expected = {"rows": 3, "inserted": 4, "evicted": 1, "rejected": 0, "dropped_gradients": 0}
         assert {name: stats[name] for name in expected} == expected
         assert stats["skipped_updates"] == 1
@@ -200,29 +200,29 @@ class RowsConformance:
     def test_clear_removes_all_rows_and_says_which(self, kind, source):
         rig = Rig(kind)
         rig.see(KEYS)
-        version = rig.store.version("t")
-        rig.store.clear("t")
-        assert rig.store.version("t") > version
-        assert sorted(rig.store.evicted_since("t", version).tolist()) == sorted(KEYS)
+        version = rig.store.table("t").version
+        rig.store.table("t").clear()
+        assert rig.store.table("t").version > version
+        assert sorted(rig.store.table("t").evicted_since(version).tolist()) == sorted(KEYS)
         rig.table.rows.clear()
         rig.check()
         rig.see([1, 5])
         rig.update(source)  # the gradients of the first lookup are dropped
         rig.check()
-        assert rig.store.stats("t")["evicted"] == len(KEYS)
+        assert rig.store.table("t").stats()["evicted"] == len(KEYS)
 
     def test_versions_grow_with_every_change(self, kind, source):
         rig = Rig(kind)
-        versions = [rig.store.version("t")]
+        versions = [rig.store.table("t").version]
         for change in (
             lambda: rig.see([1, 2]),
             lambda: rig.update(source),
             lambda: rig.erase([1]),
-            lambda: rig.store.load("t", rig.snapshot()),
-            lambda: rig.store.clear("t"),
+            lambda: rig.store.table("t").load(rig.snapshot()),
+            lambda: rig.store.table("t").clear(),
         ):
             change()
-            versions.append(rig.store.version("t"))
+            versions.append(rig.store.table("t").version)
         assert versions == sorted(set(versions))
 
     def test_snapshot_parts_make_up_the_whole_and_load_elsewhere(self, kind, source):
@@ -234,14 +234,14 @@ class RowsConformance:
         hashes = [mix(key) for key in whole.keys.tolist()]
         assert hashes == sorted(hashes)
         for parts in (1, 3, 8):
-            some = [rig.store.snapshot("t", part, parts) for part in range(parts)]
+            some = [rig.store.table("t").snapshot(part, parts) for part in range(parts)]
             assert_same_rows(Rows(*map(np.concatenate, zip(*some, strict=True))), whole)
         other = rig.fresh()
         for part in reversed(some):
-            other.load("t", part)
-        assert_same_rows(other.snapshot("t"), whole)
+            other.table("t").load(part)
+        assert_same_rows(other.table("t").snapshot(), whole)
         with pytest.raises(ValueError, match="part"):
-            rig.store.snapshot("t", 3, 3)
+            rig.store.table("t").snapshot(3, 3)
 
     def test_loads_overwrite_rows_and_refuse_wrong_ones(self, kind):
         rig = Rig(kind)
@@ -253,38 +253,38 @@ class RowsConformance:
             np.array([5, 6], np.uint32),
             np.array([7, 8], np.uint32),
         )
-        rig.store.load("t", rows)
+        rig.store.table("t").load(rows)
         assert rig.look([1, 3, 9]).vectors.tolist() == [[INIT, INIT], [1.0, 2.0], [3.0, 4.0]]
         after = rig.snapshot()
         noted = dict(zip(after.keys.tolist(), zip(after.counts, after.last_steps, strict=True), strict=True))
         assert noted == {1: (1, 1), 2: (1, 1), 3: (5, 7), 9: (6, 8)}
         with pytest.raises(ValueError, match="twice"):
-            rig.store.load("t", Rows(*(np.concatenate([part, part]) for part in rows)))
+            rig.store.table("t").load(Rows(*(np.concatenate([part, part]) for part in rows)))
         with pytest.raises(ValueError, match="'t'"):
-            rig.store.load("t", rows._replace(vectors=np.zeros((2, 3), np.float32)))
+            rig.store.table("t").load(rows._replace(vectors=np.zeros((2, 3), np.float32)))
         with pytest.raises(ValueError, match="'t'"):
-            rig.store.load("t", rows._replace(state=np.zeros((2, 1), np.float32)))
+            rig.store.table("t").load(rows._replace(state=np.zeros((2, 1), np.float32)))
 
     def test_optimizer_state_is_kept_or_replaced(self, kind):
         rig = Rig(kind)
-        rig.store.set_state("t", [0.5, 0.5], fresh=False)  # without rows
+        rig.store.table("t").set_state([0.5, 0.5], fresh=False)  # without rows
         rig.see([1, 2])
         before = rig.snapshot()
         assert before.state.tolist() == [[0.5, 0.5]] * 2
-        rig.store.set_state("t", [0.75, 0.75], fresh=False)  # rows have state of this size
+        rig.store.table("t").set_state([0.75, 0.75], fresh=False)  # rows have state of this size
         rig.see([3])
         assert sorted(rig.snapshot().state.tolist()) == [[0.5, 0.5]] * 2 + [[0.75, 0.75]]
-        rig.store.set_state("t", [0.1, 0.2], fresh=True)
+        rig.store.table("t").set_state([0.1, 0.2], fresh=True)
         assert np.array_equal(rig.snapshot().state, np.array([[0.1, 0.2]] * 3, np.float32))
-        rig.store.set_state("t", [1.0], fresh=False)  # another size
+        rig.store.table("t").set_state([1.0], fresh=False)  # another size
         rig.see([4])
         after = rig.snapshot()
         assert after.state.tolist() == [[1.0]] * 4
-        rig.store.set_state("t", [], fresh=False)
+        rig.store.table("t").set_state([], fresh=False)
         assert rig.snapshot().state.shape == (4, 0)
         rig.passes = []
         rig.check()
-        stats = rig.store.stats("t")
+        stats = rig.store.table("t").stats()
         assert [stats[name] for name in ("rows", "inserted", "evicted")] == [4, 4, 0]
 
     def test_gradients_reach_their_rows_after_new_optimizer_state(self, kind):
@@ -305,7 +305,7 @@ class RowsConformance:
     def test_a_rule_for_which_rows_have_no_state_is_refused(self, kind):
         rig = Rig(kind)
         rig.see([1, 2])
-        push = Push(np.array([1, 2]), np.ones((2, 2), np.float32), rig.store.version("t"))
+        push = Push(np.array([1, 2]), np.ones((2, 2), np.float32), rig.store.table("t").version)
         for name in ("momentum", "adagrad", "adam", "ftrl"):
             with pytest.raises(ValueError, match=r"'t'.*floats of optimizer state"):
                 rig.store.apply({"t": [push]}, {"t": Rule(name, eps=1.0)}, {"t": 1})
@@ -343,7 +343,7 @@ class RowsConformance:
             rows = []
             for each in (store, expected):
                 each.add_table(spec)
-                rows.append(each.lookup({name: (keys, uses)}, training=True, step=1, now=0.0)[name].vectors)
+                rows.append(each.lookup({name: (keys, uses)}, LookupContext(True, 1))[name].vectors)
             assert np.array_equal(*rows), (dtype, np.abs(rows[0] - rows[1]).max())
 
 
@@ -356,18 +356,18 @@ def _walk(rig, source, length):
             if len(rig.passes) == 2:
                 rig.update(source)
         elif action == "look":
-            before = rig.store.version("t")
+            before = rig.store.table("t").version
             assert rig.look(keys).vectors.tolist() == [rig.table.vector(key).tolist() for key in keys]
-            assert rig.store.version("t") == before
+            assert rig.store.table("t").version == before
         elif action == "erase":
             rig.erase(keys)
         elif action == "clear":
-            rig.store.clear("t")
+            rig.store.table("t").clear()
             rig.table.rows.clear()
         else:
-            parts = [rig.store.snapshot("t", part, len(keys)) for part in range(len(keys))]
+            parts = [rig.store.table("t").snapshot(part, len(keys)) for part in range(len(keys))]
             rig.store = rig.fresh()
             for part in reversed(parts):
-                rig.store.load("t", part)
+                rig.store.table("t").load(part)
             rig.passes, rig.table.dropped = [], 0  # versions are of the other store
         rig.check()

@@ -154,7 +154,7 @@ def walk(source, device, length, device_memory, tables=SELDOM):
         assert_same_tables(both, names, by_memory=device == "cpu")
         check_locations(tiered)
     assert_same_tables(both, names, by_memory=False)
-    stats = [tiered.stats(name) for name in names]
+    stats = [tiered.table(name).stats() for name in names]
     assert stats[0]["tier_hits"] + stats[0]["tier_misses"] == distinct
     return sum(each["tier_exchanges"] for each in stats)
 

@@ -42,7 +42,7 @@ from karvan.protocol.parameter_server import passes_of
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Owner
 from karvan.store.exchange.wire_format import from_wire, to_wire
-from karvan.store.types import Vectors
+from karvan.store.types import LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema.calls import expect_array
 
@@ -157,9 +157,8 @@ class ElasticBatches:
         if head["training"]:
             vectors = self._held_lookup(member, call).vectors
         else:
-            vectors = self._owner.lookup(
-                tables, [counts], [message], training=False, step=head["step"], now=head["now"]
-            ).vectors
+            context = LookupContext(False, head["step"], head["now"])
+            vectors = self._owner.lookup(tables, [counts], [message], context).vectors
             self._count_pull(counts)
         return Message({}, [to_wire(vectors, head["wire"])])
 

@@ -26,7 +26,7 @@ from karvan.native import _native, output_buffers
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.exchange.wire_format import rule_from_json
-from karvan.store.types import Keys, Vectors
+from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import RefusedError
 
 _Engine: TypeAlias = tuple[int, tuple[str, ...]]  # a store, and the tables of its lookups
@@ -73,7 +73,7 @@ class RowUpdates(ABC):
     def skip(self, tables: Iterable[str]) -> None:
         """Count updates that trainers have skipped, because their gradients are not finite."""
         for table in tables if self.counts_skips else ():
-            self.owner.store.skip(table)
+            self.owner.store.table(table).skip()
 
     def update(
         self,
@@ -102,9 +102,8 @@ class SingleUpdates(RowUpdates):
     def look_up(
         self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
     ) -> HeldLookup:
-        answered = self.owner.lookup(
-            tables, [list(counts)], [keys], training=True, step=step, now=now, log=self.log
-        )
+        context = LookupContext(True, step, now)
+        answered = self.owner.lookup(tables, [list(counts)], [keys], context, self.log)
         return HeldLookup(tables, counts, answered.dims, keys, step, now, answered.vectors, answered)
 
     @override
@@ -152,7 +151,7 @@ class JointUpdates(RowUpdates):
     ) -> HeldLookup:
         """The keys are kept for the commit."""
         vectors = self._reads.read(tables, counts, keys)
-        dims = [self.owner.store.dim(table) for table in tables]
+        dims = [self.owner.store.table(table).spec.dim for table in tables]
         return HeldLookup(tables, counts, dims, keys, step, now, vectors)
 
     @override
@@ -206,9 +205,9 @@ class JointUpdates(RowUpdates):
             tables,
             [list(lookup.counts) for lookup in lookups],
             [lookup.keys for lookup in lookups],
-            training=True,
-            step=max(lookup.step for lookup in lookups),
-            now=max(lookup.now for lookup in lookups),
+            LookupContext(
+                True, max(lookup.step for lookup in lookups), max(lookup.now for lookup in lookups)
+            ),
         )
 
     def _update_jointly(self, parts: Sequence[StagedPush], joint: Sequence[_Joint], scale: float) -> None:

@@ -18,7 +18,7 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.native import _native
 from karvan.store import TableSpec
 from karvan.store.exchange.row_owner import Owner
-from karvan.store.types import Keys, Vectors
+from karvan.store.types import Keys, LookupContext, Vectors
 
 _BY_KEY = ("always", "probability")  # admissions that depend on the key alone
 
@@ -41,7 +41,7 @@ class TableReads:
 
     def read(self, tables: Sequence[str], counts: Sequence[int], message: Keys) -> Tensor:
         """The vectors of a message's keys, one table after the other."""
-        answered = self._owner.lookup(tables, [list(counts)], [message], training=False, step=0, now=0.0)
+        answered = self._owner.lookup(tables, [list(counts)], [message], LookupContext(training=False))
         flat = answered.vectors.numpy()
         key = start = 0
         zeros: dict[str, _Zeros] = {}

@@ -27,7 +27,7 @@ from karvan.store.cuda.rows.tables import next_versions
 from karvan.store.cuda.tier.exchange import NoExchange, RowExchange
 from karvan.store.program import FeatureTensors, LookupProgram, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
-from karvan.store.types import LateGradients, Rule
+from karvan.store.types import LateGradients, LookupContext, Rule
 
 
 class DeviceInputs:
@@ -212,9 +212,10 @@ class DeviceBatches:
         if training:
             self._exchange.expect(batch)
 
-    def look_up(self, batch: DeviceInputs, *, training: bool, step: int, now: float) -> DeviceLookup:
+    def look_up(self, batch: DeviceInputs, context: LookupContext) -> DeviceLookup:
         """Look up a batch and fill its outputs."""
         memory, layout = self._memory, batch.layout
+        training, step = context.training, context.step
         memory.streams.refuse_graph()
         memory.poll()
         batch.receive()
@@ -225,7 +226,7 @@ class DeviceBatches:
             groups = [self._look_up_group(group, batch, training, step) for group in layout.groups(training)]
             if training:
                 for table in layout.policies:
-                    policies.maintain(memory, table, step, now)
+                    policies.maintain(memory, table, step, context.now)
                 found = [group.buffers for group in groups if group.layout.positions]
                 self._exchange.follow(batch, found, step)
         versions = {table.spec.name: table.version for table in layout.tables}

@@ -19,7 +19,7 @@ from karvan.store.cuda.sharded.gradient_sums import average
 from karvan.store.cuda.sharded.sections import Sections
 from karvan.store.cuda.store import CudaStore
 from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
-from karvan.store.types import FeatureSpec, Rule
+from karvan.store.types import FeatureSpec, LookupContext, Rule
 
 
 class Answer(NamedTuple):
@@ -49,14 +49,7 @@ class DeviceOwner:
         return batch
 
     def lookup(
-        self,
-        tables: Sequence[str],
-        asked: Sections,
-        message: Tensor,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        self, tables: Sequence[str], asked: Sections, message: Tensor, context: LookupContext
     ) -> tuple[Answer, Tensor]:
         """Vectors for the keys of all ranks' messages, in the order of the keys."""
         program = self._program(tables, asked)
@@ -65,7 +58,7 @@ class DeviceOwner:
         places = asked.split_vectors(vectors)
         outs = [place if place.is_contiguous() else torch.empty_like(place) for place in places]
         batch = self._inputs(tables, keys, dict(enumerate(uses)), dict(enumerate(outs)))
-        plan = self._store.forward(program, batch, training=training, step=step, now=now)
+        plan = self._store.forward(program, batch, context)
         for place, out in zip(places, outs, strict=True):
             if place is not out:
                 place.copy_(out)

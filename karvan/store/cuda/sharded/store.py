@@ -46,7 +46,7 @@ from karvan.store.program import (
 )
 from karvan.store.rank_share import RankShare
 from karvan.store.remote.output_layout import OutputLayout
-from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, Rule
+from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, LookupContext, Rule
 
 
 class RankGradients(LateGradients):
@@ -170,13 +170,7 @@ class ShardedCudaStore(RankShare):
 
     @override
     def prepare(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs,
-        *,
-        training: bool | None = None,
-        step: int = 0,
-        now: float = 0.0,
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
     ) -> Prepared:
         """Keys are sent to their owners now, so all ranks prepare a batch, or none.
 
@@ -184,7 +178,8 @@ class ShardedCudaStore(RankShare):
         """
         batch = self._tables.prepare(program, inputs)
         assert isinstance(batch, DeviceInputs)
-        routed = self._route(batch, len(program.tables), grouped=bool(training))
+        training = context is not None and context.training
+        routed = self._route(batch, len(program.tables), grouped=training)
         if training:
             routed.expected = self._owner.expect(program.tables, routed.asked, routed.message)
         return routed
@@ -219,28 +214,18 @@ class ShardedCudaStore(RankShare):
 
     @override
     def forward(
-        self,
-        program: LookupProgram,
-        inputs: LookupInputs | Prepared,
-        *,
-        training: bool,
-        step: int,
-        now: float,
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
     ) -> LookupPlan:
         if isinstance(inputs, tuple):
-            inputs = self.prepare(program, inputs, training=training)
+            inputs = self.prepare(program, inputs, context)
         assert isinstance(inputs, RoutedRequest)
         inputs.receive()
         inputs.expected = None
-        return self._look_up(program.tables, inputs, training=training, step=step, now=now)
+        return self._look_up(program.tables, inputs, context)
 
-    def _look_up(
-        self, tables: Sequence[str], routed: RoutedRequest, *, training: bool, step: int, now: float
-    ) -> LookupPlan:
+    def _look_up(self, tables: Sequence[str], routed: RoutedRequest, context: LookupContext) -> LookupPlan:
         request = routed.request
-        answer, vectors = self._owner.lookup(
-            tables, routed.asked, routed.message, training=training, step=step, now=now
-        )
+        answer, vectors = self._owner.lookup(tables, routed.asked, routed.message, context)
         front, requested = request.front * UNIT, request.sections
         received = torch.empty(front + requested.floats, dtype=torch.float32, device=self.device)
         received[:front].zero_()
@@ -294,9 +279,7 @@ class ShardedCudaStore(RankShare):
         self._owner.update(passes, rules, steps)
 
     @override
-    def lookup(
-        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
-    ) -> dict[str, Found]:
+    def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         """A collective."""
         program = LookupProgram(
             [
@@ -319,9 +302,9 @@ class ShardedCudaStore(RankShare):
             for number, (_, counts) in enumerate(keys.values())
         }
         routed = self._route(batch, len(keys), grouped=False)
-        plan = self._look_up(program.tables, routed, training=training, step=step, now=now)
+        plan = self._look_up(program.tables, routed, context)
         assert isinstance(plan.remote, DeviceRankLookup)
         return {
-            table: Found(out.cpu().numpy(), self._tables.version(table))
+            table: Found(out.cpu().numpy(), self.table(table).version)
             for table, (out, _) in zip(keys, plan.remote.take(), strict=True)
         }
