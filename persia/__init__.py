@@ -3,6 +3,6 @@
 So lines of a Procfile such as `python3 data_loader.py` and `python -m persia.launcher` run as they are.
 """
 
-from karvan.compat.import_aliases import add_alias
+from karvan.compat.imports import add_alias
 
 add_alias("persia", "karvan.compat.persia")

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch.distributed as dist
+
 from karvan.compat.cuda_fallback import cuda_fallback
-from karvan.compat.import_aliases import import_aliases
-from karvan.compat.process_group import process_group
+from karvan.compat.imports import SYSTEMS, import_aliases
+from karvan.distributed import current, disconnect
 
-SYSTEMS: dict[str, dict[str, str]] = {
-    "recis": {"recis": "karvan.compat.recis", "column_io": "karvan.compat.recis.io"},  # its reader of data
-    "persia": {"persia": "karvan.compat.persia"},
-    "elasticdl": {
-        "elasticdl": "karvan.compat.elasticdl",
-        "elasticdl_client": "karvan.compat.elasticdl_client",
-        "elasticai_api": "karvan.compat.elasticai_api",
-        "elasticdl_preprocessing": "karvan.compat.elasticdl_preprocessing",
-    },
-}
-"""For each system the packages that its programs import, and what stands for them."""
-
+_SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 _GROUPS = ("recis",)  # whose programs make a process group of torch; MASTER_ADDR of elasticai_api is another
 
 COMMANDS = {"elasticdl": "karvan.compat.elasticdl.commands"}
@@ -49,7 +41,7 @@ def run_command(system: str, command: str, arguments: Sequence[str]) -> int:
 def run_program(system: str, program: Path, arguments: Sequence[str]) -> None:
     """Run a Python file as `python program.py arguments` would; what it raises comes out as it is."""
     try:
-        group = process_group() if system in _GROUPS else nullcontext()
+        group = _process_group() if system in _GROUPS else nullcontext()
         with import_aliases(SYSTEMS[system]), cuda_fallback(), group, _command_line(program, arguments):
             runpy.run_path(str(program), run_name="__main__")
     except BaseException as error:
@@ -81,3 +73,28 @@ def _command_line(program: Path, arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Within it, a process that torchrun has not started has the environment of the only one of a group.
+
+    At the end the environment is as before, and what was connected within it is disconnected.
+    """
+    alone = "WORLD_SIZE" not in os.environ
+    before = {name: os.environ.get(name) for name in _SINGLE}
+    grouped, connected = dist.is_initialized(), current().chosen
+    if alone:
+        os.environ.update(_SINGLE)
+    try:
+        yield
+    finally:
+        if not connected and current().chosen:
+            disconnect()
+        if not grouped and dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items() if alone else ():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

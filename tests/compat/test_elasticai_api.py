@@ -29,8 +29,7 @@ from karvan.compat.elasticai_api.pytorch.controller import create_elastic_contro
 from karvan.compat.elasticai_api.pytorch.dataset import ElasticDataset
 from karvan.compat.elasticai_api.pytorch.optimizer import DistributedOptimizer
 from karvan.compat.elasticdl.constants import TaskType
-from karvan.compat.import_aliases import import_aliases
-from karvan.compat.programs import SYSTEMS
+from karvan.compat.imports import SYSTEMS, import_aliases
 from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
@@ -450,7 +449,7 @@ def test_names_of_published_programs_are_there_or_say_what_to_use():
         assert DistributionStrategy.ALLREDUCE == "AllreduceStrategy"
         with pytest.raises(UnsupportedError, match="finds its master by MASTER_ADDR"):
             from elasticai_api.common.master_client import build_master_client  # noqa: F401
-        with pytest.raises(UnsupportedError, match="karvan run --as elasticdl zoo init"):
+        with pytest.raises(UnsupportedError, match="take a folder of models as it is"):
             from elasticdl_client.api import init_zoo  # noqa: F401
 
 

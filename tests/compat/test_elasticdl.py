@@ -18,8 +18,7 @@ from karvan.compat.elasticdl.contract import ContractError, ModelContract
 from karvan.compat.elasticdl.feed_step import FeedStep, numbers_of
 from karvan.compat.elasticdl.flags import environment_of, parse
 from karvan.compat.elasticdl.readers import open_data, parse_params
-from karvan.compat.import_aliases import import_aliases
-from karvan.compat.programs import SYSTEMS
+from karvan.compat.imports import SYSTEMS, import_aliases
 
 
 @pytest.fixture(autouse=True)
@@ -397,31 +396,6 @@ def test_a_schedule_needs_a_rate():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     with pytest.raises(ContractError, match="above 0, got 0"):
         LearningRateScheduler(lambda step: 0.1)(optimizer)
-
-
-def test_zoo_writes_a_dockerfile_and_builds_with_docker(tmp_path, capfd, monkeypatch):
-    zoo = tmp_path / "zoo"
-    zoo.mkdir()
-    (zoo / "requirements.txt").write_text("deepctr\n")
-    assert elasticdl("zoo", "init", "--model_zoo", zoo, "--base_image", "python:3.12") == 0
-    assert (zoo / "Dockerfile").read_text().splitlines() == [
-        "FROM python:3.12",
-        "COPY . /model_zoo",
-        "RUN pip install karvan",
-        "RUN pip install -r /model_zoo/requirements.txt",
-    ]
-    assert elasticdl("zoo", "init", "--model_zoo", zoo) == 2
-    assert "exists already" in capfd.readouterr().err
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert elasticdl("zoo", "build", zoo, "--image", "models") == 2
-    assert "needs docker" in capfd.readouterr().err
-    docker = tmp_path / "docker"
-    docker.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
-    docker.chmod(0o755)
-    assert elasticdl("zoo", "build", zoo, "--image", "models") == 0
-    assert (tmp_path / "called").read_text() == f"build -t models {zoo}\n"
-    assert elasticdl("zoo", "push", "models") == 2
-    assert "docker push IMAGE" in capfd.readouterr().err
 
 
 def test_plain_programs_find_the_names(tmp_path, capfd):

@@ -11,7 +11,7 @@ from forked_programs import run_forked
 
 from karvan.cli.main import main
 from karvan.compat.cuda_fallback import cuda_fallback, device_of
-from karvan.compat.import_aliases import import_aliases
+from karvan.compat.imports import import_aliases
 
 
 @pytest.fixture

@@ -45,7 +45,8 @@ def run(
       torchrun --nproc_per_node 2 --no-python karvan run --as recis deepctr.py
       karvan run --as elasticdl train --model_zoo models --model_def m.Model
     """
-    from karvan.compat.programs import SYSTEMS, commands_of, run_command, run_program
+    from karvan.compat.imports import SYSTEMS
+    from karvan.compat.programs import commands_of, run_command, run_program
     from karvan.compat.unsupported import UsageError
 
     if system not in SYSTEMS:

@@ -1,4 +1,4 @@
-"""The commands of ElasticDL: train, evaluate, predict, zoo."""
+"""The commands of ElasticDL: train, evaluate, predict."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from karvan.compat.elasticdl import model_zoo, training
+from karvan.compat.elasticdl import training
 from karvan.compat.elasticdl.constants import DistributionStrategy
 from karvan.compat.elasticdl.flags import environment_of, parse, parse_job_command
 from karvan.compat.elasticdl.job import launch, launch_program
 from karvan.compat.elasticdl.tables import account_variables
 from karvan.exit_codes import OK
 
-COMMANDS = ("train", "evaluate", "predict", "zoo")
+COMMANDS = ("train", "evaluate", "predict")
 
 
 def run(command: str, words: Sequence[str]) -> int:
     """Run a command of this name; returns its exit code."""
-    if command == "zoo":
-        return model_zoo.run(words)
     if command == "train" and any(word.startswith("--job_command") for word in words):
         return launch_program(parse_job_command(words))
     flags = parse(command, words)

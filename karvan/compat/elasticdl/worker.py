@@ -17,8 +17,7 @@ if __name__ == "__main__" and sys.argv[1] in ("program", "module"):
 elif __name__ == "__main__":
     from karvan.compat.cuda_fallback import cuda_fallback
     from karvan.compat.elasticdl.commands import work
-    from karvan.compat.import_aliases import import_aliases
-    from karvan.compat.programs import SYSTEMS
+    from karvan.compat.imports import SYSTEMS, import_aliases
 
     with import_aliases(SYSTEMS["elasticdl"]), cuda_fallback():
         work(sys.argv[1:])

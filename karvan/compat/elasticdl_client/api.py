@@ -5,7 +5,10 @@ from karvan.compat.unsupported import missing_names
 __getattr__ = missing_names(
     "elasticdl_client.api",
     {
-        name: f"run it: karvan run --as elasticdl {' '.join(reversed(name.split('_')))}."
-        for name in ("train", "evaluate", "predict", "init_zoo", "build_zoo", "push_zoo")
+        **{name: f"run it: karvan run --as elasticdl {name}." for name in ("train", "evaluate", "predict")},
+        **dict.fromkeys(
+            ("init_zoo", "build_zoo", "push_zoo"),
+            "commands take a folder of models as it is, --model_zoo; docker build makes an image of it.",
+        ),
     },
 )

@@ -4,12 +4,4 @@
 `persia.sparse` the first. All of them are adapters: see `bridge/` for how they reach Karvan's engine.
 """
 
-from karvan.compat.import_aliases import submodules
-
 __version__ = "0.1.0"  # of PERSIA, whose names these are
-
-__getattr__ = submodules(
-    __name__,
-    *("ctx", "data", "distributed", "embedding", "env", "helper", "k8s_utils", "launcher", "logger"),
-    *("prelude", "service", "sparse", "utils"),
-)

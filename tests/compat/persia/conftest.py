@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from karvan import distributed
-from karvan.compat.import_aliases import import_aliases
+from karvan.compat.imports import import_aliases
 
 SLOTS = {"slots_config": {"user": {"dim": 4}, "item": {"dim": 4}}}
 

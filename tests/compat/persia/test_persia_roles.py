@@ -242,13 +242,3 @@ def test_a_configuration_that_is_refused_ends_a_role(tmp_path, monkeypatch, caps
     (tmp_path / "global.yml").write_text("common_config: {job_type: Infer}\n")
     assert main(["embedding-parameter-server", "--global-config", str(tmp_path / "global.yml")]) == 2
     assert "job_type: Infer, and infer_config of PERSIA is not supported" in capsys.readouterr().err
-
-
-def test_commands_for_kubernetes_say_what_to_use(capsys):
-    from karvan.compat.persia.k8s_utils import main
-
-    assert main(["operator"]) == 2
-    assert "persia-k8s-utils operator is not supported" in capsys.readouterr().err
-    assert main(["--help"]) == 0
-    assert "karvan launch job.yaml --engine ray" in capsys.readouterr().out
-    assert main(["pods"]) == 2

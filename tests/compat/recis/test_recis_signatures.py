@@ -7,8 +7,7 @@ import inspect
 import pytest
 import torch
 
-from karvan.compat.import_aliases import import_aliases
-from karvan.compat.recis import MISSING_MODULES
+from karvan.compat.imports import import_aliases, unsupported_modules
 from karvan.compat.recis.framework import Trainer
 from karvan.compat.recis.io import OrcDataset
 from karvan.compat.unsupported import UnsupportedError
@@ -410,9 +409,9 @@ def test_modules_without_a_counterpart_say_what_to_use(module):
         importlib.import_module(f"recis.{module}")
 
 
-@pytest.mark.parametrize("module", sorted(MISSING_MODULES))
+@pytest.mark.parametrize("module", sorted(unsupported_modules("recis")))
 def test_no_module_is_said_to_be_missing_that_is_there(module):
-    assert importlib.util.find_spec(f"karvan.compat.recis.{module}") is None
+    assert importlib.util.find_spec(f"karvan.compat.{module}") is None
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from karvan.compat.import_aliases import submodules
 from karvan.presets import persia
-
-__getattr__ = submodules(__name__, "data", "optim")
 
 
 @dataclass

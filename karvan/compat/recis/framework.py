@@ -1,0 +1,308 @@
+"""`Trainer` and `TrainingArguments`: RecIS's training loop as a `kv.Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan.checkpoint import Checkpoints
+from karvan.compat.recis.hooks import Hook, LoggerHook, MetricReportHook, ReportArguments, TrainerOption
+from karvan.compat.recis.model_bank import load_bank
+from karvan.compat.recis.nn import connect_ranks
+from karvan.compat.recis.program_model import (
+    HookCalls,
+    ProgramData,
+    ProgramModel,
+    evaluated_metrics,
+    get_log_metrics,
+    model_loss,
+)
+from karvan.compat.unsupported import UnsupportedError, missing_names, refuse_methods, require_default
+from karvan.embedding.optim import SparseOptimizer
+from karvan.train import Trainer as KarvanTrainer
+
+__all__ = ["Trainer", "TrainingArguments"]
+
+_WINDOWS = "train on windows by kv.data.Windows and one fit for each."
+_SAVED = "Karvan saves every save_steps steps and at the end."
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "save_every_n_windows": (1, _WINDOWS),
+    "save_every_n_epochs": (None, _SAVED),
+    "save_end": (True, _SAVED),
+    "load_update_steps": (None, "load other checkpoints by model_bank before training."),
+    "load_update_windows": (1, _WINDOWS),
+    "load_update_epochs": (None, "load other checkpoints by model_bank before training."),
+    "params_not_save": (None, "a checkpoint has the whole model."),
+    "save_filter_fn": (None, "a checkpoint has the whole model."),
+    "saver_option": (None, "give output_dir and max_to_keep."),
+    "ckpt_save_arg": (None, "give save_steps."),
+    "ckpt_load_arg": (None, "a fit continues from its newest checkpoint."),
+    "window_iter": (None, _WINDOWS),
+    "eval_mos_report_uri": (None, "use kv.loggers."),
+    "prefetch": (None, "batches are always prepared in advance."),
+}
+
+
+@dataclass
+class TrainingArguments:
+    """Settings of a Trainer.
+
+    Steps are batches, as in RecIS. train_steps limits those of each epoch, and all of them are made; a single
+    epoch that is limited can be continued by a larger limit. With gradient_accumulation_steps save_steps, and
+    train_steps of a single epoch, are rounded up to whole steps of the optimizers. A run that is started
+    again with the same output_dir continues.
+    """
+
+    gradient_accumulation_steps: int = 1
+    output_dir: str = "output_dir"
+    model_bank: Sequence[Any] | None = None
+    log_steps: int = 100
+    train_steps: int | None = None
+    train_epoch: int | None = 1
+    eval_steps: int | None = None
+    save_steps: int | None = 1000
+    max_to_keep: int = 5
+    save_concurrency_per_rank: int = 4
+    save_every_n_windows: int = 1
+    save_every_n_epochs: int | None = None
+    save_end: bool | None = True
+    load_update_steps: int | None = None
+    load_update_windows: int | None = 1
+    load_update_epochs: int | None = None
+    params_not_save: Sequence[str] | None = None
+    save_filter_fn: Any = None
+    saver_option: Any = None
+    ckpt_save_arg: Any = None
+    ckpt_load_arg: Any = None
+    mixed_precision: str | None = None
+    window_iter: int | None = None
+    eval_mos_report_uri: str | None = None
+    prefetch: Any = None
+
+    def __post_init__(self) -> None:
+        for name, (default, instead) in _REFUSED.items():
+            require_default(f"TrainingArguments {name}", getattr(self, name), default, instead)
+        for name in ("gradient_accumulation_steps", "train_epoch", "train_steps", "save_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"TrainingArguments expects {name} of at least 1, got {value}.")
+        if self.mixed_precision not in (None, "bf16", "fp16"):
+            raise ValueError(f"mixed_precision expects 'bf16' or 'fp16', got {self.mixed_precision!r}.")
+
+    def optimizer_steps(self, batches: int | None) -> int | None:
+        """How many steps of optimizers so many batches make, rounded up."""
+        return None if batches is None else -(-batches // self.gradient_accumulation_steps)
+
+    def checkpoints(self) -> Checkpoints:
+        """Where checkpoints are saved."""
+        return Checkpoints(
+            self.output_dir, keep_last=self.max_to_keep, writers=self.save_concurrency_per_rank
+        )
+
+
+_LOOPS = (
+    *("_train_step", "_train_loop", "_train_loop_internal", "_train_loop_by_window"),
+    *("_eval_loop", "_eval_loop_internal", "_eval_loop_by_window"),
+    *(
+        "_train_eval_loop",
+        "_train_eval_loop_by_window",
+        "get_new_window_iter",
+        "sync_exit_flag",
+        "init_hooks",
+    ),
+)
+_SAVERS = ("build_saver", "init_saver", "build_checkpoint_manager", "restore")
+_SAVES = "give TrainingArguments output_dir, save_steps, max_to_keep and model_bank."
+_METHODS = {
+    **dict.fromkeys(
+        _LOOPS, "compute the loss in the model's forward, use hooks, or write a loop by kv.TrainContext."
+    ),
+    **dict.fromkeys(_SAVERS, _SAVES),
+}
+_ATTRIBUTES = {
+    **_METHODS,
+    **dict.fromkeys(("saver", "checkpoint_manager"), _SAVES),
+    "accelerator": "the Trainer already has the model, the optimizers and the data.",
+}
+
+
+class Trainer:
+    """Trains a model that returns its loss. `karvan_trainer` is the `kv.Trainer` that does it.
+
+    Batches always go where the model is, so data_to_cuda changes nothing. Nor do ddp_bucket_cap_mb,
+    ddp_static_graph and ddp_gradient_as_bucket_view, which are about speed and memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        hooks: Iterable[Hook] | None = None,
+        dense_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        sparse_optimizer: SparseOptimizer | None = None,
+        data_to_cuda: bool = False,
+        ddp_find_unused_parameters: bool = True,
+        ddp_broadcast_buffers: bool = True,
+        saver: Any = None,
+        ddp_gradient_as_bucket_view: bool = False,
+        ddp_bucket_cap_mb: int = 25,
+        ddp_static_graph: bool = False,
+        *,
+        monitor_report_args: ReportArguments | None = None,
+        **kwargs: Any,
+    ) -> None:
+        require_default("Trainer ddp_broadcast_buffers", ddp_broadcast_buffers, True, "leave it out.")
+        for name, value in kwargs.items():
+            instead = (
+                "give TrainingArguments mixed_precision." if name == "mixed_precision" else "leave it out."
+            )
+            raise UnsupportedError(f"Trainer {name}={value!r}", instead)
+        require_default("Trainer saver", saver, None, "give TrainingArguments output_dir and save_steps.")
+        connect_ranks()
+        self.args = args = args or TrainingArguments()
+        self.model = model
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.dense_optimizer, self.dense_lr_scheduler = dense_optimizers
+        self.sparse_optimizer = sparse_optimizer
+        self.gradient_accumulation_steps = args.gradient_accumulation_steps
+        self.data_to_cuda = data_to_cuda
+        get_log_metrics().clear()  # of a Trainer before
+        self._calls = HookCalls()
+        self._program = ProgramModel(model, self._calls)
+        optimizer = self.dense_optimizer
+        options: dict[str, Any] = {}
+        reports = [] if monitor_report_args is None else [MetricReportHook(model, monitor_report_args)]
+        for hook in (*(hooks or ()), *reports, LoggerHook(args.log_steps)):
+            self._calls.add(hook)
+            if isinstance(hook, TrainerOption):
+                options |= hook.options(optimizer)
+        self.karvan_trainer = KarvanTrainer(
+            model,
+            model_loss,
+            dense_optimizer=optimizer,
+            sparse_optimizer=sparse_optimizer,
+            scheduler=self.dense_lr_scheduler,
+            precision=args.mixed_precision or "fp32",
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            find_unused_parameters=ddp_find_unused_parameters,
+            callbacks=[self._calls],
+            progress="none",
+            checkpoints=args.checkpoints(),
+            checkpoint_every=args.optimizer_steps(args.save_steps),
+            checkpoint_seconds=None,
+            **options,
+        )
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """All hooks, with the Trainer's own LoggerHook."""
+        return self._calls.hooks
+
+    def add_hook(self, hook: Hook) -> None:
+        """Add a hook; those that set options of training are given when the Trainer is made."""
+        if isinstance(hook, TrainerOption):
+            raise UnsupportedError(
+                f"add_hook of a {type(hook).__name__}", "give it to the Trainer when it is made: hooks=[…]."
+            )
+        self._calls.add(hook)
+
+    def add_hooks(self, hooks: Iterable[Hook]) -> None:
+        """Add hooks."""
+        for hook in hooks:
+            self.add_hook(hook)
+
+    def train(self, train_steps: int | None = None) -> None:
+        """Train: from the newest checkpoint of output_dir, or from the model_bank if there is none."""
+        self._calls.call("start", is_train=True)
+        data, batches, most = self._limited(train_steps, self.args.train_epoch or 1)
+        self._fit(data, batches, self.args.train_epoch or 1, most)
+        self._calls.call("end", is_train=True)
+
+    def _limited(self, train_steps: int | None, epochs: int) -> tuple[ProgramData, Iterable[Any], int | None]:
+        """The training data, its batches in an epoch, and the most steps of a single epoch."""
+        data = _data_of("train_dataset", self.train_dataset)
+        count = self.args.train_steps if train_steps is None else train_steps
+        if count is None or epochs == 1:
+            return data, data.batches, self.args.optimizer_steps(count)
+        return data, data.short_epochs(count), None
+
+    def _fit(self, data: ProgramData, batches: Iterable[Any], epochs: int, most: int | None) -> None:
+        self._load_bank()
+        with self._program.computing(data):
+            self.karvan_trainer.fit(batches, epochs=epochs, max_steps=most)
+
+    def evaluate(self, eval_steps: int | None = None) -> dict[str, Any]:
+        """Compute the batches of eval_dataset, or the first of them.
+
+        Returns the means of the loss and of what the model reports, over the samples of all batches and
+        ranks. Metrics that count all batches themselves, as `AUROC` does, have their newest value.
+        """
+        self._calls.call("start", is_train=False)
+        found = self._evaluate(eval_steps)
+        self._calls.call("end", is_train=False)
+        return found
+
+    def _evaluate(self, eval_steps: int | None) -> dict[str, Any]:
+        trainer = self.karvan_trainer
+        if trainer.step == 0 and trainer.saver.latest() is not None:
+            batches = trainer.load().step * self.args.gradient_accumulation_steps
+            self._calls.load_state_dict({"global_step": batches})
+        else:
+            self._load_bank()
+        data = _data_of("eval_dataset", self.eval_dataset)
+        most = self.args.eval_steps if eval_steps is None else eval_steps
+        get_log_metrics().clear()  # of training
+        self._calls.call("before_epoch", is_train=False)
+        with self._program.computing(data):
+            means = trainer.evaluate(data.first(most))
+        if not self._program.evaluates_loss:
+            del means["loss"]
+        self._calls.call("out_off_data")
+        self._calls.call("after_eval")
+        self._calls.call("after_epoch", is_train=False)
+        return evaluated_metrics(means)
+
+    def train_and_evaluate(
+        self,
+        *args: int,
+        epochs: int | None = None,
+        train_steps: int | None = None,
+        eval_steps: int | None = None,
+    ) -> None:
+        """Train, and evaluate after each epoch; epochs: instead of TrainingArguments' train_epoch."""
+        if args:
+            raise UnsupportedError(
+                f"train_and_evaluate({', '.join(map(str, args))})",
+                "its first argument means epochs in RecIS 1.0 and train_steps in later versions: name it.",
+            )
+        epochs = epochs or self.args.train_epoch or 1
+        self._calls.call("start", is_train=True)
+        data, batches, most = self._limited(train_steps, epochs)
+        for epoch in range(epochs):
+            self._fit(data, batches, epoch + 1, most)
+            self._evaluate(eval_steps)
+        self._calls.call("end", is_train=True)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_methods(cls, _METHODS)
+
+    def __getattr__(self, name: str) -> Any:
+        return missing_names("recis.framework.Trainer", _ATTRIBUTES)(name)
+
+    def _load_bank(self) -> None:
+        trainer = self.karvan_trainer
+        if self.args.model_bank and trainer.step == 0 and trainer.saver.latest() is None:
+            load_bank(self.model, self.args.model_bank, trainer.update.sparse)
+
+
+def _data_of(name: str, dataset: Any) -> ProgramData:
+    if dataset is None:
+        raise ValueError(f"The Trainer expects a {name}, got None.")
+    return ProgramData(dataset)

@@ -1,1 +1,0 @@
-"""Operations on tensors, each by the feature operation that does the same."""

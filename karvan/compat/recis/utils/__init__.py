@@ -1,1 +1,0 @@
-"""Helpers that RecIS programs import."""
