@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from forked_programs import ForkedKeeper, server_address
+from forked_programs import ForkedKeeper
 from launch_helpers import wait_until
 from processes import kill, parent_of
 
@@ -17,8 +17,11 @@ from karvan.launch.engines.base import Process
 from karvan.launch.engines.local import LocalEngine
 
 _PROGRAM = """
-import gc, json, locale, logging, multiprocessing, os, resource, signal, sys, threading, warnings
-import neighbour_module
+import sys
+print("forked", "multiprocessing.forkserver" in sys.modules)
+import gc, json, locale, logging, multiprocessing, os, resource, signal, threading, warnings
+if not sys.flags.isolated:
+    import neighbour_module
 
 def name(handler):
     return getattr(handler, "__name__", str(handler))
@@ -82,6 +85,8 @@ def wait():
 }[sys.argv[1]]()
 """
 
+_TEXT = "import runpy; runpy.run_path('program.py', run_name='__main__')"
+
 
 class Ran:
     """A process that an engine has run, and what it saw."""
@@ -91,7 +96,6 @@ class Ran:
         self.lines, ended = [], threading.Event()
         with monkeypatch.context() as patch:
             if forked:
-                server_address()
                 patch.setattr(LocalEngine, "start_keeper", staticmethod(keeper))
             engine = LocalEngine(
                 lambda name, line: self.lines.append(line), folder, away=60.0, ended_file=folder
@@ -104,9 +108,10 @@ class Ran:
                 kill(self.handle.pid, number)
             assert ended.wait(60)
         self.code = self.handle.poll()
+        assert f"forked {forked}" in self.lines
         [text] = [line for line in self.lines if line.startswith("seen ")] or ["seen null"]
         self.seen = json.loads(text.removeprefix("seen "))
-        self.rest = [line for line in self.lines if not line.startswith(("seen ", " "))]
+        self.rest = [line for line in self.lines if not line.startswith(("forked ", "seen ", " "))]
 
 
 @pytest.fixture
@@ -139,7 +144,9 @@ def test_a_signal_ends_it_like_a_new_one(compare, tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    "options", [("-P", "-m", "program"), ("-m", "program"), ("-c", _PROGRAM)], ids=["safe", "module", "text"]
+    "options",
+    [("-P", "-m", "program"), ("-m", "program"), ("-c", _TEXT), ("-IS", "-c", _TEXT)],
+    ids=["safe", "module", "text", "bare"],
 )
 def test_every_kind_of_command_sees_the_same(compare, options):
     compare((sys.executable, *options, "return"))
@@ -165,7 +172,6 @@ def test_it_has_the_limits_ignored_signals_and_masks_of_the_one_that_started_it(
 
 
 def test_a_keeper_that_is_killed_takes_its_process_with_it(tmp_path, monkeypatch):
-    server_address()
     monkeypatch.setattr(LocalEngine, "start_keeper", staticmethod(ForkedKeeper))
     lines, ended = [], threading.Event()
     engine = LocalEngine(lambda name, line: lines.append(line), tmp_path)

@@ -75,8 +75,7 @@ def test_a_job_that_is_launched_in_an_open_folder_imports_nothing_from_it(
     as_system = "" if system is None else f"system: {system}\n"
     (tmp_path / "job.yaml").write_text(
         f"name: traps\nentry: {tmp_path / 'project' / 'train.py'}\n{as_system}"
-        f"roles:\n  trainers: {{args: [{tmp_path / 'note'}]}}\n  embedding_workers: {{replicas: 1}}\n"
-        "  loaders: {replicas: 0}\n"
+        f"roles:\n  trainers: {{args: [{tmp_path / 'note'}]}}\n  embedding_workers: 1\n  loaders: 0\n"
     )
     command = [KARVAN, "launch", str(tmp_path / "job.yaml")]
     done = subprocess.run(command, cwd=traps, env=environment, capture_output=True, text=True)

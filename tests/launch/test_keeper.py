@@ -162,7 +162,7 @@ def test_orphans_are_not_left_as_zombies_while_the_process_lives(tmp_path):
 
 
 def test_a_keeper_takes_little_memory(tmp_path):
-    with Running(tmp_path, {}) as job:
+    with Running(tmp_path, {}, forked=False) as job:
         [trainer] = job.wait_for("start", "trainer")
         with open(f"/proc/{parent_of(trainer['pid'])}/smaps_rollup") as file:
             sizes = dict(line.split()[:2] for line in file if line.split()[1].isdigit())

@@ -149,7 +149,7 @@ def test_a_killed_job_leaves_nothing_that_counts(tmp_path):
 def test_another_user_cannot_talk_to_a_launched_job(tmp_path):
     pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "data.parquet")
     roles = f"  embedding_workers: 1\n  loaders: 1\ndata: {{train: {tmp_path / 'data.parquet'}}}\n"
-    with Job(tmp_path, roles, kind=subprocess.Popen) as job:
+    with Job(tmp_path, roles) as job:
         given = job.environment()
         security = Security(token=Path(given["KARVAN_TOKEN_FILE"]).read_text().strip())
         with closing(Directory(given["KARVAN_REGISTRY"], security)) as directory:

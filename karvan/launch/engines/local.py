@@ -107,9 +107,8 @@ class LocalEngine:
             fcntl.flock(lock, fcntl.LOCK_EX)
             handle = self._handle(process, folder, ended)
             with log.open("ab") as errors:
-                popen = self.start_keeper(
-                    [str(folder), str(lock), *self._temporary], environment, lock, errors
-                )
+                arguments = [str(folder), str(lock), *self._temporary]
+                popen = self.start_keeper(process, arguments, environment, lock, errors)
         finally:
             os.close(lock)
         handle.watch(popen, json.dumps(request).encode())
@@ -117,9 +116,9 @@ class LocalEngine:
 
     @staticmethod
     def start_keeper(
-        arguments: list[str], environment: dict[str, str], lock: int, errors: BinaryIO
+        process: Process, arguments: list[str], environment: dict[str, str], lock: int, errors: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        """Start a keeper, which inherits the lock and gets its request by a pipe."""
+        """Start the keeper of a process, which inherits the lock and gets its request by a pipe."""
         return subprocess.Popen(
             [sys.executable, "-IS", keeper.__file__, *arguments],
             env=environment,

@@ -10,6 +10,8 @@ does when the interpreter ends start new processes.
 import atexit
 import contextlib
 import ctypes
+import gc
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -27,13 +29,13 @@ from contextlib import suppress
 from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
+from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, Popen, TimeoutExpired
 
 _ROOM = "ROOM_FOR_VARIABLES"  # that /proc shows, in the process that is forked
-_OPTIONS = ("-P", "-m", "-c")  # others are of interpreters that start quickly, or are unlike this one
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _PR_SET_PDEATHSIG = 1
-_address = None  # of the fork server, in processes that may use it
+_servers = {}  # in processes that may use them: where fork servers listen
+_options = ()  # in forks of a server: those of commands that they run
 
 
 def fork_context():
@@ -53,6 +55,8 @@ def prepare_fork(environment, folder, command=(sys.executable,)):
     set_environment(command, environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "torch" not in sys.modules:
+        return
     import numpy as np
     import torch
 
@@ -144,7 +148,7 @@ class ForkedProgram:
             pipes.append(pipe)
         self.stdin, self.stdout, self.stderr = pipes
         environment, folder = dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd())
-        values = (self.args, environment, folder, files, server_address())
+        values = (self.args, environment, folder, files, fork_servers())
         self._process = fork_context().Process(target=_run, args=values, daemon=True)
         self._process.start()
         self.pid = self._process.pid
@@ -227,9 +231,9 @@ def _receive(sent):
     return sent.detach()
 
 
-def _run(arguments, environment, folder, files, address):
+def _run(arguments, environment, folder, files, servers):
     """The main function of a fork."""
-    use_server(address)
+    use_servers(servers)
     for number, file in enumerate(files):
         os.dup2(file, number)
     for file in {*files} - {0, 1, 2}:
@@ -241,13 +245,14 @@ def run_program(command, environment, folder):
     """Run a command of Python as a new process would, and end; the streams are those of this process."""
     prepare_fork(environment, folder, command)
     tempfile.tempdir = None  # which depends on the environment
-    arguments = command[1:]
-    if safe := arguments[0] == "-P":
-        arguments = arguments[1:]
-    _open_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
+    option, *rest = command[1:]
+    arguments = rest if option in ("-P", "-IS") else [option, *rest]
+    isolated = option == "-IS"
+    _open_streams(unbuffered=not isolated and bool(environment.get("PYTHONUNBUFFERED")))
     kind, *rest = arguments if arguments[0] in ("-m", "-c") else ("", *arguments)
     start = {"-m": folder, "-c": ""}.get(kind, os.path.dirname(os.path.abspath(rest[0])))
-    _set_path(environment, start, safe or bool(environment.get("PYTHONSAFEPATH")))
+    if not isolated:
+        _set_path(environment, start, option == "-P" or bool(environment.get("PYTHONSAFEPATH")))
     code = 1
     try:
         sys.argv = [kind or rest[0], *rest[1:]]
@@ -300,43 +305,43 @@ def _set_path(environment, start, safe):
 # Launched jobs
 
 
-def server_address():
-    """Where the fork server of this process listens; the first call starts it."""
-    global _address
-    if _address is None:
+def fork_servers():
+    """Where the fork servers of this process listen; the first call starts them."""
+    if not _servers:
         folder = tempfile.mkdtemp(prefix="forks-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        address = f"{folder}/socket"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
+        listeners = {kind: socket.socket(socket.AF_UNIX) for kind in ("preloaded", "bare")}
+        for kind, listener in listeners.items():
+            listener.bind(f"{folder}/{kind}")
             listener.listen()
-            server = fork_context().Process(
-                target=_serve, args=(address, SentFile(listener.fileno())), daemon=True
-            )
-            server.start()
-        _address = address
-    return _address
+            _servers[kind] = f"{folder}/{kind}"
+        files = [SentFile(listener.fileno()) for listener in listeners.values()]
+        server = fork_context().Process(target=_serve_preloaded, args=(_servers, *files), daemon=True)
+        server.start()
+        for listener in listeners.values():
+            listener.close()
+    return _servers
 
 
-def use_server(address):
+def use_servers(servers):
     """Have engines of this process fork their keepers."""
-    global _address
     from karvan.launch.engines.local import LocalEngine
 
-    _address = address
+    _servers.update(servers)
     LocalEngine.start_keeper = staticmethod(ForkedKeeper)
 
 
 class ForkedKeeper:
     """A keeper in a fork; as much of `subprocess.Popen` as the engine uses."""
 
-    def __init__(self, arguments, environment, lock, errors):
+    def __init__(self, process, arguments, environment, lock, errors):
+        server = "bare" if tuple(process.command[:2]) == (sys.executable, "-IS") else "preloaded"
         read, stdin = os.pipe()
         stdout, write = os.pipe()
         self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
         order = {"arguments": arguments, "environment": environment, **_inherited()}
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(_address)
+            connection.connect(fork_servers()[server])
             socket.send_fds(connection, [b"."], [read, write, errors.fileno(), lock])
             connection.sendall(json.dumps(order).encode())
         for file in (read, write):
@@ -364,16 +369,40 @@ def _ignored():
     return [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
 
 
-def _serve(address, listener):
-    """Fork a keeper for each connection, until the process ends that has forked this one."""
+def _serve_preloaded(servers, listener, bare):
+    """Fork keepers whose processes use torch or karvan, and start the server of the others."""
+    from karvan.launch.engines import keeper
+
+    use_servers(servers)
+    forkserver._forkserver.__init__()  # programs may use multiprocessing themselves
+    resource_tracker._resource_tracker.__init__()
+    process.current_process()._config["daemon"] = False
+    room = "x" * 1000  # for the commands of others
+    command = [sys.executable, "-IS", __file__, keeper.__file__, room]
+    Popen(command, stdin=bare, stdout=DEVNULL, env={**os.environ, _ROOM: room * 16})
+    _serve(listener, keeper, ("-P", "-m", "-c"))
+
+
+def _serve_bare():
+    """Fork keepers whose processes start quickly: `python -IS PROGRAM`."""
+    spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
+    keeper = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keeper)
+    gc.freeze()
+    _serve(0, keeper, ("-IS",))
+
+
+def _serve(listener, keeper, options):
+    """Fork a keeper for each connection, until the process ends that has started this one.
+
+    options: the first of commands that forks can run.
+    """
+    global _options
+    _options = options
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(listener, 3)
     os.closerange(4, 1 << 16)
     listener = socket.socket(fileno=3)
-    use_server(address)
-    forkserver._forkserver.__init__()  # programs may use multiprocessing themselves
-    resource_tracker._resource_tracker.__init__()
-    process.current_process()._config["daemon"] = False
     signal.signal(signal.SIGCHLD, _reap)
     while True:
         connection, _ = listener.accept()
@@ -381,7 +410,7 @@ def _serve(address, listener):
             if os.fork() == 0:
                 try:
                     listener.close()
-                    _keep(connection)
+                    _keep(connection, keeper)
                 finally:
                     os._exit(1)
 
@@ -392,10 +421,8 @@ def _reap(number, frame):
             pass
 
 
-def _keep(connection):
+def _keep(connection, keeper):
     """Be the keeper that a connection orders."""
-    from karvan.launch.engines import keeper
-
     with connection:
         _, files, _, _ = socket.recv_fds(connection, 1, 4)
         with connection.makefile("rb") as file:
@@ -429,10 +456,14 @@ def _keep(connection):
 def _execute(file, command, environment, execute=os.execvpe):
     """Run a program in the fork of a keeper; one that needs another interpreter is executed."""
     interpreter, *words = command
-    alike = words and (words[0] in _OPTIONS or not words[0].startswith("-"))
+    alike = words and (words[0] in _options or not words[0].startswith("-"))
     new = interpreter != sys.executable or not alike or "LD_PRELOAD" in environment
     if new or not fits(command, environment):
         execute(file, command, environment)
     os.closerange(3, 1 << 16)
     reset_signals(_ignored())
     run_program(command, environment, os.getcwd())
+
+
+if __name__ == "__main__":
+    _serve_bare()

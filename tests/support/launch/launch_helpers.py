@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from forked_programs import ForkedProgram
+from forked_programs import ForkedKeeper, ForkedProgram, fork_servers
 from processes import is_alive, kill
 from support_paths import support_path
 
@@ -118,17 +118,21 @@ class Place:
 
 
 class Running(Place):
-    """A job that runs in a thread of this process."""
+    """A job that runs in a thread of this process, forked or in new processes."""
 
-    def __init__(self, folder, roles, timing=None, commands=None, group=None, work=None, **more):
+    def __init__(self, folder, roles, timing=None, commands=None, group=None, work=None, forked=True, **more):
         super().__init__(folder)
         self.registry = Known()
         self._output = io.StringIO()
         logs = MergedLogs(stream=self._output)
         timing = timing or QUICK
+        engine = LocalEngine(logs.write, folder / "run-folder")
+        if forked:
+            fork_servers()  # starting them takes seconds, for which nothing below waits
+            engine.start_keeper = ForkedKeeper
         self.job = Supervisor(
             spec_of(roles, **more),
-            LocalEngine(logs.write, folder / "run-folder"),
+            engine,
             self.registry,
             logs,
             commands or small_commands(folder),
