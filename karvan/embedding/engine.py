@@ -11,8 +11,11 @@ outputs, and receive their gradients.
 from __future__ import annotations
 
 import logging
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from threading import Lock
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +24,173 @@ from karvan import distributed
 from karvan.argument_checks import listed
 from karvan.distributed import Connection
 from karvan.embedding import portable
-from karvan.embedding.engine_state import EngineState
 from karvan.embedding.eviction import TTL, steady_time
-from karvan.embedding.exporting import refuse_export
-from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output, absent_ids, likely_padding
-from karvan.embedding.feature_program import make_program
-from karvan.embedding.prepared_batches import PreparedBatches
-from karvan.embedding.step_replay import ReplayableForward, StepReplay
+from karvan.embedding.feature_inputs import (
+    FeatureInput,
+    Inputs,
+    Output,
+    absent_ids,
+    likely_padding,
+    make_program,
+)
 from karvan.embedding.table import Table, check_features
-from karvan.embedding.table_handle import TableHandle, find_table
+from karvan.embedding.table_handle import EngineState, TableHandle, find_table
 from karvan.notebook import html_table
-from karvan.ragged import REFERENCE, IdsReference, IndexedRows, Padded, Ragged
+from karvan.ragged import REFERENCE, IdsReference, IndexedRows, NestedRagged, Padded, Ragged
 from karvan.store import LookupContext, LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
 from karvan.store.types import Gradients
 from karvan.threads import share_torch_threads
+from karvan.torch_internals import TENSOR_VERSION
+
+# The error that `torch.export` and `torch.jit` get from an engine, with what to do instead.
+#
+# Rows live in a store outside of the graph and change in training, so a graph cannot hold a lookup. An
+# export without this error would fail deep inside of torch, and `torch.jit.trace` would make a model that
+# returns the vectors of its example batch for every batch.
+
+
+def refuse_export() -> None:
+    """Raise if the call is being recorded as a graph that will run without the engine."""
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if tracing or torch.compiler.is_exporting():
+        raise RuntimeError(
+            "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
+            "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
+            "its vectors; kv.checkpoint saves the rows. A model of kv.models has no single net after "
+            "its embeddings: export its parts (model.named_children() lists them), or write a "
+            "module that takes the vectors and calls these parts. torch.compile(model) works as it is."
+        )
+
+
+# `StepReplay`: computes a step again with the vectors of its first computation.
+#
+# Nothing is looked up or counted twice; gradients of the second computation belong to the same lookup.
+
+
+class ReplayableForward(NamedTuple):
+    """A training forward."""
+
+    inputs: Inputs
+    plan: LookupPlan
+    outs: tuple[Tensor, ...]
+
+
+class StepReplay:
+    """The training forwards of an engine's step, recorded if the step may have to be computed again."""
+
+    def __init__(self) -> None:
+        self._recording = False
+        self._forwards: list[ReplayableForward] = []
+        self._remaining: deque[ReplayableForward] = deque()
+
+    def record(self) -> None:
+        """A step starts that may be computed again."""
+        self._recording = True
+        self._forwards.clear()
+        self._remaining.clear()
+
+    def replay(self) -> None:
+        """The step is computed again: the same forwards, in the same order."""
+        self._remaining = deque(self._forwards)
+
+    def end(self) -> None:
+        """The step is complete."""
+        self.record()
+        self._recording = False
+
+    def add(self, inputs: Inputs, plan: LookupPlan, outs: tuple[Tensor, ...]) -> None:
+        """A training forward returns these outputs; a model may write to them, so copies are recorded."""
+        if self._recording:
+            self._forwards.append(ReplayableForward(inputs, plan, tuple(out.clone() for out in outs)))
+
+    def next(self) -> ReplayableForward | None:
+        """The result of the next training forward, if it is one of those that were recorded."""
+        if not self._remaining:
+            return None
+        forward = self._remaining.popleft()
+        return forward._replace(outs=tuple(out.clone() for out in forward.outs))
+
+
+# Batches that were prepared before their forward, recognized by their tensors.
+#
+# The prepared state is not passed on with the batch, because the user's model is between the feed and the
+# engine. It may give the engine a new mapping (`{**batch, "hour": hours}`), other ids, or ids that were
+# written to since. The prepared state is right only for the same tensors, unchanged, so batches are
+# recognized by them.
+
+
+_MOST = 8  # the oldest is dropped if more are prepared without being used
+
+
+class _Entry(NamedTuple):
+    tensors: list[Any]  # held, so that no other tensor gets the id of one
+    versions: list[Any]  # of their writes
+    inputs: Inputs
+    prepared: Prepared
+
+    def is_of(self, tensors: list[Any]) -> bool:
+        """Whether these are the same tensors, and nobody has written to them."""
+        return (
+            len(self.tensors) == len(tensors)
+            and all(map(operator.is_, self.tensors, tensors))
+            and self.versions == _versions(tensors)
+        )
+
+
+class PreparedBatches:
+    """The prepared batches; several threads may put and take."""
+
+    def __init__(self, features: Iterable[str]) -> None:
+        self._features = list(features)
+        self._entries: deque[_Entry] = deque(maxlen=_MOST)
+        self._lock = Lock()
+
+    def hold(self, most: int) -> None:
+        """Hold at least so many batches."""
+        with self._lock:
+            self._entries = deque(self._entries, max(most, self._entries.maxlen or 0))
+
+    def clear(self) -> None:
+        """Release all."""
+        with self._lock:
+            self._entries.clear()
+
+    def put(self, batch: Mapping[str, Any], inputs: Inputs, prepared: Prepared) -> None:
+        """Hold a batch's prepared state."""
+        tensors = self._tensors(batch)
+        entry = _Entry(tensors, _versions(tensors), inputs, prepared)
+        with self._lock:
+            self._entries.append(entry)
+
+    def take(self, batch: Mapping[str, Any]) -> tuple[Inputs, Prepared] | None:
+        """The prepared state of a batch, which serves one forward; None if it was not prepared."""
+        if not self._entries:
+            return None
+        tensors = self._tensors(batch)
+        with self._lock:
+            for index, entry in enumerate(self._entries):
+                if entry.is_of(tensors):
+                    del self._entries[index]
+                    return entry.inputs, entry.prepared
+        return None
+
+    def _tensors(self, batch: Mapping[str, Any]) -> list[Any]:
+        found: list[Any] = [batch.get(REFERENCE)]
+        for name in self._features:
+            entry = batch.get(name)
+            if isinstance(entry, Ragged):
+                found += [entry.values, entry.offsets, entry.weights]
+            elif isinstance(entry, NestedRagged):
+                found += [entry.values, entry.inner, entry.outer]
+            else:
+                found.append(entry)
+        return found
+
+
+def _versions(tensors: list[Any]) -> list[Any]:
+    return [getattr(tensor, TENSOR_VERSION, None) for tensor in tensors]
+
 
 _log = logging.getLogger("karvan.embedding")
 

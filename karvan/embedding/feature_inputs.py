@@ -8,20 +8,76 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from karvan import ids
 from karvan.batch_slicing import rows_of
-from karvan.embedding.distinct_ids import find_distinct
-from karvan.embedding.table import POOLED, Table
+from karvan.embedding.table import POOLED, HashStack, Table
 from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference, IndexedRows, NestedRagged, OptionalText, Padded, Ragged, is_text
+from karvan.store import LookupProgram
 from karvan.store.base import Store
 from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout, RowIndex
+from karvan.store.types import FeatureSpec
+
+# The ids of a feature for the combiner "index": a lookup of distinct ids, and which of them samples have.
+#
+# The store is asked for lists of ids, which it pools: one without ids, whose vector of zeros is for padding,
+# one for each distinct id, and lists of all further occurrences. The vectors of those last lists are not
+# used, but by them ids are counted as with every other combiner, for policies that depend on it.
+
+
+_LONGEST = 256  # ids of a list of further occurrences, so that lists are pooled in parallel
+
+
+class DistinctIds(NamedTuple):
+    """What is looked up: lists of ids, whose sums `row_index` refers to."""
+
+    values: Tensor
+    offsets: Tensor
+    row_index: RowIndex
+
+
+def find_distinct(values: Tensor, offsets: Tensor | None, weights: Tensor | None, length: int) -> DistinctIds:
+    """The distinct ids among the first `length` of each sample, in ascending order.
+
+    offsets: where the ids of samples start, without errors; None: each sample has one id.
+    """
+    device = values.device
+    if offsets is None:
+        offsets = torch.arange(values.shape[0] + 1, device=device)
+    lengths, samples = offsets.diff(), offsets.shape[0] - 1
+    # The cell of each id, among (samples, length) cells.
+    shifts = torch.arange(samples, device=device) * length - offsets[:-1]
+    cells = torch.arange(values.shape[0], device=device) + shifts.repeat_interleave(lengths)
+    if samples and int(lengths.max()) > length:
+        ends = (torch.arange(samples, device=device) + 1) * length
+        taken = cells < ends.repeat_interleave(lengths)
+        cells, values = cells[taken], values[taken]
+        weights = None if weights is None else weights[taken]
+    distinct, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    if weights is not None:
+        weights = _spread(weights, cells, samples, length)
+    row_index = RowIndex(distinct.shape[0] + 1, _spread(inverse + 1, cells, samples, length), weights)
+    again = distinct.repeat_interleave(counts - 1)
+    starts = [
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.arange(distinct.shape[0], device=device),
+        torch.arange(distinct.shape[0], values.shape[0], _LONGEST, device=device),
+        torch.full((1,), values.shape[0], device=device),
+    ]
+    return DistinctIds(torch.cat([distinct, again]), torch.cat(starts), row_index)
+
+
+def _spread(values: Tensor, cells: Tensor, samples: int, length: int) -> Tensor:
+    """(samples, length), with values in these cells and zeros in others."""
+    made = torch.zeros(samples * length, dtype=values.dtype, device=values.device)
+    return made.scatter_(0, cells, values).view(samples, length)
+
 
 _CPU = torch.device("cpu")
 _NARROW = (torch.int32, torch.int16, torch.uint32, torch.uint16, torch.bool)
@@ -414,3 +470,49 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor.to(device, non_blocking=True)
+
+
+# The features of an engine as the store needs them, and as JSON for embedding workers.
+
+
+def make_program(features: Mapping[str, Table]) -> LookupProgram:
+    """The program of some features, with their description."""
+    return LookupProgram(
+        [
+            FeatureSpec(
+                feature,
+                table.name or feature,
+                dim=table.dim,
+                mode=mode_of(table),
+                combiner=table.combiner if table.combiner in POOLED else "sum",
+                stack=1 if table.hash_stack is None else table.hash_stack.rounds,
+            )
+            for feature, table in features.items()
+        ],
+        {feature: _to_json(feature, table) for feature, table in features.items()},
+    )
+
+
+def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
+    """The features of a program's description: the layout of their ids, without initialisers and policies."""
+    made = {}
+    for feature, (name, dim, combiner, length, stack, *rest) in described.items():
+        use_weights, missing, padding = rest
+        hash_stack = None if stack is None else HashStack(*stack)
+        made[feature] = Table(
+            dim,
+            name,
+            combiner,
+            length,
+            hash_stack=hash_stack,
+            use_weights=use_weights,
+            missing=missing,
+            padding_idx=padding,
+        )
+    return made
+
+
+def _to_json(feature: str, table: Table) -> list[Any]:
+    stack = None if table.hash_stack is None else [table.hash_stack.rounds, table.hash_stack.size]
+    layout = [table.name or feature, table.dim, table.combiner, table.length, stack]
+    return [*layout, table.use_weights, table.missing, table.padding_idx]

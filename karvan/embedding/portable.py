@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from karvan.embedding.engine_state import EngineState
-from karvan.embedding.table_handle import TableHandle, find_table
+from karvan.embedding.table_handle import EngineState, TableHandle, find_table
 from karvan.store import Rows, SharedStore
 
 _log = logging.getLogger("karvan.embedding")

@@ -1,8 +1,7 @@
 """Base classes of steps for `Feature.then`, and the plan of a FeatureEngine."""
 
-from karvan.features.engine import FeatureEngine
+from karvan.features.engine import FeatureEngine, Stage
 from karvan.features.feature import Feature
-from karvan.features.fusion_plan import Stage
 from karvan.features.ops.base import ElementOp, Op, RowOp
 from karvan.public_names import publish
 

@@ -3,20 +3,276 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from karvan import distributed
 from karvan.argument_checks import listed
-from karvan.features.absent_columns import LISTS, Kind, find_kind, rows_like
-from karvan.features.describe import describe_chain
+from karvan.batch_slicing import rows_of, values_of
+from karvan.distributed.rank_heartbeats import RankHeartbeats
 from karvan.features.feature import Feature
-from karvan.features.fitting import gather_statistics
-from karvan.features.fusion_plan import Stage, needs, plan, sources
-from karvan.features.ops.base import OpCall, run
-from karvan.features.ops.fitted import FittedOp
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.features.ops.base import ChainStep, OpCall, run
+from karvan.features.ops.numbers import Log1p
+from karvan.features.running_moments import FittedOp, RunningStatistics
+from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
+
+# Columns that a batch lacks, for features with `missing="empty"`: as if no sample had a value.
+#
+# Steps take columns of certain kinds: numbers, strings, lists. Which kind a batch lacks is not known, so the
+# first kind is taken that the whole chain of the feature accepts; those of one value per sample come first.
+
+
+Kind = Callable[[Tensor], Entry]
+"""Makes an entry without values of the offsets of its rows, which are all 0."""
+
+
+def _values(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=like.device)
+
+
+KINDS: tuple[Kind, ...] = (
+    lambda rows: OptionalRagged(_values(rows, torch.int64), rows),
+    lambda rows: OptionalRagged(_values(rows, torch.float32), rows),
+    lambda rows: Ragged(_values(rows, torch.int64), rows),
+    lambda rows: Ragged(_values(rows, torch.float32), rows),
+    lambda rows: Ragged(_values(rows, torch.int64), rows, _values(rows, torch.float32)),
+    lambda rows: NestedRagged(_values(rows, torch.int64), rows[:1], rows),
+    lambda rows: OptionalText(_values(rows, torch.uint8), rows[:1], rows),
+    lambda rows: NestedRagged(_values(rows, torch.uint8), rows[:1], rows),
+)
+LISTS, TEXT = KINDS[2], KINDS[-2:]
+
+
+def find_kind(accepts: Callable[[Entry], object], text: bool) -> Kind | None:
+    """The first kind that a chain accepts: which raises no TypeError or ValueError; text: strings first."""
+    for kind in (*TEXT, *KINDS) if text else KINDS:
+        try:
+            accepts(kind(torch.zeros(2, dtype=torch.int64)))
+        except (TypeError, ValueError):
+            continue
+        return kind
+    return None
+
+
+def rows_like(batch: Mapping[str, Entry]) -> Tensor | None:
+    """The offsets of rows without values, as many as the batch has; None for a batch without columns."""
+    for entry in batch.values():
+        if isinstance(entry, Ragged | NestedRagged) or (isinstance(entry, Tensor) and entry.dim()):
+            return torch.zeros(rows_of(entry) + 1, dtype=torch.int64, device=values_of(entry).device)
+    return None
+
+
+# The steps of a chain as text, to check that fitted statistics belong to the same steps.
+#
+# The text is the same in every process and with every version of NumPy and torch.
+
+
+_LONGEST = 32  # values of a setting that are written out; longer ones become a digest
+
+
+def describe_chain(columns: Iterable[str], steps: Iterable[ChainStep]) -> str:
+    """What a chain starts from, and its steps, for example `price.clip(0, 10).log1p()`."""
+    names = list(columns)
+    start = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return ".".join([start, *map(describe_step, steps)])
+
+
+def describe_step(step: ChainStep) -> str:
+    """A step's name and settings; defaults at the end of the settings are omitted."""
+    if isinstance(step, Log1p) and step.clip is not None:
+        return f"{describe_step(step.clip)}.{describe_step(Log1p())}"
+    settings: list[Any] = []
+    if dataclasses.is_dataclass(step):
+        fields = [field for field in dataclasses.fields(step) if not field.metadata.get("derived")]
+        settings = [getattr(step, field.name) for field in fields]
+        while settings and settings[-1] == fields[len(settings) - 1].default:
+            settings.pop()
+    return f"{step.name}({', '.join(map(_text, settings))})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, Integral):
+        return str(int(value))
+    if isinstance(value, Real):
+        return repr(float(value))
+    if isinstance(value, str | bytes):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        texts = [_text(each) for each in value]
+        if len(texts) <= _LONGEST:
+            return f"[{', '.join(texts)}]"
+        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+        return f"[{len(texts)} values, digest {digest}]"
+    return describe_step(value) if isinstance(value, ChainStep) else type(value).__name__
+
+
+# One pass over data that computes the statistics of fitted steps, on all ranks together.
+#
+# Every rank reads its own share and counts. Then each rank adds up the counts of all ranks in the order of
+# ranks; they are exact, so all get the same bits, whichever rank had which record. A rank without data
+# participates with empty counts. An error on one rank is an error on all.
+
+
+Entries = Callable[[Mapping[str, Entry]], Mapping[str, list[Entry]]]
+
+
+def gather_statistics(
+    statistics: Mapping[str, RunningStatistics], batches: Iterable[Mapping[str, Entry]], entries: Entries
+) -> None:
+    """Count the entries by name of all batches of all ranks; a collective."""
+    connection = distributed.current()
+    channel = connection.here
+    rounds = RankHeartbeats(channel, connection.settings.timeout)
+    problem: Exception | None = None
+    try:
+        for batch in batches:
+            if not isinstance(batch, Mapping):
+                raise TypeError(
+                    f"fit expects batches of columns, but {type(batches).__name__} returns a "
+                    f"{type(batch).__name__}: pass kv.data.read(…, batch_size=1024)."
+                )
+            for name, found in entries(batch).items():
+                for entry in found:
+                    _add(name, statistics[name], entry)
+            rounds.still_working()
+    except distributed.RankError:
+        raise  # other ranks no longer respond
+    except Exception as error:
+        if channel.world_size == 1:
+            raise
+        problem = error
+    if channel.world_size == 1:
+        return
+    rounds.finish()
+    gathered = channel.gather_json(
+        {
+            "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
+            "states": {name: each.state() for name, each in statistics.items()},
+        }
+    )
+    if problem is not None:
+        raise problem
+    for rank, one in enumerate(gathered):
+        if one["problem"] is not None:
+            raise distributed.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
+        if list(one["states"]) != list(statistics):
+            raise ValueError(
+                f"fit expects equal features on all ranks, but rank {channel.rank} fits {list(statistics)} "
+                f"and rank {rank} fits {list(one['states'])}."
+            )
+    for rank, one in enumerate(gathered):
+        if rank != channel.rank:
+            for name, state in one["states"].items():
+                statistics[name].merge(state)
+
+
+def _add(name: str, statistics: RunningStatistics, entry: Entry) -> None:
+    try:
+        statistics.add(entry)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Feature '{name}', fit: {error}") from None
+
+
+# The order of the steps of all chains, in which many equal steps run together.
+#
+# A step can run when the steps before it in its chain are done, and the first one of a chain when the
+# features it starts from are complete. Among the kinds of steps that can run, the plan takes the one with
+# the fewest steps that must still wait: running `clip` before a `log1p` whose result another chain clips
+# would split the `clip` stage.
+
+
+class Stage(NamedTuple):
+    """Steps of one class that run together.
+
+    Attributes:
+        kind: The class of the steps.
+        steps: Pairs of a feature's name and the index of its step.
+
+    Example:
+        >>> engine = kv.FeatureEngine([kv.Feature("price").log1p()])
+        >>> [stage.kind.__name__ for stage in engine.stages()]
+        ['Log1p']
+    """
+
+    kind: type[ChainStep]
+    steps: tuple[tuple[str, int], ...]
+
+
+def sources(features: Sequence[Feature]) -> dict[str, str]:
+    """Result name → the feature that computes it; two features with the same result are an error."""
+    found: dict[str, str] = {}
+    for feature in features:
+        for output in feature.outputs():
+            if output in found:
+                raise ValueError(
+                    f"FeatureEngine expects results of different names, but '{output}' comes from feature "
+                    f"'{found[output]}' and from feature '{feature.name}'."
+                )
+            found[output] = feature.name
+    return found
+
+
+def needs(feature: Feature, sources: Mapping[str, str]) -> set[str]:
+    """The features whose results the feature starts from; its own name always means the batch's entry."""
+    if feature.raw:
+        return set()
+    return {sources[column] for column in feature.columns if column in sources and column != feature.name}
+
+
+def plan(features: Sequence[Feature]) -> list[Stage]:
+    """All steps of all chains, in stages."""
+    found = sources(features)
+    chains = {feature.name: feature.ops for feature in features}
+    waits = {feature.name: needs(feature, found) for feature in features}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        cycle = " → ".join(error.args[1])
+        raise ValueError(
+            f"FeatureEngine expects features in some order, but these need each other: {cycle}."
+        ) from None
+    done = dict.fromkeys(chains, 0)
+    stages: list[Stage] = []
+    while True:
+        complete = _complete(chains, waits, done)
+        ready = [
+            name
+            for name, ops in chains.items()
+            if done[name] < len(ops) and (done[name] or waits[name] <= complete)
+        ]
+        if not ready:
+            return stages
+        kinds = dict.fromkeys(type(chains[name][done[name]]) for name in ready)
+        blocked = dict.fromkeys(kinds, 0)
+        for name, ops in chains.items():
+            for op in ops[done[name] + (name in ready) :]:
+                if type(op) in blocked:
+                    blocked[type(op)] += 1
+        kind = min(kinds, key=lambda kind: blocked[kind])
+        steps = tuple((name, done[name]) for name in ready if type(chains[name][done[name]]) is kind)
+        for name, _ in steps:
+            done[name] += 1
+        stages.append(Stage(kind, steps))
+
+
+def _complete(
+    chains: Mapping[str, tuple[ChainStep, ...]], waits: Mapping[str, set[str]], done: Mapping[str, int]
+) -> set[str]:
+    """Features with all steps done, also those without steps whose sources are complete."""
+    complete: set[str] = set()
+    for name in TopologicalSorter(waits).static_order():
+        if done[name] == len(chains[name]) and waits[name] <= complete:
+            complete.add(name)
+    return complete
+
 
 STEPS = "karvan.steps"
 """The entry of the state that describes the steps that the statistics belong to."""

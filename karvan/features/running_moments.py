@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from karvan import ids
 from karvan.batch_slicing import as_offsets, values_of
-from karvan.features.ops.base import expect_ids, expect_numbers
+from karvan.features.ops.base import Op, expect_ids, expect_numbers
 from karvan.features.ops.hashing import items_of
 from karvan.features.ops.layout import as_text, is_text
 from karvan.ragged import Entry
@@ -179,3 +179,31 @@ class WordCounts(RunningStatistics):
         """Words from the most frequent to the least, those of equal counts in the order of their values."""
         pairs = [(-count, word) for word, count in self.counts.items() if count >= min_count]
         return tuple(word for _, word in sorted(pairs)[:at_most])
+
+
+# `FittedOp`: a step that learns from data, unless its values are passed as arguments.
+
+
+class FittedOp(Op):
+    """A step with numbers or words, which are arguments or computed by `FeatureEngine.fit`."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether it has its numbers or words."""
+
+    @abstractmethod
+    def statistics(self) -> RunningStatistics:
+        """Empty statistics of the kind that it needs."""
+
+    @abstractmethod
+    def fitted(self, found: RunningStatistics) -> Self:
+        """The same step with the statistics that were found; a ValueError if there is too little data."""
+
+    @abstractmethod
+    def fit_state(self) -> Any:
+        """The fitted values, as a tree with tensors; None before the fit."""
+
+    @abstractmethod
+    def with_state(self, state: Any) -> Self:
+        """The same step with the values of a `fit_state`; a ValueError if it is from another kind of step."""

@@ -1,16 +1,17 @@
 """Metrics, updated batch by batch and merged over ranks: `metrics={"auc": kv.metrics.AUC()}` of a Trainer."""
 
-from karvan.metrics.accuracy import Accuracy, ClassAccuracy
-from karvan.metrics.auc import AUC
 from karvan.metrics.base import Metric, State
-from karvan.metrics.calibration import Calibration
-from karvan.metrics.gauc import GAUC
-from karvan.metrics.hit_rate import HitRate
-from karvan.metrics.logloss import BinaryCrossEntropy
-from karvan.metrics.mae import MeanAbsoluteError
-from karvan.metrics.mean import Mean
-from karvan.metrics.mse import MeanSquaredError
-from karvan.metrics.ndcg import NDCG
+from karvan.metrics.grouped import GAUC, NDCG, HitRate
+from karvan.metrics.ranking import AUC
+from karvan.metrics.ratios import (
+    Accuracy,
+    BinaryCrossEntropy,
+    Calibration,
+    ClassAccuracy,
+    Mean,
+    MeanAbsoluteError,
+    MeanSquaredError,
+)
 from karvan.public_names import publish
 
 __all__ = [

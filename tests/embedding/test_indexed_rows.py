@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 
 import karvan as kv
 from karvan.embedding import HashStack
-from karvan.embedding.distinct_ids import find_distinct
+from karvan.embedding.feature_inputs import find_distinct
 from karvan.ragged import IndexedRows
 from karvan.store import MemoryStore
 from karvan.store.cuda.store import CudaStore

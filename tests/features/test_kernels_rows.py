@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from karvan.batch_slicing import as_offsets
 from karvan.features import Feature
 from karvan.features.ops.cross import cross_by_kernels
-from karvan.features.ops.truncate import Truncate, truncate_by_kernels
+from karvan.features.ops.strings import Truncate, truncate_by_kernels
 from karvan.kernels.rows import check_offsets, dense_rows, slices
 from karvan.ragged import Ragged
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan import metrics
-from karvan.metrics.auc import count_scores
+from karvan.metrics.ranking import count_scores
 
 nan = float("nan")
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.embedding.feature_inputs import FeatureInput
-from karvan.embedding.feature_program import make_program
+from karvan.embedding.feature_inputs import FeatureInput, make_program
 from karvan.store.remote.layout_message import pack_layouts, unpack_layouts
 from karvan.wire import RefusedError
 

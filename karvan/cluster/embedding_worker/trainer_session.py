@@ -16,8 +16,7 @@ from torch import Tensor
 
 from karvan.clock import clock
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.embedding.feature_inputs import FeatureInput, absent_ids
-from karvan.embedding.feature_program import features_from_json, make_program
+from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
 from karvan.native import _native
 from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.remote.server_lookup import ServerLookup, begin_pull

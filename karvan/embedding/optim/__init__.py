@@ -4,11 +4,8 @@ Only rows that have a gradient change. In the formulas, p is an element of a row
 Dense parameters have an optimizer of torch.
 """
 
-from karvan.embedding.optim.adagrad import Adagrad
-from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.embedding.optim.ftrl import FTRL, FTRLTF
-from karvan.embedding.optim.sgd import SGD
+from karvan.embedding.optim.rules import FTRL, FTRLTF, SGD, Adagrad, Adam, AdamW, AdamWTF
 from karvan.public_names import publish
 from karvan.store import Rule
 

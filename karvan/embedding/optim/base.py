@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import check_kinds
 from karvan.embedding.engine import EmbeddingEngine
-from karvan.embedding.engine_state import EngineState
-from karvan.embedding.table_handle import TableHandle
+from karvan.embedding.table_handle import EngineState, TableHandle
 from karvan.store import Rule
 from karvan.store.types import LateGradients, finite_flags
 from karvan.torch_internals import is_step_observed

@@ -15,10 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan import ids
-from karvan.features.ops.fitted import FittedOp
 from karvan.features.ops.hashing import StringOp
 from karvan.features.ops.layout import describe, is_text
-from karvan.features.running_moments import RunningStatistics, WordCounts
+from karvan.features.running_moments import FittedOp, RunningStatistics, WordCounts
 from karvan.ragged import Entry, Ragged
 
 
