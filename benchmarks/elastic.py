@@ -40,7 +40,7 @@ from support.goodput import DAY, PUBLISHED, Costs, simulate
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
 from karvan.work.ledger import Ledger, NoTask
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec
 
 PARTS = ("comparison", "engines", "recovery", "loss", "leases")
 QUICK_PARTS = ("comparison", "leases")

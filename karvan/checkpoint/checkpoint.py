@@ -15,13 +15,18 @@ from torch import Tensor
 from karvan import distributed
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format import manifest as manifests
-from karvan.checkpoint.format.hash_ranges import WHOLE, Range, share_of
-from karvan.checkpoint.format.manifest import Manifest, PartEntry, TableEntry
+from karvan.checkpoint.format.manifest import WHOLE, Manifest, PartEntry, Range, TableEntry, share_of
 from karvan.checkpoint.format.safetensors_file import FileEntry, FileProblem, problem_of, read_arrays
 from karvan.checkpoint.format.state_tree import as_tensor, decode
-from karvan.checkpoint.format.table_arrays import Model, check_part, engine_entries, tables_of
-from karvan.checkpoint.format.table_extras import Extra, read_extras
-from karvan.checkpoint.io.table_reader import Layer, TableReader
+from karvan.checkpoint.format.table_arrays import (
+    Extra,
+    Model,
+    check_part,
+    engine_entries,
+    read_extras,
+    tables_of,
+)
+from karvan.checkpoint.io.table_files import Layer, TableReader
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.embedding import TableHandle

@@ -16,8 +16,7 @@ from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.manifest import NAME
 from karvan.checkpoint.format.state_tree import tensor_names
 from karvan.checkpoint.object_store.files import has_file, size_of
-from karvan.checkpoint.selection import find_alone
-from karvan.checkpoint.survey import Survey, step_folders, survey
+from karvan.checkpoint.survey import Survey, find_alone, step_folders, survey
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.store import Rows
 

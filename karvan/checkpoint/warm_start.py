@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from karvan import distributed
 from karvan.checkpoint.checkpoint import TABLE_STEPS, Checkpoint, check_table, with_state_of
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.hash_ranges import share_of
+from karvan.checkpoint.format.manifest import share_of
 from karvan.checkpoint.format.table_arrays import tables_of
+from karvan.checkpoint.manager import find
 from karvan.checkpoint.rank_agreement import together
-from karvan.checkpoint.save_one import find
 from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
 from karvan.embedding import TableHandle
 from karvan.embedding.optim.base import SparseOptimizer

@@ -17,8 +17,8 @@ import threading
 from typing import Any
 
 from karvan.cluster.role_process import RoleSettings
-from karvan.job.master_address import MasterAddress
-from karvan.protocol.registry import GENERATION, REGISTRY_CALLS
+from karvan.job.address import MasterAddress
+from karvan.protocol.values import GENERATION, REGISTRY_CALLS
 from karvan.wire import Client, RefusedError, Security, WireError
 
 _PATIENCE = 60.0  # seconds for the registry to answer

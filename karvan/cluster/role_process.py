@@ -24,9 +24,8 @@ from functools import partial
 from karvan.clock import clock
 from karvan.discovery.membership import Membership
 from karvan.exit_codes import FAILED, TEMPORARY, plain
-from karvan.job.address import reachable
+from karvan.job.address import MasterAddress, reachable
 from karvan.job.environment import JobEnvironment
-from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role, all_roles
 from karvan.outages import is_out_of_memory
 from karvan.wire import Security, Server, Service, WireError

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.dense.tensor_checks import Array, dense_tensor
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.message import Array as WireArray
@@ -32,7 +32,7 @@ def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
 
 
 def tensors_of(message: Message | Request) -> dict[str, WireArray]:
-    """The tensors of a message that was checked against its declaration (`karvan/protocol/dense.py`)."""
+    """The tensors of a message that was checked against its declaration (`karvan/protocol/parameter_server.py`)."""
     flat = message.arrays[0]
     made: dict[str, WireArray] = {}
     at = 0

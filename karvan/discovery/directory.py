@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from karvan.clock import clock
-from karvan.job.address import split_address
+from karvan.job.address import MasterAddress, split_address
 from karvan.job.environment import JobEnvironment, addresses_name, variable
-from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role, role_of, start_order
-from karvan.protocol.registry import REGISTRY_CALLS
+from karvan.protocol.values import REGISTRY_CALLS
 from karvan.wire.client import Client
 from karvan.wire.errors import WireError
-from karvan.wire.security.credentials import Security
+from karvan.wire.security import Security
 
 _PAUSES = 0.02, 0.25  # seconds between two calls, at first and at most
 

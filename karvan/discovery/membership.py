@@ -14,13 +14,13 @@ import threading
 from typing import Any
 
 from karvan.activity import activity, dump_stacks_on_signal
+from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
-from karvan.protocol.registry import REGISTRY_CALLS
+from karvan.protocol.values import REGISTRY_CALLS
 from karvan.wire.client import Client
 from karvan.wire.errors import RefusedError, WireError
-from karvan.wire.security.credentials import Security
+from karvan.wire.security import Security
 
 _log = logging.getLogger("karvan.wire")
 

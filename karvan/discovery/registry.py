@@ -29,12 +29,11 @@ from pathlib import Path
 from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.discovery.directory import Member
-from karvan.discovery.rendezvous_methods import rendezvous_methods
-from karvan.discovery.rendezvous_store import RendezvousStore
+from karvan.discovery.rendezvous import RendezvousStore, rendezvous_methods
 from karvan.job.address import reachable
 from karvan.job.roles import Role, all_roles, role_of
-from karvan.protocol.registry import REGISTRY_CALLS
-from karvan.protocol.rendezvous import RENDEZVOUS_CALLS
+from karvan.protocol.master import RENDEZVOUS_CALLS
+from karvan.protocol.values import REGISTRY_CALLS
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
 
 _log = logging.getLogger("karvan.cluster")

@@ -36,9 +36,8 @@ from karvan.distributed.settings import (
     ConnectionSettings,
     check_capacity,
 )
-from karvan.job.environment import JobEnvironment
+from karvan.job.environment import JobEnvironment, ServerLoss
 from karvan.job.roles import Role
-from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import choose_dense, choose_mode
 from karvan.native import NativeCoreError, _native, require
 from karvan.system_limits import require_limits
@@ -498,7 +497,7 @@ def _open_group(settings: ConnectionSettings) -> ElasticGroup:
     from karvan.distributed.elastic.group_client import GroupClient
     from karvan.distributed.wire_store import launched_store
     from karvan.wire import Security
-    from karvan.work.holders import holder_of
+    from karvan.work.task import holder_of
 
     job = JobEnvironment.read()
     process = holder_of(Role.TRAINER, job.index, job.process or secrets.token_hex(8))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from karvan.job.server_loss import ServerLoss
+from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode
 
 IN_PROCESS = ("memory", "cuda")

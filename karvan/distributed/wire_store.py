@@ -1,6 +1,6 @@
 """`WireStore`: torch's `Store` over Karvan's own wire, for the trainers of a launched job.
 
-The other side is `karvan.discovery.rendezvous_store`, in the job's registry: token and TLS are those of all
+The other side is `karvan.discovery.rendezvous`, in the job's registry: token and TLS are those of all
 calls. No call blocks there. `get` and `wait` ask until the keys exist or the timeout is reached, at first
 every millisecond, later ten times a second.
 
@@ -25,9 +25,9 @@ from typing import Any
 import torch.distributed as dist
 
 from karvan.clock import clock
+from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.job.master_address import MasterAddress
-from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_values
+from karvan.protocol.master import RENDEZVOUS_CALLS, pack_values, unpack_values
 from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
 

@@ -13,11 +13,25 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any, TypeAlias
 
-from karvan.job.master_address import MasterAddress
+from karvan.job.address import MasterAddress
 from karvan.job.roles import Role, all_roles, role_of, start_order
-from karvan.job.server_loss import ServerLoss
+
+# `ServerLoss`: what a job does when a parameter server crashes.
+
+
+class ServerLoss(StrEnum):
+    """What happens when a parameter server has restarted without the rows that it had.
+
+    ROLLBACK: trainers fail, and a launched job restarts them from the last checkpoint. RELOAD: the server
+    loads its rows from the last checkpoint while the others continue; lost updates are counted.
+    """
+
+    ROLLBACK = "rollback"
+    RELOAD = "reload"
+
 
 _log = logging.getLogger("karvan.job")
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from karvan.job.environment import JobEnvironment
-from karvan.job.server_loss import ServerLoss
+from karvan.job.environment import JobEnvironment, ServerLoss
 
 
 @dataclass(frozen=True)

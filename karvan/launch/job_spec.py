@@ -12,9 +12,8 @@ from pydantic import BeforeValidator, Field, create_model, field_validator, mode
 from typing_extensions import override
 
 from karvan.job.address import is_loopback
-from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
+from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, ServerLoss
 from karvan.job.roles import Role, start_order
-from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.settings import (
     Count,

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from karvan.job.checkpoint_url import local_path
 from karvan.job.environment import JobEnvironment
-from karvan.owner.lease import FILE, Lease, away_error, lost_error, read_lease
-from karvan.owner.lease_object import LeaseObject
+from karvan.owner.lease import FILE, Lease, LeaseObject, away_error, lost_error, read_lease
 from karvan.owner.record import OwnerRecord
 
 _log = logging.getLogger(__name__)

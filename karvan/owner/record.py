@@ -20,6 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+# Exceptions raised for a folder that another run owns.
+
+
+class OwnerError(RuntimeError):
+    """Another run trains in the folder; the text says which one, since when, and what to do."""
+
+
+class LeaseLostError(OwnerError):
+    """Another run has taken the folder over while this one was paused for long."""
+
+
 _LONGEST_COMMAND = 300
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")  # of a URL
 

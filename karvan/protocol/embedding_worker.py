@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from karvan.protocol.batches import BATCH, check_batch
 from karvan.protocol.parameter_server import PUSH_FIELDS, check_passes
 from karvan.protocol.values import (
+    BATCH,
     DECLARED,
     MEMBER,
     MOST_DIM,
@@ -18,24 +18,31 @@ from karvan.protocol.values import (
     TRAINER_HELLO,
     TRAINER_OPTIONS,
     WIRE,
+    check_batch,
     expect_declared_names,
     expect_distinct,
     wire_dtype,
 )
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array
-from karvan.wire.schema.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, OptionalArrays, table_of
-from karvan.wire.schema.kinds import (
+from karvan.wire.schema import (
+    ANY,
+    ArrayKind,
     Boolean,
+    Call,
+    DescribedArrays,
     Fields,
+    ForEach,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     OneOf,
+    OptionalArrays,
     Text,
     TupleOf,
     Variant,
+    table_of,
 )
 
 _INDEX = Integer(0, 2**20)

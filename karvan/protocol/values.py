@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from karvan.activity import MOST_WAITS
+from karvan.job.roles import all_roles
 from karvan.job.sync_modes import MODES
 from karvan.native import rules
-from karvan.protocol.registry import GENERATION
 from karvan.wire.errors import RefusedError
-from karvan.wire.schema.kinds import (
+from karvan.wire.message import Array
+from karvan.wire.schema import (
     FLOAT32_MAX,
     Boolean,
+    Call,
     Fields,
     Float,
     Integer,
@@ -22,9 +25,66 @@ from karvan.wire.schema.kinds import (
     MapOf,
     Nullable,
     OneOf,
+    Plain,
     Text,
     TupleOf,
+    shown,
+    table_of,
 )
+
+# The calls of a job's registry, made by members and by clients that look for them.
+
+
+ROLE = OneOf(*all_roles())
+INDEX = Integer(0, 2**20)
+GENERATION = Integer(0, 2**31)
+_ADDRESS = Text(300)
+_PID = Integer(0, 2**31)
+
+# A member sends all of it with each of its calls; `process` is a random name.
+_WHO = {
+    "role": ROLE,
+    "index": INDEX,
+    "address": _ADDRESS,
+    "generation": GENERATION,
+    "pid": _PID,
+    "process": Text(64),
+}
+# How many processes the role has, if the member knows; see `Directory.count`.
+_COUNT = {"count": INDEX}
+_MEMBER = Fields(_WHO, optional=_COUNT)
+# See `karvan.activity.ActivityReport`.
+_ACTIVITY = Fields(
+    {
+        "progress": Integer(),
+        "idle": Float(0.0),
+        "task": Text(100, 0),
+        "waits": MapOf(Float(0.0), MOST_WAITS, Text(100)),
+        "dumps": Boolean(),
+    }
+)
+_BEAT = Fields({**_WHO, "activity": _ACTIVITY}, optional=_COUNT)
+_LISTED = Fields(
+    {
+        "role": ROLE,
+        "index": INDEX,
+        "address": _ADDRESS,
+        "generation": GENERATION,
+        "pid": _PID,
+        "healthy": Boolean(),
+        "silent": Float(0.0),
+        **_COUNT,
+    }
+)
+
+REGISTRY_CALLS = table_of(
+    Call("register", _MEMBER),
+    Call("beat", _BEAT, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
+    Call("leave", _MEMBER),
+    Call("generation", answer=Fields({"generation": GENERATION})),
+    Call("members", answer=Fields({"members": ListOf(_LISTED)})),
+)
+
 
 MOST_DIM = 65536
 MOST_TABLES = 4096
@@ -131,3 +191,44 @@ def expect_declared_names(tables: Mapping[str, Mapping[str, Any]]) -> None:
             raise RefusedError(
                 f"expected the spec of table '{name}', got the spec of '{table['spec']['name']}'."
             )
+
+
+# Batches in messages: how a head describes its arrays; see `karvan/cluster/batch_messages.py`.
+
+
+# The number of parts of each kind of entry; "plain" and "reference" have none.
+_PARTS = {"tensor": 1, "ragged": 3, "optional": 3, "optional text": 3, "nested": 3, "padded": 2}
+_REFERENCE = TupleOf(Integer(0, 2**20), Text(200), Integer(0, 2**48))
+
+NAME = Text(1000)
+BATCH = MapOf(TupleOf(OneOf(*_PARTS, "plain", "reference"), Plain()), 2**16, NAME)
+
+
+def check_batch(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    """A RefusedError unless every part is an array of the message, and every array is exactly one part."""
+    used: list[int] = []
+    for name, (kind, content) in head["batch"].items():
+        if kind == "reference":
+            _REFERENCE.check(content, f"batch[{name!r}]")
+        if kind not in _PARTS:
+            continue
+        if not isinstance(content, list) or len(content) != _PARTS[kind] or content[0] is None:
+            raise RefusedError(
+                f"expected the {_PARTS[kind]} parts of a {kind}, '{name}', got {shown(content)}."
+            )
+        for part in content:
+            if part is not None:
+                used.append(_array_number(name, part, arrays))
+    if sorted(used) != list(range(len(arrays))):
+        raise RefusedError(f"expected a batch with each of {len(arrays)} arrays once, got {used[:20]}.")
+
+
+def _array_number(name: str, part: Any, arrays: Sequence[Array]) -> int:
+    match part:
+        case [int(number), str(bits)] if type(number) is int and bits in ("", "bfloat16"):
+            if not 0 <= number < len(arrays):
+                raise RefusedError(f"expected one of {len(arrays)} arrays for '{name}', got number {number}.")
+            if bits and arrays[number].dtype.name != "uint16":
+                raise RefusedError(f"expected '{name}' as uint16, got {arrays[number].dtype.name}.")
+            return number
+    raise RefusedError(f"expected the number of an array and its bits for '{name}', got {shown(part)}.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from karvan.protocol.values import NUMBER
-from karvan.wire.schema.calls import Call, table_of
-from karvan.wire.schema.kinds import (
+from karvan.wire.schema import (
     Boolean,
+    Call,
     Fields,
     Integer,
     ListOf,
@@ -15,6 +15,7 @@ from karvan.wire.schema.kinds import (
     Plain,
     Text,
     TupleOf,
+    table_of,
 )
 
 MOST_LEASES = 1024  # in one call
@@ -68,7 +69,7 @@ POSITION = Fields(
     }
 )
 
-# As `karvan.work.spec.WorkSpec`.
+# As `karvan.work.task.WorkSpec`.
 _SPEC = Fields(
     {
         "parts": ListOf(TupleOf(PART_PATH, NUMBER)),

@@ -5,13 +5,11 @@ peer = Client("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
 
-from karvan.wire.admission import Limits
 from karvan.wire.client import Client, Reply
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.message import Array, Message
-from karvan.wire.security.credentials import Security
-from karvan.wire.server import Server
-from karvan.wire.service import Caller, Request, Service, endpoints
+from karvan.wire.security import Security
+from karvan.wire.server import Caller, Limits, Request, Server, Service, endpoints
 
 __all__ = [
     "Array",

@@ -12,10 +12,13 @@ import gc
 import logging
 import os
 import secrets
+import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, final
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -24,18 +27,406 @@ import pyarrow.flight as flight
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.job.address import binding, join_address, location, shut_connections
+from karvan.outages import is_exhausted
 from karvan.process_end import PreparedThread
-from karvan.wire.admission import Admission, Limits
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit
-from karvan.wire.message import MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
-from karvan.wire.schema.calls import hello_fields
-from karvan.wire.security.credentials import Security
-from karvan.wire.server_connection import BUSY_EVERY, ServerConnection
-from karvan.wire.service import Caller, Service
-from karvan.wire.session import Sessions
+from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Array, Message, Packed, pack, read, write
+from karvan.wire.schema import Call, CallTable, Fields, Kind, hello_fields, shown
+from karvan.wire.security import Security
+
+# `Service`: the base of all services that answer calls.
+#
+# A service declares which calls it accepts (`karvan.wire.schema`) and which of its methods executes
+# each. `Service.answer` looks a call up, checks its head and arrays against the declaration, and only then
+# calls the method: anything unknown, missing, or of another type, dtype, shape or size is refused with what
+# was expected and received, and changes nothing. A hello is checked in the same way, before `welcome`.
+
+
+class Caller(NamedTuple):
+    """Who calls: the name of its session, and its checked hello."""
+
+    session: str
+    hello: Mapping[str, Any]
+
+
+class Request(NamedTuple):
+    """A call that matches its declaration, for the method that executes it."""
+
+    head: dict[str, Any]
+    arrays: Sequence[Array]
+    caller: Caller
+
+
+Method: TypeAlias = Callable[[Request], Message]
+
+
+class Endpoint(NamedTuple):
+    """A declared call and the method that executes it."""
+
+    call: Call
+    method: Method
+
+
+def endpoints(calls: CallTable, methods: Mapping[str, Method]) -> dict[str, Endpoint]:
+    """A method for each declared call; one too many or too few is a ValueError."""
+    if set(calls) != set(methods):
+        odd = ", ".join(sorted(set(calls) ^ set(methods)))
+        raise ValueError(f"Expected one method for each declared call, got another set: {odd}.")
+    return {name: Endpoint(call, methods[name]) for name, call in calls.items()}
+
+
+class Service:
+    """Answers the calls of a server; its methods run on one thread per caller.
+
+    hello: the fields of a caller's hello. endpoints: set by the service; see `endpoints`. progresses:
+    whether an answered call counts as progress (`karvan.activity`); some services may answer "wait".
+    on_exhaustion: called with an error that says that this process has no memory or disk to go on; a process
+    that is there for its service ends then, before a caller could take the error for its own.
+    """
+
+    name = "service"
+    hello: ClassVar[Kind] = Fields({})
+    endpoints: Mapping[str, Endpoint] = {}
+    progresses = True
+    on_exhaustion: Callable[[BaseException], object] | None = None
+
+    def note_failure(self, error: BaseException) -> None:
+        """Something failed in the service, in a call or behind it."""
+        if self.on_exhaustion is not None and is_exhausted(error):
+            self.on_exhaustion(error)
+
+    def welcome(self, caller: Caller) -> dict[str, Any]:
+        """A caller connects, for the first time or again; returns what it should know. May refuse."""
+        return {}
+
+    def admit(self, caller: Caller) -> None:
+        """Before each call: refuse callers that may not call any more, such as those of an older run."""
+
+    @final
+    def answer(self, call: Message, caller: Caller) -> Message:
+        """Execute the call that `call.head["method"]` names; the server answers "ping" for all services."""
+        method = call.head.get("method")
+        known = self.endpoints.get(method) if isinstance(method, str) else None
+        if known is None:
+            names = ", ".join(sorted(self.endpoints)) or "none"
+            raise RefusedError(
+                f"{self.name} does not know the call {shown(method)}; expected one of {names}."
+            )
+        self.admit(caller)
+        return known.method(Request(known.call.check(call), call.arrays, caller))
+
+    def close(self) -> None:
+        """Release resources; called by the owner of the service, after the server has ended."""
+
+
+# The calls of one client at a service, each executed once.
+#
+# Calls are numbered. A connection may break between a call and its answer; the caller then repeats the calls
+# that have not been answered, and gets the stored answers of those that were executed. Answers are stored
+# until the caller confirms that it has received them.
+#
+# A caller that is killed does not say good-bye, so sessions without a connection accumulate. How long one
+# must be retained follows from what the caller can still ask: it repeats a call until the call's deadline
+# and no longer, so a session is needed for that many seconds after its connection broke (callers say how
+# many). A session in which no call was ever started has no answers to repeat, and is removed with its
+# connection. One that has not reached its deadline is never removed to make room; a new caller is then
+# refused as "busy", and tries again.
+
+
+USUAL_DEADLINE = 120.0  # seconds, of callers that do not say
+LONGEST_DEADLINE = 3600.0  # the session of a caller that is disconnected for longer may be removed
+_MARGIN = 10.0  # seconds, between the clocks of the two sides
+_SCAN_EVERY = 1.0  # seconds, at least, between two scans of all sessions
+_MOST_BYTES = 2**28  # of answers stored for disconnected callers; more of them count as pressure
+
+
+class Session:
+    """A service's state of one caller; connections of the same caller take turns."""
+
+    def __init__(self, deadline: float = USUAL_DEADLINE) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[int, Packed] = {}
+        self.deadline = deadline
+        self.started = 0  # number of the last call that was started
+        self.last = 0  # number of the last call that was completed
+        self.connections = 0
+        self.used = clock.now()
+
+    @property
+    def bytes(self) -> int:
+        """The size of the stored answers."""
+        return sum(array.nbytes for packed in list(self._answers.values()) for array in packed.arrays)
+
+    def answer(self, number: int, received: int, do: Callable[[], Packed], deadline: float = 0.0) -> Packed:
+        """The answer to a call; the caller has those up to `received`, and waits for `deadline` seconds."""
+        with self._lock:
+            self.used = clock.now()
+            self.deadline = max(self.deadline, min(deadline, LONGEST_DEADLINE))
+            for old in [each for each in self._answers if each <= received]:
+                del self._answers[old]
+            if number in self._answers:
+                return self._answers[number]
+            if number != self.last + 1:
+                raise RefusedError(f"expected call {self.last + 1} of this caller, got {number}.")
+            self.started = number
+            answer = do()
+            self.last = number
+            self._answers[number] = answer
+            return answer
+
+    def expired(self, now: float, idle: float, pressure: bool) -> bool:
+        """Whether its disconnected caller cannot ask for an answer any more, or has been idle for `idle`."""
+        return now - self.used > (min(idle, self.deadline + _MARGIN) if pressure else idle)
+
+
+class Sessions:
+    """The sessions of all callers of a service by name; those that are disconnected for long are removed."""
+
+    def __init__(self, most: int = 65536, idle: float = 3600.0) -> None:
+        self._most = most
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._known: dict[str, Session] = {}
+        self._scanned = 0.0  # when the disconnected sessions were last scanned
+
+    @contextmanager
+    def use(self, name: str, deadline: float = USUAL_DEADLINE) -> Iterator[Session]:
+        """The session of that name, created if necessary, for one connection."""
+        with self._lock:
+            if name not in self._known:
+                self._make_room()
+                self._known[name] = Session()
+            session = self._known[name]
+            session.deadline = max(1.0, min(deadline, LONGEST_DEADLINE))
+            session.connections += 1
+        try:
+            yield session
+        finally:
+            with self._lock:
+                session.connections -= 1
+                session.used = clock.now()
+                if not (session.connections or session.started) and self._known.get(name) is session:
+                    del self._known[name]
+
+    def end(self, name: str) -> None:
+        """The caller has said good-bye."""
+        with self._lock:
+            self._known.pop(name, None)
+
+    def _make_room(self) -> None:
+        """Remove sessions that are disconnected for too long; a BusyError if that leaves no room."""
+        now = clock.now()
+        if now - self._scanned > _SCAN_EVERY:
+            self._scanned = now
+            disconnected = [(name, one) for name, one in self._known.items() if not one.connections]
+            stored = sum(one.bytes for _, one in disconnected)
+            pressure = len(self._known) >= self._most // 2 or stored > _MOST_BYTES
+            for name in [name for name, one in disconnected if one.expired(now, self._idle, pressure)]:
+                del self._known[name]
+        if len(self._known) >= self._most:
+            raise BusyError(
+                f"expected up to {self._most} sessions, got one more; those without a connection are removed "
+                "after their deadline"
+            )
+
+
+# `Admission`: how much of a service its callers may use, and a log of those that it refuses.
+#
+# A caller's connection has two threads at a service. `Limits` are far above what a job needs (sixty-four
+# trainers with four connections each have 256) and far below what overloads a machine. At a limit no caller
+# is refused permanently: the connection that was idle for longest is ended first, and its caller reconnects
+# by itself at its next call; if none is idle, the new caller gets a `BusyError`, and tries again until its
+# deadline. Callers without the token, and without a certificate, do not come so far.
+
 
 _log = logging.getLogger("karvan.wire")
+
+_LINES = 20  # of the log a minute, about refused callers
+_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a `Server` allows. Times are seconds."""
+
+    connections: int = 2048
+    streams: int = 5120  # with those that are just beginning
+    hello_within: float = 10.0  # a connection without its second stream is ended
+    first_call_within: float = 180.0  # a first call may be large and the network slow
+    least_idle: float = 5.0  # a connection that was used within this time is not ended to make room
+    sessions: int = 65536
+
+
+class AdmittedConnection(Protocol):
+    """A connection that can be ended to make room."""
+
+    @property
+    def unused(self) -> bool:
+        """Whether it has not made a call."""
+
+    def idle(self, now: float) -> float:
+        """Seconds without a call; 0 while one is running."""
+
+    def end(self) -> None:
+        """End its stream, without waiting."""
+
+
+class Admission:
+    """The callers of one service."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.limits = limits
+        self._name = name
+        self._lock = threading.Lock()
+        self._open: set[AdmittedConnection] = set()
+        self._streams = 0
+        self._refusals = 0  # in this minute
+        self._minute = clock.now()
+
+    def stream_opened(self) -> None:
+        """Count a stream with the right token; a BusyError if there are too many."""
+        with self._lock:
+            if self._streams >= self.limits.streams:
+                raise BusyError(f"expected up to {self.limits.streams} streams, got one more")
+            self._streams += 1
+
+    def stream_ended(self) -> None:
+        """It has ended."""
+        with self._lock:
+            self._streams -= 1
+
+    @contextmanager
+    def admitted(self, connection: AdmittedConnection) -> Iterator[None]:
+        """Room for a caller's connection, for as long as it lasts; a BusyError if there is none."""
+        with self._lock:
+            if len(self._open) >= self.limits.connections:
+                self._end_idle()
+            self._open.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
+    def refused(self, caller: str, reason: str) -> None:
+        """Log a refusal, unless there were many in this minute; then their number is logged after it."""
+        with self._lock:
+            more = 0
+            if clock.now() - self._minute >= _MINUTE:
+                more, self._refusals = self._refusals - _LINES, 0
+                self._minute = clock.now()
+            self._refusals += 1
+            is_shown = self._refusals <= _LINES
+        if more > 0:
+            _log.warning("%s refused %d more callers", self._name, more)
+        if is_shown:
+            _log.warning("%s refused %s: %s", self._name, caller, reason)
+
+    def _end_idle(self) -> None:
+        """End the connection that was idle for longest; those that never made a call first."""
+        now = clock.now()
+        ready = [one for one in self._open if one.idle(now) >= self.limits.least_idle]
+        longest = max(ready, key=lambda one: (one.unused, one.idle(now)), default=None)
+        if longest is None:
+            most = self.limits.connections
+            raise BusyError(f"expected up to {most} connections, got one more; all are in use")
+        self._open.discard(longest)
+        longest.end()
+
+
+# `ServerConnection`: a caller's two streams, as the service sees them.
+
+
+BUSY_EVERY = 2.0  # seconds between heartbeats while a call takes long, or less for impatient callers
+
+
+class ServerConnection:
+    """A caller's stream of answers, and how its connection is used."""
+
+    def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
+        self.caller = caller
+        self._hello = hello  # with the fields that the wire itself has added
+        self.session = Session()  # replaced by the caller's own once it is admitted
+        self.ended = threading.Event()
+        self.taken = False  # whether a thread reads its calls
+        self._writer: Any = writer
+        self._lock = threading.Lock()
+        self._since = 0.0  # when the running call started; 0: none is running
+        self._opened = self._used = clock.now()
+        self._calls = 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which the caller treats the connection as broken."""
+        return self._number("patience", 4 * BUSY_EVERY)
+
+    @property
+    def deadline(self) -> float:
+        """Seconds for which the caller repeats a call."""
+        return self._number("deadline", USUAL_DEADLINE)
+
+    @property
+    def unused(self) -> bool:
+        """Whether it has not made a call."""
+        return not self._calls
+
+    def idle(self, now: float) -> float:
+        """Seconds without a call; 0 while one is running."""
+        return 0.0 if self._since else now - self._used
+
+    def overdue(self, now: float, limits: Limits) -> str:
+        """What the caller should have done by now; empty if nothing is overdue."""
+        age = now - self._opened
+        if not self.taken and age > limits.hello_within:
+            return f"expected a stream of calls within {limits.hello_within:g} s, got none"
+        if not self._calls and age > limits.first_call_within:
+            return f"expected a call within {limits.first_call_within:g} s, got none"
+        return ""
+
+    def write(self, packed: Packed, **numbers: int) -> None:
+        """Send an answer."""
+        with self._lock:
+            if self._writer is None:
+                raise WireError("the caller ended the connection")
+            size = sum(array.nbytes for array in packed.arrays)
+            if size > LARGE:  # announce the size, so that the caller waits long enough
+                write(self._writer, pack(Message({"busy": True})), bytes=size)
+            write(self._writer, packed, **numbers)
+
+    def end(self) -> None:
+        """End the stream of answers, and with it the connection."""
+        self.ended.set()
+
+    def close(self) -> None:
+        """No more writes: the stream is about to end."""
+        with self._lock:
+            self._writer = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """While a call is running."""
+        self._calls += 1
+        self._since = clock.now()
+        try:
+            yield
+        finally:
+            self._used = clock.now()
+            self._since = 0.0
+
+    def say_if_busy(self, every: float) -> None:
+        """Report to the caller that its call is still running."""
+        since = self._since
+        if since and clock.now() - since >= every / 2 and self._lock.acquire(blocking=False):
+            try:
+                write(self._writer, pack(Message({"busy": True})))
+            finally:
+                self._lock.release()
+
+    def _number(self, name: str, usual: float) -> float:
+        value: Any = self._hello.get(name)
+        return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
+
 
 # Errors of a service that its caller gets with the same class; others become a RuntimeError.
 REPORTED_ERRORS = {

@@ -40,9 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from karvan.work.ledger_file import LedgerError, LedgerFile, LedgerPosition, OpenTask, fields_of, task_from
-from karvan.work.spec import NO_WORK, WorkSpec
-from karvan.work.task import Task, TaskKind, TaskLease
-from karvan.work.task_plan import TaskPlan
+from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, TaskPlan, WorkSpec
 
 _MOST_WAITING = 1 << 20  # all tasks of an evaluation or a prediction are stored at once
 

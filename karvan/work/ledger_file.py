@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from karvan.work.spec import WorkSpec
-from karvan.work.task import Task, TaskKind
+from karvan.work.task import Task, TaskKind, WorkSpec
 
 VERSION = 3
 

@@ -53,11 +53,9 @@ from karvan.clock import clock
 from karvan.outages import mark
 from karvan.protocol.work import POSITION, WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
-from karvan.work.holders import is_of_process, process_of
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerDiskError, LedgerError
-from karvan.work.spec import NO_WORK, WorkSpec
-from karvan.work.task import Task, TaskKind, TaskLease
+from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, WorkSpec, is_of_process, process_of
 
 _log = logging.getLogger(__name__)
 

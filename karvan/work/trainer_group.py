@@ -39,7 +39,7 @@ from typing import Any
 from karvan.clock import clock
 from karvan.files import read_object, replace_file
 from karvan.outages import mark
-from karvan.protocol.trainer_group import GROUP_CALLS, MOST_TRAINERS
+from karvan.protocol.master import GROUP_CALLS, MOST_TRAINERS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 
 _log = logging.getLogger(__name__)

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 import karvan as kv
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.format import manifest
-from karvan.checkpoint.format.hash_ranges import SPACE, WHOLE, between, pieces, share_of
-from karvan.checkpoint.format.manifest import PartEntry
-from karvan.checkpoint.format.safetensors_file import FileEntry, stored, write_arrays
-from karvan.checkpoint.format.table_arrays import join, read_part, select, to_arrays
-from karvan.checkpoint.format.table_extras import own_extra, read_extras
-from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.format.manifest import SPACE, WHOLE, PartEntry, between, pieces, share_of
+from karvan.checkpoint.format.safetensors_file import FileEntry, Throttle, stored, write_arrays
+from karvan.checkpoint.format.table_arrays import join, own_extra, read_extras, read_part, select, to_arrays
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 
 STEPS = (1, 2, 3)

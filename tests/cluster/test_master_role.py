@@ -13,8 +13,7 @@ from wire_helpers import wait_for
 from karvan.data.leasing.client import WorkClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
-from karvan.work.spec import WorkSpec
-from karvan.work.task import TaskKind
+from karvan.work.task import TaskKind, WorkSpec
 
 SPEC = WorkSpec((("f", 10),), 3)
 

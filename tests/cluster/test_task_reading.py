@@ -23,7 +23,7 @@ from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
 from karvan.train.elastic.choice import require_evaluable
 from karvan.wire import Message, RefusedError, WireError
-from karvan.wire.service import Caller
+from karvan.wire.server import Caller
 from karvan.work.task import Task, TaskKind
 
 ME = Caller("session", {"loader": 0})

@@ -29,8 +29,7 @@ from karvan.ragged import Batch
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService
-from karvan.work.spec import WorkSpec
-from karvan.work.task import Task, TaskKind
+from karvan.work.task import Task, TaskKind, WorkSpec
 
 _holders = itertools.count()
 

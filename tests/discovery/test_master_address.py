@@ -12,12 +12,12 @@ from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic.group_client import GroupClient
 from karvan.distributed.wire_store import WireStore
+from karvan.job.address import MasterAddress, change_master_address, make_master_address
 from karvan.job.environment import JobEnvironment
-from karvan.job.master_address import MasterAddress, change_master_address, make_master_address
 from karvan.job.roles import Role
 from karvan.wire import Security, WireError
 from karvan.work.service import WorkService
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec
 from karvan.work.trainer_group import TrainerGroup
 
 SECRET = Security(token="secret")

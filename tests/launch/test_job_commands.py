@@ -18,8 +18,7 @@ from karvan.cli.main import main
 from karvan.data.leasing.client import WorkClient
 from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
 from karvan.wire import Security
-from karvan.work.holders import holder_of
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec, holder_of
 
 ROLES = "roles: {trainers: 1, parameter_servers: 1, loaders: 1}"
 COUNT = 3

@@ -16,9 +16,8 @@ from karvan.data.leasing.client import WorkClient
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic.group_client import GroupClient
 from karvan.launch.supervision.supervisor import Timing
-from karvan.work.holders import holder_of
 from karvan.work.service import WorkService
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec, holder_of
 from karvan.work.trainer_group import TrainerGroup
 
 ALL = {"trainers": 2, "parameter_servers": 2, "embedding_workers": 1, "loaders": 1}

@@ -6,29 +6,27 @@ import numpy as np
 import pytest
 
 from karvan.wire import Client, Message, RefusedError, Server, Service, endpoints
-from karvan.wire.schema.calls import (
+from karvan.wire.schema import (
     ANY,
     ArrayKind,
+    Boolean,
     Call,
     DescribedArrays,
-    ForEach,
-    OptionalArrays,
-    expect_array,
-    table_of,
-)
-from karvan.wire.schema.kinds import (
-    Boolean,
     Fields,
     Float,
+    ForEach,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     OneOf,
+    OptionalArrays,
     Plain,
     Text,
     TupleOf,
     Variant,
+    expect_array,
+    table_of,
 )
 
 

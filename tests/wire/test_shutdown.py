@@ -9,7 +9,7 @@ from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import Client, ListenError, Message, RefusedError, Server, Service, WireError
-from karvan.wire.schema.kinds import Fields, Text
+from karvan.wire.schema import Fields, Text
 
 
 @pytest.fixture

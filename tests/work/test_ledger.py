@@ -16,8 +16,7 @@ from ledger_helpers import PARTS, every_record, finish, lease_of
 
 from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
 from karvan.work.ledger_file import LedgerDiskError, LedgerError
-from karvan.work.spec import WorkSpec
-from karvan.work.task import TaskKind
+from karvan.work.task import TaskKind, WorkSpec
 
 
 @pytest.fixture
@@ -376,7 +375,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from karvan.work.ledger import NoTask, Ledger
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec
 ledger = Ledger(Path(sys.argv[1]), WorkSpec((("f", 20_000),), 7, seed=1, epochs=2))
 for lease in ledger.leases:  # of the process before
     ledger.give_back([lease.token])

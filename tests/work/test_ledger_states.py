@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ledger_helpers import every_record, lease_of
 
 from karvan.work.ledger import Ledger, NoTask, TaskFailure
-from karvan.work.spec import WorkSpec
-from karvan.work.task import TaskLease
+from karvan.work.task import TaskLease, WorkSpec
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -13,8 +13,7 @@ from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client, Server
 from karvan.work.ledger import Ledger, NoTask
 from karvan.work.service import WorkService
-from karvan.work.spec import NO_WORK, WorkSpec
-from karvan.work.task import TaskKind
+from karvan.work.task import NO_WORK, TaskKind, WorkSpec
 
 PARTS = (("x", 9), ("empty", 0), ("y", 4))
 TRAINED = WorkSpec((("f", 6),), 3, epochs=None)

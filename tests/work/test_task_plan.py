@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.work.task import TaskKind
-from karvan.work.task_plan import TaskPlan, permuted
+from karvan.work.task import TaskKind, TaskPlan, permuted
 
 
 def ranges(plan, epoch=0):

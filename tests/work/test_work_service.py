@@ -23,7 +23,7 @@ from karvan.wire import Client, RefusedError, Server
 from karvan.work.ledger import Ledger
 from karvan.work.ledger_file import LedgerFile
 from karvan.work.service import WorkService
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec
 
 MASTER = """
 import sys
@@ -43,7 +43,7 @@ import sys, time
 from dataclasses import asdict
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec
 name = sys.argv[2]
 client = Client("master", sys.argv[1], calls=WORK_CALLS, forgetful=True)
 client.call("open_work", {"spec": asdict(WorkSpec((("f", 900),), 7, seed=1, epochs=2))})

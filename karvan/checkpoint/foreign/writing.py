@@ -3,36 +3,232 @@
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from karvan.checkpoint.checkpoint import ORIGIN, Checkpoint
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.foreign.contents import Contents, ForeignTable
-from karvan.checkpoint.foreign.hash_spill import HashSpill
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format import manifest as manifests
 from karvan.checkpoint.format.atomic_folder import HiddenFolder
-from karvan.checkpoint.format.manifest import Manifest
-from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, write_arrays
+from karvan.checkpoint.format.manifest import Manifest, row_bytes
+from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
 from karvan.checkpoint.format.state_tree import encode
 from karvan.checkpoint.io.pending_save import Writers
-from karvan.checkpoint.io.table_share import ShareSource, joined, put_table
-from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.io.table_files import ShareSource, joined, put_table
 from karvan.checkpoint.io.writer import explaining, publish_folder
 from karvan.checkpoint.object_store.step_objects import UploadFolder
 from karvan.embedding import Table
 from karvan.job.checkpoint_url import local_path, url_of
-from karvan.store import TableSpec
+from karvan.store import Rows, TableSpec
+from karvan.store.capture import Capture
+from karvan.store.exchange.key_sharding import hashes_of
+from karvan.store.types import Counts, Keys, Vectors
+
+# `Contents`: what a checkpoint of another system has, in Karvan's terms; its rows are read in pieces.
+
+
+Advance: TypeAlias = Callable[[int], None]  # called with a number of bytes that have been read
+
+PIECE_ROWS = 1 << 16  # rows that are read together, at most
+PIECE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class ForeignTable:
+    """A table: each row has `state` floats of optimizer state, of the kind `optimizer`; None has none."""
+
+    name: str
+    dim: int
+    dtype: str
+    optimizer: str | None
+    state: int
+    rows: int
+
+
+@dataclass
+class Contents(ABC):
+    """A checkpoint of another system; everything but the rows has been read and checked.
+
+    state: the tree of state of Karvan's checkpoint. notes: what the user has to know of the import, for
+    example what was not imported and why.
+    """
+
+    system: str
+    source: Path
+    step: int
+    tables: dict[str, ForeignTable] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """How many bytes `rows` will read."""
+
+    @abstractmethod
+    def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
+        """All rows in pieces, each with the name of its table, in any order."""
+
+
+def make_rows(keys: Keys, vectors: Vectors, state: Vectors, last_steps: Counts) -> Rows:
+    """Rows of another system, which does not count uses: each was used at least once."""
+    return Rows(
+        np.ascontiguousarray(keys),
+        np.ascontiguousarray(vectors),
+        np.ascontiguousarray(state),
+        np.ones(len(keys), np.uint32),
+        last_steps,
+    )
+
+
+# Reads files of `torch.save` that hold tensors and plain values alone; nothing in them is executed.
+
+
+_DDP = "module."  # before the names of a net within DistributedDataParallel
+
+
+class CodeInFileError(CheckpointError):
+    """A file whose objects can be made only by running code."""
+
+
+def read_torch(path: Path) -> dict[str, Any]:
+    """The dict in a file."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CodeInFileError(
+            path,
+            "expected a file of torch.save with tensors and plain values alone, because Karvan runs no "
+            f"code of a checkpoint, got: {_first_line(error)}",
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise DamagedCheckpointError(
+            path, f"expected a whole file of torch.save, got: {_first_line(error)}"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError.mismatch(path, "a dict", type(content).__name__)
+    return dict(content)
+
+
+def read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """The tensors of a net's state dict in a file, without the prefix of DistributedDataParallel."""
+    content = read_torch(path)
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    left = [name for name in content if name not in tensors]
+    if (left and not tensors) or not all(isinstance(name, str) for name in tensors):
+        wrong = next(iter(left), None) or next(name for name in tensors if not isinstance(name, str))
+        raise CheckpointError.mismatch(
+            path, "a state dict of tensors by name", f"{type(content[wrong]).__name__} as {wrong!r}"
+        )
+    if left:
+        listed = ", ".join(f"'{name}'" for name in left)
+        notes.append(f"{path.name}: not imported, because it is not a tensor: {listed}.")
+    if tensors and all(name.startswith(_DDP) for name in tensors):
+        tensors = {name.removeprefix(_DDP): value for name, value in tensors.items()}
+    return tensors
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".") + "."
+
+
+# Rows that come in any order, divided into parts of key hashes by files: memory holds one part at a time.
+
+
+class HashSpill(Capture):
+    """`add` appends rows to the files of their parts; `part` reads one back, in the order of hashes.
+
+    folder: exists, and is empty. source: the checkpoint that the rows come from, for errors.
+    """
+
+    def __init__(
+        self, folder: Path, source: Path, tables: Mapping[str, ForeignTable], part_bytes: int
+    ) -> None:
+        self.versions = {}
+        self._folder = folder
+        self._source = source
+        self._tables = dict(tables)
+        self._numbers = {name: number for number, name in enumerate(tables)}
+        self.parts = {name: _parts(table, part_bytes) for name, table in tables.items()}
+
+    def add(self, name: str, rows: Rows) -> None:
+        """Append rows of a table."""
+        table, parts = self._tables[name], self.parts[name]
+        records = np.empty(len(rows.keys), _record(table))
+        records["key"], records["last_step"] = rows.keys, rows.last_steps
+        records["vector"], records["state"] = rows.vectors, rows.state
+        shift = np.uint64(64 - (parts.bit_length() - 1))
+        part_of = hashes_of(rows.keys) >> shift if parts > 1 else np.zeros(len(rows.keys), np.uint64)
+        order = np.argsort(part_of, kind="stable")
+        present, begins = np.unique(part_of[order], return_index=True)
+        ends = [*begins[1:], len(order)]
+        for part, begin, end in zip(present.tolist(), begins.tolist(), ends, strict=True):
+            with self._path(name, part).open("ab") as file:
+                file.write(records[order[begin:end]].tobytes())
+
+    @override
+    def part(self, table: str, part: int) -> Rows:
+        """An error if a key occurs twice."""
+        path = self._path(table, part)
+        layout = _record(self._tables[table])
+        found = np.fromfile(path, layout) if path.exists() else np.empty(0, layout)
+        path.unlink(missing_ok=True)
+        found = found[np.argsort(hashes_of(np.ascontiguousarray(found["key"])))]
+        keys = np.ascontiguousarray(found["key"])
+        if (again := keys[1:] == keys[:-1]).any():
+            raise DamagedCheckpointError.mismatch(
+                self._source, f"each id of table '{table}' once", f"the id {keys[1:][again][0]} twice"
+            )
+        return Rows(
+            keys,
+            np.ascontiguousarray(found["vector"]),
+            np.ascontiguousarray(found["state"]),
+            np.ones(len(keys), np.uint32),
+            np.ascontiguousarray(found["last_step"]),
+        )
+
+    def erased(self, table: str) -> Keys:
+        """None: a full checkpoint."""
+        return np.empty(0, np.int64)
+
+    def close(self) -> None:
+        """Nothing to release: the folder is removed by its owner."""
+
+    def _path(self, table: str, part: int) -> Path:
+        return self._folder / f"{self._numbers[table]}-{part}"
+
+
+def _parts(table: ForeignTable, part_bytes: int) -> int:
+    """How many equal parts, a power of two, so that none is much above `part_bytes`."""
+    total = table.rows * row_bytes(table.dim, table.dtype, table.state)
+    return 1 << max(0, -(-total // part_bytes) - 1).bit_length()
+
+
+def _record(table: ForeignTable) -> np.dtype[np.void]:
+    return np.dtype(
+        [
+            ("key", "<i8"),
+            ("last_step", "<u4"),
+            ("vector", "<f4", (table.dim,)),
+            ("state", "<f4", (table.state,)),
+        ]
+    )
+
 
 PART_BYTES = 64 << 20
 

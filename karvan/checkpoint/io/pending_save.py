@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.format.safetensors_file import Throttle
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from karvan.checkpoint.object_store import objects
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.outages import is_temporary
+from karvan.owner.lease import FILE
 
 
 @contextmanager
@@ -105,3 +106,33 @@ def fetch(path: Path) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
+
+
+# The lease of a run at a URL, as an object; see `karvan/owner/lease.py`.
+
+
+class ObjectLease:
+    """The object of a run's lease."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+
+    def read(self) -> bytes | None:
+        """Its content; None if there is none."""
+        try:
+            return objects.read(self._path)
+        except FileNotFoundError:
+            return None
+
+    def write(self, content: bytes) -> None:
+        """Write or replace it."""
+        objects.write(self._path, [[memoryview(content)]])
+
+    def remove(self) -> None:
+        """Remove it, if it is there."""
+        objects.remove(self._path)
+
+
+def lease_object(folder: Path) -> ObjectLease | None:
+    """The lease at a URL that a path stands for; None for any other path."""
+    return None if url_of(folder) is None else ObjectLease(folder)

@@ -178,7 +178,7 @@ def _check_token_file(spec: JobSpec) -> None:
     """Report a bad token before anything starts, by the job's own key."""
     if spec.token_file is None:
         return
-    from karvan.wire.security.token_file import MOST_CHARACTERS, check_token
+    from karvan.wire.security import MOST_CHARACTERS, check_token
 
     with spec.token_file.open("rb") as file:
         content = file.read(2 * MOST_CHARACTERS)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.transforms import COLUMNS, KEY, has_state, name_of
 from karvan.data.columns.kinds import ColumnKind

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
-from karvan.checkpoint.format.hash_ranges import share_of
-from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, write_arrays
-from karvan.checkpoint.format.table_extras import own_extra, read_extras
+from karvan.checkpoint.format.manifest import share_of
+from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
+from karvan.checkpoint.format.table_arrays import own_extra, read_extras
 from karvan.checkpoint.io.pending_save import Writers
-from karvan.checkpoint.io.table_share import ShareSource, put_table
-from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.io.table_files import ShareSource, put_table
 from karvan.cluster.parameter_server.saved_share import Restored, SavedShare
 from karvan.job.checkpoint_url import url_of
 from karvan.native import _native

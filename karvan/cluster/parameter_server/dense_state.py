@@ -14,7 +14,7 @@ from torch import Tensor
 
 from karvan.dense.optimizer_spec import make_optimizer
 from karvan.dense.tensor_checks import expect_gradients
-from karvan.protocol.dense import ANSWERS, OPTIMIZER, WAITING
+from karvan.protocol.parameter_server import ANSWERS, OPTIMIZER, WAITING
 from karvan.protocol.values import NUMBER
 
 _MOST_STEPS = 2**53

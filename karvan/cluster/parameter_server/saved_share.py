@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
-from karvan.checkpoint.format.hash_ranges import pieces, share_of
-from karvan.checkpoint.format.table_arrays import join
-from karvan.checkpoint.format.table_extras import Extra, own_extra, read_extras
+from karvan.checkpoint.format.manifest import pieces, share_of
+from karvan.checkpoint.format.table_arrays import Extra, join, own_extra, read_extras
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.store import Capture, Rows, TableSpec
 from karvan.store.types import Keys

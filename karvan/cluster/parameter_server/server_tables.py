@@ -19,7 +19,7 @@ from karvan.store.exchange.wire_format import rule_from_json, spec_from_json
 from karvan.store.memory import MemoryTable
 from karvan.system_limits import available_memory
 from karvan.wire import Message, RefusedError, Request
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 _log = logging.getLogger("karvan.cluster")
 

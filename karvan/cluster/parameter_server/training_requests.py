@@ -17,14 +17,13 @@ from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import _native
-from karvan.protocol.parameter_server import passes_of
-from karvan.protocol.step_commits import COMMIT_CALLS
+from karvan.protocol.parameter_server import COMMIT_CALLS, passes_of
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.exchange.wire_format import from_wire, rule_from_json, to_wire
 from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 _WAIT = 240.0  # seconds that trainers wait for each other, less than they wait for a server
 _REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be in flight

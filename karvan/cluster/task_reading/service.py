@@ -46,7 +46,7 @@ from karvan.data.leasing.task_pipeline import TaskToRead
 from karvan.data.leasing.task_records import places_of
 from karvan.devices import require_cpu_batches
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
-from karvan.protocol.task_reading import TASK_READING_CALLS, TASK_READING_HELLO
+from karvan.protocol.loader import TASK_READING_CALLS, TASK_READING_HELLO
 from karvan.ragged import Batch
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 from karvan.work.task import Task

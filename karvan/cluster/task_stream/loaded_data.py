@@ -28,8 +28,7 @@ from karvan.data.leasing.planned_loader import planned_numbers
 from karvan.data.leasing.task_pipeline import TaskToRead
 from karvan.job.environment import JobEnvironment
 from karvan.wire import Message
-from karvan.work.spec import WorkSpec
-from karvan.work.task_plan import TaskPlan
+from karvan.work.task import TaskPlan, WorkSpec
 
 _LEAST_STREAMS = 2  # so that one batch is unpacked while another is sent, by the same loader or another one
 

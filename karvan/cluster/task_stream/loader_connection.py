@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.clock import clock
-from karvan.protocol.task_reading import TASK_READING_CALLS
+from karvan.protocol.loader import TASK_READING_CALLS
 from karvan.threads import map_on_threads
 from karvan.wire import Client, Message, RefusedError, Security, WireError
 

@@ -20,8 +20,7 @@ from karvan.outages import is_temporary, retry_delay
 from karvan.protocol.work import MOST_ERROR, MOST_LEASES, WORK_CALLS
 from karvan.wire import Client, Message, Security, WireError
 from karvan.work.ledger import JobFailedError, NoTask, TaskFailure
-from karvan.work.spec import WorkSpec
-from karvan.work.task import Task, TaskKind, TaskLease
+from karvan.work.task import Task, TaskKind, TaskLease, WorkSpec
 
 _log = logging.getLogger(__name__)
 

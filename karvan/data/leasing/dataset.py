@@ -31,12 +31,11 @@ from karvan.data.loading.batch_steps import BatchSteps, Transform
 from karvan.data.loading.splits import default_split_records
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
+from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.job.master_address import MasterAddress
 from karvan.ragged import Batch, Entry
 from karvan.wire import Security
-from karvan.work.holders import holder_of
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec, holder_of
 
 _log = logging.getLogger("karvan.data")
 

@@ -13,8 +13,7 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.record_search import SearchResult
 from karvan.data.leasing.task_records import TakenRecords
 from karvan.ragged import Batch
-from karvan.work.spec import WorkSpec
-from karvan.work.task_plan import TaskPlan
+from karvan.work.task import TaskPlan, WorkSpec
 
 
 class LeasedBatches(Protocol):

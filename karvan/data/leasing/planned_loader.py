@@ -18,8 +18,7 @@ from karvan.data.loading.batch_steps import Decode, Transform
 from karvan.data.retry import RETRY_SECONDS
 from karvan.data.source import Source
 from karvan.ragged import Batch
-from karvan.work.task import Task, TaskLease
-from karvan.work.task_plan import TaskPlan
+from karvan.work.task import Task, TaskLease, TaskPlan
 
 
 class PlannedLoader:

@@ -28,9 +28,7 @@ from karvan.data.loading.splits import default_split_records
 from karvan.data.retry import Patience, retrying
 from karvan.data.source import Source
 from karvan.ragged import Batch
-from karvan.work.spec import WorkSpec
-from karvan.work.task import TaskKind
-from karvan.work.task_plan import TaskPlan
+from karvan.work.task import TaskKind, TaskPlan, WorkSpec
 
 # Tasks of an epoch, unless they would be smaller than a batch. With a few large ones, some trainers have
 # nothing to do while others work on the last of them. If tasks come in a random order, each decodes its whole

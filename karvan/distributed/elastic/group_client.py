@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from karvan.protocol.trainer_group import GROUP_CALLS
+from karvan.protocol.master import GROUP_CALLS
 from karvan.wire import Client, Security
 
 _DEADLINE = 600.0  # seconds in which a master must come back

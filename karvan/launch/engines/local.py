@@ -7,7 +7,7 @@ all that the process has started.
 
 A process has a folder, `processes/ROLE-INDEX-ID` in the folder of the job, with the files of its keeper. The
 keeper holds a lock there while it lives: waiting for the lock is waiting for its end. Its master address file
-is there, too (`karvan/job/master_address.py`). Logs are in `logs`.
+is there, too (`karvan/job/address.py`). Logs are in `logs`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from karvan.job.address import change_master_address, make_master_address
 from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, variable
-from karvan.job.master_address import change_master_address, make_master_address
 from karvan.job.roles import Role
 from karvan.launch.engines import keeper
 from karvan.launch.engines.base import Process

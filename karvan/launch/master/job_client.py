@@ -75,7 +75,7 @@ class JobClient:
 
     def _call(self, method: str, head: dict[str, Any]) -> dict[str, Any]:
         from karvan.launch.role_environment import security_of
-        from karvan.protocol.job import JOB_CALLS
+        from karvan.protocol.master import JOB_CALLS
         from karvan.wire import Client, Security
 
         master = self.folder.master()

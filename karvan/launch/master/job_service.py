@@ -20,7 +20,7 @@ from karvan.discovery.registry import Registry
 from karvan.job.address import UNIX
 from karvan.launch.supervision.processes import ManagedProcess
 from karvan.launch.supervision.supervisor import Supervisor
-from karvan.protocol.job import JOB_CALLS
+from karvan.protocol.master import JOB_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 from karvan.work.service import WorkService
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from karvan.discovery.registry import Registry
     from karvan.launch.master.job_service import JobService
     from karvan.launch.role_commands import Commands
-    from karvan.owner.lease_object import LeaseObject
+    from karvan.owner.lease import LeaseObject
     from karvan.work.service import WorkService
     from karvan.work.trainer_group import TrainerGroup
 
@@ -143,7 +143,7 @@ def _try_writing(checkpoints: Path) -> None:
 def _lease_object(checkpoints: Path) -> LeaseObject | None:
     if url_of(checkpoints) is None:
         return None
-    from karvan.checkpoint.object_store.lease import lease_object  # imports torch
+    from karvan.checkpoint.object_store.files import lease_object  # imports torch
 
     return lease_object(checkpoints)
 

@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING
 
 from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
+from karvan.job.environment import ServerLoss
 from karvan.job.roles import Role, start_order
-from karvan.job.server_loss import ServerLoss
 from karvan.launch.engines.base import Engine, Handle, Process, end_text
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import Commands, commands_of
@@ -57,7 +57,7 @@ from karvan.launch.supervision.shutdown import Shutdown
 from karvan.launch.supervision.suspending import Suspension
 from karvan.launch.supervision.verdict import End, Verdict
 from karvan.launch.supervision.views import GroupView, NoGroup, NoWork, RegistryView, WorkView
-from karvan.work.holders import holder_of
+from karvan.work.task import holder_of
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec

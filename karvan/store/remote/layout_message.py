@@ -11,7 +11,7 @@ import torch
 from karvan.store.program import LookupProgram
 from karvan.store.remote.output_layout import OutputLayout, RowIndex
 from karvan.wire import Array, RefusedError
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 
 class LayoutArrays(NamedTuple):

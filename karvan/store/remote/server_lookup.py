@@ -18,7 +18,7 @@ from karvan.store.program import LookupProgram
 from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.store.types import LookupContext
 from karvan.wire import Reply
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 
 class ServerLookup(PendingLookup):

@@ -55,7 +55,7 @@ from karvan.store.types import (
     StalenessStats,
     TableSpec,
 )
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 _log = logging.getLogger("karvan.store")
 

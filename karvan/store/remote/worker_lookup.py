@@ -27,7 +27,7 @@ from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.store.types import LookupContext
 from karvan.wire import Array, Message
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 
 class Sent(NamedTuple):

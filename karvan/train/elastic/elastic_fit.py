@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from karvan.activity import activity
-from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.distributed import RankError

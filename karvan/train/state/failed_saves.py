@@ -22,7 +22,7 @@ from karvan.activity import activity
 from karvan.argument_checks import check_integers
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.io.pending_save import log_failure
-from karvan.checkpoint.selection import folders
+from karvan.checkpoint.survey import folders
 from karvan.job.checkpoint_url import shown
 
 _log = logging.getLogger("karvan.train")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from karvan.checkpoint.object_store.lease import lease_object
+from karvan.checkpoint.object_store.files import lease_object
 from karvan.distributed import Connection
 from karvan.owner import OwnerError, Ownership, own
 

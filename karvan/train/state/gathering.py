@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.distributed import CollectiveChannel
 from karvan.train.types import MetricLike
 

@@ -17,7 +17,7 @@ from support_paths import support_path
 import karvan as kv
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
-from karvan.job.server_loss import ServerLoss
+from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
 from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings

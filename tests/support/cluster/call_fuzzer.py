@@ -38,9 +38,8 @@ from mutations import copied, mutated  # noqa: E402
 from karvan.checkpoint import CheckpointError  # noqa: E402
 from karvan.cluster.loader import service  # noqa: E402
 from karvan.cluster.parameter_server import training_requests  # noqa: E402
-from karvan.wire import RefusedError, WireError  # noqa: E402
+from karvan.wire import RefusedError, WireError, schema  # noqa: E402
 from karvan.wire.message import DTYPES  # noqa: E402
-from karvan.wire.schema import calls  # noqa: E402
 
 KNOWN = (RefusedError, ValueError, RuntimeError, WireError, CheckpointError, OSError, MemoryError)
 MISTAKES = (NotImplementedError, RecursionError)  # kinds of RuntimeError that a check should have prevented
@@ -192,8 +191,8 @@ def main(seed, cases, folder):
     logging.disable(logging.CRITICAL)
     service._WAIT = service._STAY = 0.001
     if UNCHECKED:
-        check = calls.ArrayKind.check
-        calls.ArrayKind.check = lambda kind, *told: None if kind.name == "gradients" else check(kind, *told)
+        check = schema.ArrayKind.check
+        schema.ArrayKind.check = lambda kind, *told: None if kind.name == "gradients" else check(kind, *told)
         training_requests._check_sizes = lambda answered, gradients: None
     begun = time.monotonic()
     fuzz = Fuzz(seed, folder)

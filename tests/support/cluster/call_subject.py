@@ -13,8 +13,8 @@ import karvan as kv
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
 from karvan.wire import Message
 from karvan.wire.message import pack, read, write
-from karvan.wire.schema.calls import hello_fields
-from karvan.wire.service import Caller
+from karvan.wire.schema import hello_fields
+from karvan.wire.server import Caller
 
 DIMS = {"t": 4, "u": 8}
 TRAINER = {"generation": 0, "trainer": 0, "trainers": 1, "mode": "hybrid", "staleness": 4}

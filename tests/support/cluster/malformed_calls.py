@@ -23,7 +23,7 @@ from karvan.launch.supervision.supervisor import Supervisor
 from karvan.ragged import Batch, Ragged
 from karvan.wire import Server
 from karvan.work.service import WorkService
-from karvan.work.spec import WorkSpec
+from karvan.work.task import WorkSpec
 from karvan.work.trainer_group import TrainerGroup
 
 

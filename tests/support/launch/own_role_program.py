@@ -21,8 +21,7 @@ from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import commands_of
 from karvan.launch.supervision.supervisor import Supervisor, Timing
 from karvan.wire import Client, Message, Service, WireError, endpoints
-from karvan.wire.schema.calls import Call, table_of
-from karvan.wire.schema.kinds import Fields, Integer
+from karvan.wire.schema import Call, Fields, Integer, table_of
 
 CALLS = table_of(
     Call("add", Fields({"left": Integer(), "right": Integer()}), answer=Fields({"sum": Integer()})),

@@ -15,8 +15,8 @@ from support_paths import support_path
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
 from karvan.wire import Security
-from karvan.work.holders import holder_of
 from karvan.work.service import WorkService
+from karvan.work.task import holder_of
 from karvan.work.trainer_group import TrainerGroup
 
 

@@ -12,7 +12,7 @@ from forked_programs import ForkedProgram
 
 from karvan.job.address import split_address
 from karvan.wire import Message, Security, Server, Service
-from karvan.wire.schema.kinds import Plain
+from karvan.wire.schema import Plain
 
 
 class Counting(Service):

@@ -44,7 +44,7 @@ from karvan.store.exchange.row_owner import Owner
 from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.types import LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
-from karvan.wire.schema.calls import expect_array
+from karvan.wire.schema import expect_array
 
 _REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness allows to be in flight
 

@@ -41,15 +41,13 @@ from karvan.compat.elasticdl.constants import MINIBATCHES_PER_TASK, NUM_EPOCHS, 
 from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.task_records import numbers_of, places_of
+from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.job.master_address import MasterAddress
 from karvan.torch_internals import is_leaving_loader, loader_batch
 from karvan.wire import Security
 from karvan.wire.exit_hooks import first_at_exit, not_at_exit
-from karvan.work.holders import holder_of
 from karvan.work.ledger import NoTask
-from karvan.work.spec import WorkSpec
-from karvan.work.task import TaskLease
+from karvan.work.task import TaskLease, WorkSpec, holder_of
 
 # What a worker of a DataLoader has inherited belongs to its parent: it must not collect connections there.
 os.register_at_fork(after_in_child=gc.freeze)

@@ -10,7 +10,7 @@ ends it, with all that it has started, as soon as the actor's worker process die
     request      stop, interrupt, kill, dump_stacks, suspend or resume
 
 A master that adopts the actor may be on another machine than the last one. The actor then leaves its address
-in the *master address file* of the process, which finds the master there (`karvan/job/master_address.py`).
+in the *master address file* of the process, which finds the master there (`karvan/job/address.py`).
 
 **The master dies**: nobody takes lines any more. After `unattended` seconds the actor kills the process and
 ends, with its placement group, so that nothing is left of a job whose master does not come back; until then

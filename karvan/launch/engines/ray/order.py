@@ -18,8 +18,8 @@ from karvan.job.environment import LAUNCHED, names, variable
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.ray.private_files import private_file
 from karvan.launch.network_interfaces import interface_settings
-from karvan.owner.errors import OwnerError
 from karvan.owner.lease import FILE, read_lease
+from karvan.owner.record import OwnerError
 
 _HOST, _ADVERTISE = variable("host"), variable("advertise")
 _CHECKPOINTS, _OWNER = variable("checkpoints"), variable("owner")

@@ -1,17 +1,16 @@
-"""Access to a service: a token that callers send, and TLS, which encrypts it and identifies the service."""
+"""Who may call: a job's token, its file, and the certificates of TLS."""
 
 from __future__ import annotations
 
 import hmac
+import logging
 import os
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
-
-# gRPC's own log lines repeat what our errors say, and strangers can cause any number of them, such as by an
-# invalid header. It reads this when it starts.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import pyarrow.flight as flight
 
@@ -19,7 +18,75 @@ from karvan.job.address import UNIX, check_private, is_loopback
 from karvan.job.environment import JobEnvironment
 from karvan.system_limits import forbid_core_dumps
 from karvan.wire.errors import BusyError
-from karvan.wire.security.token_file import check_token, read_token
+
+# The file that holds a job's token: read once, and checked when it is read.
+#
+# A token is sent in an HTTP/2 header. One that is not valid there would fail much later, at the first call,
+# with an error of gRPC that names neither the file nor the mistake; one that others may read is no secret.
+# Error messages and logs never contain any part of a token.
+
+
+_log = logging.getLogger("karvan.wire")
+
+MOST_CHARACTERS = 4096
+LEAST_CHARACTERS = 16  # fewer can be guessed; a warning
+RECIPE = "`openssl rand -hex 32` makes one"
+
+
+def read_token(path: str | Path, name: str = "KARVAN_TOKEN_FILE") -> str:
+    """The token in a file, without surrounding whitespace; `name`: the setting that names the file."""
+    with Path(path).open("rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        content = file.read(2 * MOST_CHARACTERS)  # a device or a large file must not fill memory
+    token = check_token(content, f"{name} expects", f"got {path}, which")
+    if mode & 0o077:
+        _log.warning(
+            "The token file %s can be read or changed by other users (mode %03o); run: chmod 600 %s",
+            path,
+            mode,
+            shlex.quote(str(path)),
+        )
+    if len(token) < LEAST_CHARACTERS:
+        _log.warning(
+            "The token in %s has %d characters; fewer than %d can be guessed (%s).",
+            path,
+            len(token),
+            LEAST_CHARACTERS,
+            RECIPE,
+        )
+    return token
+
+
+def check_token(content: bytes, expects: str, got: str) -> str:
+    """The token in these bytes; a ValueError, worded with the two texts, if they hold none."""
+    token = content.strip(b" \t\r\n")
+    if not token:  # a job that was meant to be protected must not be open
+        raise ValueError(f"{expects} a file that is not empty, {got} is empty.")
+    problem = _problem(token)
+    if problem:
+        expected = f"one line of up to {MOST_CHARACTERS} printable ASCII characters without spaces ({RECIPE})"
+        raise ValueError(f"{expects} {expected}, {got} {problem}.")
+    return token.decode("ascii")
+
+
+def _problem(token: bytes) -> str:
+    if len(token) > MOST_CHARACTERS:
+        return f"has more than {MOST_CHARACTERS}"
+    if b"\n" in token or b"\r" in token:
+        return "has several lines"
+    position = next((at for at, byte in enumerate(token) if not 0x21 <= byte <= 0x7E), None)
+    if position is None:
+        return ""
+    kind = "one that is not ASCII" if token[position] > 0x7E else "a space or control character"
+    return f"has {kind} at position {position + 1}"
+
+
+# Access to a service: a token that callers send, and TLS, which encrypts it and identifies the service.
+
+
+# gRPC's own log lines repeat what our errors say, and strangers can cause any number of them, such as by an
+# invalid header. It reads this when it starts.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 HEADER = "authorization"
 _NO_TOKEN = "expected the job's token, got none or another"

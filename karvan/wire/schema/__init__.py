@@ -1,1 +1,0 @@
-"""Declarations of calls, against which every message is checked on arrival."""

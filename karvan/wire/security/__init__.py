@@ -1,1 +1,0 @@
-"""Access to services: tokens and TLS certificates."""
