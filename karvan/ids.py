@@ -342,8 +342,7 @@ def _hash_rows(kind: str, data: Strings | ByteRagged, size: int | None) -> Tenso
 
 
 def _hash_on_gpu(kind: str, values: Tensor, offsets: Tensor | None, size: int | None) -> Tensor:
-    from karvan.kernels.farm import farm_rows
-    from karvan.kernels.murmur import murmur_rows
+    from karvan.kernels.hashing import farm_rows, murmur_rows
     from karvan.kernels.rows import check_offsets
 
     if size:

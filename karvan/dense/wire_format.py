@@ -32,7 +32,7 @@ def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
 
 
 def tensors_of(message: Message | Request) -> dict[str, WireArray]:
-    """The tensors of a message that was checked against its declaration (`karvan/protocol/parameter_server.py`)."""
+    """The tensors of a message that was checked against `karvan/protocol/parameter_server.py`."""
     flat = message.arrays[0]
     made: dict[str, WireArray] = {}
     at = 0

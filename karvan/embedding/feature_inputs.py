@@ -20,8 +20,7 @@ from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference, IndexedRows, NestedRagged, OptionalText, Padded, Ragged, is_text
 from karvan.store import LookupProgram
 from karvan.store.base import Store
-from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
-from karvan.store.remote.output_layout import OutputLayout, RowIndex
+from karvan.store.program import FeatureTensors, LookupInputs, OutputLayout, RemoteLookup, RowIndex
 from karvan.store.types import FeatureSpec
 
 # The ids of a feature for the combiner "index": a lookup of distinct ids, and which of them samples have.

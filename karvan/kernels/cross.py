@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from karvan.kernels.hashing import absorb, finish
 from karvan.kernels.jit import Ids, Integer, kernel, launch, tl
-from karvan.kernels.murmur import absorb, finish
 
 _BLOCK = 256
 

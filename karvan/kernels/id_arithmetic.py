@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from karvan.kernels.farm import hash_to_16
+from karvan.kernels.hashing import hash_to_16
 from karvan.kernels.jit import Ids, Integer, kernel, launch, tl
 
 _BLOCK = 1024

@@ -23,9 +23,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.native import _native
-from karvan.store.capture import Capture
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.types import (
+    Capture,
     Counts,
     Found,
     Gradients,

@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from karvan.native import _native
 from karvan.store.base import LocalTable, Store
-from karvan.store.capture import Capture
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Counts, Found, Keys, LookupContext, Push, Rows, Rule, TableSpec
+from karvan.store.types import Capture, Counts, Found, Keys, LookupContext, Push, Rows, Rule, TableSpec
 
 
 class MemoryTable(LocalTable):

@@ -18,9 +18,8 @@ from typing_extensions import override
 from karvan import distributed
 from karvan.distributed.settings import WIRES
 from karvan.store.base import LocalTable, Store
-from karvan.store.capture import Capture
-from karvan.store.exchange.key_sharding import hashes_of, owners_of
-from karvan.store.types import Keys, Push, Rule, TableSpec, Vectors
+from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.store.types import Capture, Keys, Push, Rule, TableSpec, Vectors
 
 
 class RankShare(Store):

@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from karvan import distributed
 from karvan.native import _native, output_buffers
-from karvan.store.exchange import partial_gradients
-from karvan.store.exchange.message_layout import Routed, cut, floats, words
+from karvan.store.exchange import messages
+from karvan.store.exchange.messages import Routed, cut, floats, words
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
@@ -107,7 +107,7 @@ class ShardedStore(RankShare):
         if complete:
             routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
         else:
-            partial_gradients.pack(routed.sent, routed.requested, owner.dims, mine, self._scale(), sent)
+            messages.pack(routed.sent, routed.requested, owner.dims, mine, self._scale(), sent)
         flag_floats = torch.tensor(flags, dtype=torch.float32)
         message = torch.cat([piece for part in torch.split(sent, requested) for piece in (flag_floats, part)])
         received = self._send(message, [head + n for n in requested], [head + n for n in asked])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -253,3 +254,24 @@ def finite_flags(gradients: Gradients) -> list[bool]:
     check = getattr(gradients, "check_finite", gradients.finite)
     flags: list[bool] = check()
     return flags
+
+
+# `Capture`: tables as they were at one moment, read by a save while training continues.
+
+
+class Capture(ABC):
+    """All tables as they were at the call of `Store.capture`; its methods may be called on any thread."""
+
+    versions: Mapping[str, int]  # of the tables at that moment: `since` of the next capture
+
+    @abstractmethod
+    def part(self, table: str, part: int) -> Rows:
+        """The rows of one part, which is released; the parts of a table are read in ascending order."""
+
+    @abstractmethod
+    def erased(self, table: str) -> Keys:
+        """The keys that were removed since `since`, including those that were inserted again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what has not been read."""

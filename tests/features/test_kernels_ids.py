@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan import ids
-from karvan.kernels.farm import farm_rows
+from karvan.kernels.hashing import farm_rows, murmur_rows, murmur_words
 from karvan.kernels.id_arithmetic import hash_stacks, remainders
-from karvan.kernels.murmur import murmur_rows, murmur_words
 from karvan.ragged import Ragged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

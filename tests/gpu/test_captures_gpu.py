@@ -14,8 +14,8 @@ from capture_walk import CaptureWalk, as_dict
 from rows_conformance import assert_same_rows
 
 import karvan as kv
-from karvan.store.cuda.captures import saved_rows
-from karvan.store.cuda.rows import row_staging
+from karvan.store.cuda import captures
+from karvan.store.cuda.rows import contents
 from karvan.store.cuda.store import CudaStore
 
 BATCH = 4096
@@ -23,10 +23,10 @@ BATCH = 4096
 
 @pytest.mark.parametrize("seed", range(8))
 def test_captures_among_changes_of_every_kind(monkeypatch, seed):
-    monkeypatch.setattr(row_staging, "_STAGED_BYTES", 1)
-    monkeypatch.setattr(saved_rows, "_LEAST_ROWS", 4)
-    monkeypatch.setattr(saved_rows, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(saved_rows, "_MOST_BYTES", 300)
+    monkeypatch.setattr(contents, "_STAGED_BYTES", 1)
+    monkeypatch.setattr(captures, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(captures, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(captures, "_MOST_BYTES", 300)
     CaptureWalk(CudaStore("cuda"), random.Random(seed)).run(60)
 
 
@@ -55,8 +55,8 @@ def train(engine, optimizer, seed, rows):
 @pytest.mark.parametrize("stream", ["default", "own"])
 def test_a_thread_reads_while_another_trains(monkeypatch, stream):
     """Steps are replays of graphs from the third on; many gathers come between them."""
-    monkeypatch.setattr(row_staging, "_STAGED_BYTES", 1 << 20)
-    monkeypatch.setattr(saved_rows, "_MOST_BYTES", 20 << 20)
+    monkeypatch.setattr(contents, "_STAGED_BYTES", 1 << 20)
+    monkeypatch.setattr(captures, "_MOST_BYTES", 20 << 20)
     rows = 100_000
     own = torch.cuda.current_stream() if stream == "default" else torch.cuda.Stream()
     with torch.cuda.stream(own):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.store.cuda.rows.bounds import Bound
+from karvan.store.cuda.rows.arena import Bound
 from karvan.store.cuda.store import CudaStore
 from karvan.store.cuda.transfers import Counters
 

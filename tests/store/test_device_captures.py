@@ -14,18 +14,18 @@ from store_kinds import explore
 
 import karvan as kv
 from karvan.store import LookupContext, MemoryStore, Push, Rule
-from karvan.store.cuda.captures import saved_rows
-from karvan.store.cuda.rows import row_staging
+from karvan.store.cuda import captures
+from karvan.store.cuda.rows import contents
 from karvan.store.cuda.store import CudaStore
 
 
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch):
     """Several gathers for a part, and several chunks of saved rows."""
-    monkeypatch.setattr(row_staging, "_STAGED_BYTES", 1)
-    monkeypatch.setattr(saved_rows, "_LEAST_ROWS", 4)
-    monkeypatch.setattr(saved_rows, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(saved_rows, "_MOST_BYTES", 300)
+    monkeypatch.setattr(contents, "_STAGED_BYTES", 1)
+    monkeypatch.setattr(captures, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(captures, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(captures, "_MOST_BYTES", 300)
 
 
 def walk(length):
@@ -194,7 +194,7 @@ def test_a_save_that_fails_holds_nothing(monkeypatch):
         def fail(self, rows):
             raise MemoryError("no page-locked memory")
 
-        patch.setattr(saved_rows.SavedRows, "reserve", fail)
+        patch.setattr(captures.SavedRows, "reserve", fail)
         with pytest.raises(MemoryError):
             walk.update()
     assert_same_rows(store.table("a").snapshot(), expected)

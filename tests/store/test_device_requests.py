@@ -16,13 +16,12 @@ from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.store import LookupContext
 from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.sharded.owner import Sections
 from karvan.store.cuda.sharded.request import KeyRequest
-from karvan.store.cuda.sharded.sections import Sections
 from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
-from karvan.store.exchange.key_sharding import hashes_of, owners_of
-from karvan.store.program import FeatureTensors, LookupProgram
-from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.store.program import FeatureTensors, LookupProgram, OutputLayout
 from karvan.store.types import FeatureSpec, Push, Rule, TableSpec
 
 KEYS = [0, 1, -1, -2, 2**63 - 1, -(2**63), *(5**n for n in range(20))]

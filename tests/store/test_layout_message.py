@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.embedding.feature_inputs import FeatureInput, make_program
-from karvan.store.remote.layout_message import pack_layouts, unpack_layouts
+from karvan.store.remote.workers import pack_layouts, unpack_layouts
 from karvan.wire import RefusedError
 
 TABLES = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import karvan as kv
 from karvan import _native
 from karvan.store import LookupContext, MemoryStore, Rows
-from karvan.store.exchange.message_layout import words
+from karvan.store.exchange.messages import words
 from karvan.store.exchange.row_owner import Owner
 
 KEYS = 12

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.program import OutputLayout
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 3))

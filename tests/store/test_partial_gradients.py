@@ -9,7 +9,7 @@ from test_message_layout import as_message
 
 import karvan as kv
 from karvan.store import MemoryStore
-from karvan.store.exchange import partial_gradients
+from karvan.store.exchange import messages
 
 DIMS = [1, 3]
 
@@ -47,7 +47,7 @@ def test_sums_are_those_of_the_ranks_that_have_a_gradient(by_key, ranks):
         )
         for of_rank in ranks
     ]
-    found = partial_gradients.sums(messages, counts, DIMS, flat, by_key)
+    found = messages.sums(messages, counts, DIMS, flat, by_key)
     for slot, (keys, values) in enumerate(found):
         expected = {}
         for of_rank in ranks:
@@ -92,7 +92,7 @@ def test_gradients_are_packed_in_the_order_of_the_keys_that_were_sent(ids, ranks
     random.shuffle(keys)
     sent = [keys[rank::ranks] for rank in range(ranks)]
     packed = torch.empty(3 * len(keys))
-    partial_gradients.pack(
+    messages.pack(
         [as_message([each]) for each in sent],
         [[len(each)] for each in sent],
         [3],

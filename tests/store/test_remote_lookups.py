@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from karvan.discovery.directory import StaticDirectory
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.store.remote.staleness_window import LookupsInFlight
 from karvan.wire import Security
 
 

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from karvan.store import LookupContext
-from karvan.store.remote.pending_lookup import PendingLookup
-from karvan.store.remote.staleness_window import Countdown, StalenessWindow
+from karvan.store.remote.staleness_window import Countdown, PendingLookup, StalenessWindow
 
 
 class Lookup(PendingLookup):

@@ -20,7 +20,7 @@ from karvan.store import LookupContext
 from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
 from karvan.store.cuda.tier import host_memory
-from karvan.store.cuda.tier.budget import DeviceBudget
+from karvan.store.cuda.tier.host_memory import DeviceBudget
 
 
 @pytest.fixture

@@ -35,9 +35,8 @@ from karvan.checkpoint.object_store.step_objects import UploadFolder
 from karvan.embedding import Table
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.store import Rows, TableSpec
-from karvan.store.capture import Capture
-from karvan.store.exchange.key_sharding import hashes_of
-from karvan.store.types import Counts, Keys, Vectors
+from karvan.store.exchange.messages import hashes_of
+from karvan.store.types import Capture, Counts, Keys, Vectors
 
 # `Contents`: what a checkpoint of another system has, in Karvan's terms; its rows are read in pieces.
 

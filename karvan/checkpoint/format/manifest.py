@@ -21,7 +21,7 @@ from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
 from karvan.checkpoint.object_store.files import has_file, read_bytes
 from karvan.job.checkpoint_url import url_of
-from karvan.store.exchange.key_sharding import first_hash_of, hashes_of
+from karvan.store.exchange.messages import first_hash_of, hashes_of
 from karvan.store.types import Keys
 from karvan.wire.errors import RefusedError
 from karvan.wire.schema import Fields, Integer, ListOf, MapOf, Nullable, OneOf, Plain, Text, shown

@@ -44,8 +44,8 @@ from karvan.job.environment import JobEnvironment
 from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
 from karvan.protocol.parameter_server import expect_trainer
 from karvan.ragged import Ragged
-from karvan.store.exchange.wire_format import to_wire
-from karvan.store.remote.layout_message import pack_layouts
+from karvan.store.exchange.messages import to_wire
+from karvan.store.remote.workers import pack_layouts
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server

@@ -230,7 +230,7 @@ def murmur_words(words: Tensor) -> Tensor:
     """MurmurHash64A of each row of 64-bit words, by a kernel on a GPU, in torch's arithmetic elsewhere."""
     count, width = words.shape
     if kernels.on_gpu(words):
-        from karvan.kernels.murmur import murmur_words as hash_words
+        from karvan.kernels.hashing import murmur_words as hash_words
 
         return hash_words(words)
     if words.is_cpu:

@@ -15,17 +15,17 @@ from typing_extensions import override
 
 from karvan.native import _native
 from karvan.store.base import Store, StoredTable
-from karvan.store.capture import Capture
 from karvan.store.program import (
     FeatureTensors,
     LookupInputs,
     LookupPlan,
     LookupProgram,
+    OutputLayout,
     Prepared,
     RemoteLookup,
 )
-from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import (
+    Capture,
     Counts,
     Found,
     GradientFlags,

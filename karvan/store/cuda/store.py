@@ -25,7 +25,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.store.base import Store
-from karvan.store.capture import Capture
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout, shape_of_keys
 from karvan.store.cuda.batch.batches import (
@@ -38,14 +37,14 @@ from karvan.store.cuda.batch.batches import (
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
 from karvan.store.cuda.batch.updates import SlotRules, check_state
-from karvan.store.cuda.captures.device_capture import DeviceCapture
+from karvan.store.cuda.captures import DeviceCapture
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.table import CudaTable
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Counts, Found, Keys, LookupContext, Push, Rule, TableSpec
+from karvan.store.types import Capture, Counts, Found, Keys, LookupContext, Push, Rule, TableSpec
 
 
 class CudaStore(Store):

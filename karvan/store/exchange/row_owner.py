@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.native import _native, output_buffers
-from karvan.store.exchange import partial_gradients
-from karvan.store.exchange.message_layout import Numbers, features, floats, words
+from karvan.store.exchange import messages
+from karvan.store.exchange.messages import Numbers, features, floats, words
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupPlan, LookupProgram
 from karvan.store.types import FeatureSpec, Keys, LookupContext, Push, Rule, Vectors
@@ -70,10 +70,10 @@ class Owner:
     ) -> Summed:
         """Sum the ranks' gradients (one array each) by key, or average over the ranks that have a key.
 
-        complete: no rank lacks a gradient; see `partial_gradients.py`.
+        complete: no rank lacks a gradient; see `messages.py`.
         """
         if not complete:
-            made = partial_gradients.sums(answered.received, answered.asked, answered.dims, gradients, by_key)
+            made = messages.sums(answered.received, answered.asked, answered.dims, gradients, by_key)
             return {
                 table: Push(*each, self.store.table(table).version)
                 for table, each in zip(answered.tables, made, strict=True)

@@ -13,12 +13,9 @@ from typing import Any
 
 from karvan.distributed.clients.step_commits import StepCommits
 from karvan.native import _native
-from karvan.store.remote.lookups_in_flight import LookupsInFlight
-from karvan.store.remote.server_batches import ServerBatches
-from karvan.store.remote.server_lookup import ServerLookup
-from karvan.store.remote.staleness_window import Countdown
-from karvan.store.remote.worker_batches import WorkerBatches
-from karvan.store.remote.worker_lookup import Sent, WorkerLookup
+from karvan.store.remote.servers import ServerBatches, ServerLookup
+from karvan.store.remote.staleness_window import Countdown, LookupsInFlight
+from karvan.store.remote.workers import Sent, WorkerBatches, WorkerLookup
 
 
 class StagedUpdates:

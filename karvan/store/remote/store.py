@@ -31,20 +31,15 @@ from karvan.distributed.clients.step_commits import StepCommits
 from karvan.native import _native
 from karvan.ragged import IdsReference
 from karvan.store.base import SharedStore
-from karvan.store.capture import Capture
-from karvan.store.exchange.key_sharding import hashes_of, owners_of
-from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
+from karvan.store.exchange.messages import hashes_of, owners_of, rule_to_json, spec_to_json
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.remote.captures import RemoteCaptures
-from karvan.store.remote.lookups_in_flight import LookupsInFlight
-from karvan.store.remote.server_batches import ServerBatches
-from karvan.store.remote.server_lookup import ServerLookup
+from karvan.store.remote.servers import ServerBatches, ServerLookup
 from karvan.store.remote.staged_updates import StagedUpdates
-from karvan.store.remote.staleness_window import Countdown, StalenessWindow
-from karvan.store.remote.tables import RemoteTable, TableCalls
-from karvan.store.remote.worker_batches import WorkerBatches
-from karvan.store.remote.worker_lookup import Sent, WorkerLookup
+from karvan.store.remote.staleness_window import Countdown, LookupsInFlight, StalenessWindow
+from karvan.store.remote.tables import RemoteCaptures, RemoteTable, TableCalls
+from karvan.store.remote.workers import Sent, WorkerBatches, WorkerLookup
 from karvan.store.types import (
+    Capture,
     Counts,
     Found,
     GradientFlags,

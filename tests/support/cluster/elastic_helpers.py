@@ -8,9 +8,7 @@ import numpy as np
 
 import karvan as kv
 from karvan.protocol.parameter_server import SERVER_CALLS
-from karvan.store.exchange.key_sharding import hashes_of, owners_of
-from karvan.store.exchange.message_layout import words
-from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
+from karvan.store.exchange.messages import hashes_of, owners_of, rule_to_json, spec_to_json, words
 from karvan.wire import Client
 
 DIM = 2

@@ -4,9 +4,8 @@ import numpy as np
 import torch
 
 from karvan.store.base import LocalTable, Store
-from karvan.store.capture import Capture
 from karvan.store.program import LookupPlan
-from karvan.store.types import Found, GradientFlags, Push, Rows
+from karvan.store.types import Capture, Found, GradientFlags, Push, Rows
 
 COUNTERS = ("inserted", "evicted", "rejected", "dropped_gradients", "skipped_updates", "moved")
 

@@ -16,8 +16,7 @@ from training_conformance import SHARED, pair_of, random_batch
 import karvan as kv
 from karvan.store import LookupContext
 from karvan.store.cuda.rows import arena, contents, index, table_memory
-from karvan.store.program import FeatureTensors
-from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.program import FeatureTensors, OutputLayout
 
 
 def trained(kind, optimizer="adam", steps=2, move_at=None):

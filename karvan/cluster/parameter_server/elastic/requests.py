@@ -39,9 +39,8 @@ from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import _native
 from karvan.protocol.parameter_server import passes_of
-from karvan.store.exchange.message_layout import floats
+from karvan.store.exchange.messages import floats, from_wire, to_wire
 from karvan.store.exchange.row_owner import Owner
-from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.types import LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema import expect_array

@@ -23,9 +23,8 @@ from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, St
 from karvan.cluster.parameter_server.elastic.table_reads import TableReads
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.native import _native, output_buffers
-from karvan.store.exchange.message_layout import floats
+from karvan.store.exchange.messages import floats, rule_from_json
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
-from karvan.store.exchange.wire_format import rule_from_json
 from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import RefusedError
 

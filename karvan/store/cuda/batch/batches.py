@@ -13,11 +13,10 @@ from typing_extensions import override
 
 from karvan.devices import allocations_of
 from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout
+from karvan.store.cuda.batch.batch_ids import BatchLayout, FeatureIds, FeatureShape, GroupLayout, LayoutCache
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group, without_moved
 from karvan.store.cuda.batch.graphs import GraphPool
-from karvan.store.cuda.batch.layouts import BatchLayout, LayoutCache
 from karvan.store.cuda.batch.updates import SlotRules, check_state
 from karvan.store.cuda.rows import policies
 from karvan.store.cuda.rows.arena import RowArena, RowSpace
@@ -25,8 +24,7 @@ from karvan.store.cuda.rows.memory_errors import MemoryReport
 from karvan.store.cuda.rows.table_memory import TableMemory
 from karvan.store.cuda.rows.tables import next_versions
 from karvan.store.cuda.tier.exchange import NoExchange, RowExchange
-from karvan.store.program import FeatureTensors, LookupProgram, RemoteLookup
-from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.program import FeatureTensors, LookupProgram, OutputLayout, RemoteLookup
 from karvan.store.types import LateGradients, LookupContext, Rule
 
 

@@ -21,8 +21,7 @@ from karvan.store.cuda.kernels.fields import (
     TABLE_FIELDS,
     VALUES,
 )
-from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, insert_rows
-from karvan.store.cuda.kernels.hashing import draw, mix
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, draw, first_slot, insert_rows, mix
 
 PROBABILITY = tl.constexpr(1)
 MIN_COUNT = tl.constexpr(2)

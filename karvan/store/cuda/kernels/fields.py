@@ -3,6 +3,7 @@
 A descriptor is a row of int64 numbers; addresses are among them. Both sides use the names of this file.
 """
 
+import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(128)  # positions that one program looks up; those of a feature start at a multiple
@@ -89,3 +90,14 @@ UNIQUE = tl.constexpr(3)  # distinct rows
 PIECES = tl.constexpr(4)  # of long runs
 LONG_RUNS = tl.constexpr(5)
 WORK = tl.constexpr(8)
+
+
+# Numbers that a graph reads from page-locked memory: a kernel starts sooner after it than after a copy.
+
+
+@triton.jit(do_not_specialize=["count"])
+def read_numbers(address, target, count, SIZE: tl.constexpr):
+    """Copy int64 numbers from an address of the host."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    origin = address.to(tl.pointer_type(tl.int64)) + at
+    tl.store(target + at, tl.load(origin, mask=at < count, volatile=True), mask=at < count)

@@ -41,8 +41,64 @@ from karvan.store.cuda.kernels.fields import (
     VALUES,
     VERSION,
 )
-from karvan.store.cuda.kernels.hashing import mix
 from karvan.store.cuda.kernels.row_memory import BIRTH, CHANGE, COUNT, LAST, field_pointer, hash_pointer
+
+# The key mix and the random draws of csrc/hash/mix.h and csrc/table/init.h, bit for bit.
+
+
+_MIX = tl.constexpr(0xD6E8FEB86659FD93)
+_UNMIX = tl.constexpr(0xCFEE444D8B59A89B)
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+_SECOND = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def mix(key):
+    """The hash of keys, both int64: a bijection."""
+    h = key.to(tl.uint64, bitcast=True)
+    h = h ^ (h >> 32)
+    h = h * _MIX
+    h = h ^ (h >> 32)
+    h = h * _MIX
+    h = h ^ (h >> 32)
+    return h.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def unmix(hashes):
+    """The keys of hashes."""
+    h = hashes.to(tl.uint64, bitcast=True)
+    h = h ^ (h >> 32)
+    h = h * _UNMIX
+    h = h ^ (h >> 32)
+    h = h * _UNMIX
+    h = h ^ (h >> 32)
+    return h.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def draw(state, number):
+    """Output `number` of SplitMix64 that starts at `state`, both int64; as uint64."""
+    z = state.to(tl.uint64, bitcast=True) + (number.to(tl.uint64) + 1) * _GOLDEN
+    z = (z ^ (z >> 30)) * _FIRST
+    z = (z ^ (z >> 27)) * _SECOND
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def rounding_noise(hashes, step, column):
+    """16 random bits for each (row, column) of an update: csrc/kernels/simd.inc, noise_bits."""
+    seed = (hashes ^ step).to(tl.uint64, bitcast=True) * _GOLDEN
+    seed = seed ^ (seed >> 29)
+    x = (seed & 0xFFFFFFFF).to(tl.uint32) + column.to(tl.uint32) * 0x9E3779B9
+    x = x ^ (x >> 16)
+    x = x * 0x21F0AAAD
+    x = x ^ (seed >> 32).to(tl.uint32)
+    x = x ^ (x >> 15)
+    x = x * 0x735A2D97
+    return (x ^ (x >> 15)) & 0xFFFF
+
 
 SPARE_LANES = tl.constexpr(1 << 17)
 
@@ -272,3 +328,26 @@ def find_rows(
                 at = tl.atomic_add(work + MISSING, lacking) + tl.cumsum(lacks.to(tl.int32), axis=0) - 1
                 tl.store(missing + at, position, mask=lacks)
     tl.store(rows + position, row.to(tl.int32))
+
+
+# Growth of an index: its slots move to a larger one, some in each step, while lookups use both.
+
+
+@triton.jit(do_not_specialize=["table", "first", "count"])
+def move_slots(old, old_mask, index, mask, counters, table, spare, first, count, WIDTH: tl.constexpr):
+    """Copy the slots [first, first + count) of an old index that have a row into the new one.
+
+    Slot old_mask + 1 is that of the key whose hash is 0.
+    """
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = first + number
+    there = number < count
+    words = old + slot.to(tl.int64) * 16
+    hashes = tl.load(words.to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    wanted = there & (row > 0)
+    hashes = tl.where(slot == old_mask + 1, 0, hashes)
+    lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
+    place, claimed = claim(index, mask, first_slot(mask, hashes, WIDTH), hashes, wanted, lanes)
+    tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=wanted)
+    tl.atomic_add(counters + table * COUNTERS + USED, tl.sum(claimed.to(tl.int64), axis=0))

@@ -23,7 +23,7 @@ from karvan.store.cuda.kernels.fields import (
     STREAM,
     TABLE_FIELDS,
 )
-from karvan.store.cuda.kernels.hashing import draw, mix
+from karvan.store.cuda.kernels.find import draw, mix
 from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, row_address, write_nearest
 
 UNIFORM = tl.constexpr(1)

@@ -14,8 +14,7 @@ from karvan.store.cuda.kernels.fields import (
     ROWS,
     USED,
 )
-from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, take_rows
-from karvan.store.cuda.kernels.hashing import mix
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, mix, take_rows
 from karvan.store.cuda.kernels.row_memory import (
     BIRTH,
     CHANGE,

@@ -21,8 +21,7 @@ from karvan.store.cuda.kernels.fields import (
     UNIQUE,
     VALUES,
 )
-from karvan.store.cuda.kernels.find import feature_of_position
-from karvan.store.cuda.kernels.hashing import mix, unmix
+from karvan.store.cuda.kernels.find import feature_of_position, mix, unmix
 from karvan.store.cuda.kernels.row_memory import floats
 
 # What the host sends of a part.

@@ -18,7 +18,7 @@ from karvan.store.cuda.kernels.fields import (
     TABLE,
     UNIQUE,
 )
-from karvan.store.cuda.kernels.hashing import rounding_noise
+from karvan.store.cuda.kernels.find import rounding_noise
 from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, read_vector, row_address, write_rounded
 from karvan.store.cuda.kernels.runs import PIECE
 from karvan.store.cuda.kernels.sums import head_number, sum_of_pieces, sum_positions

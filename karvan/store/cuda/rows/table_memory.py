@@ -15,22 +15,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.interpreter import take_turns
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.kernels.find import SPARE_LANES
-from karvan.store.cuda.kernels.growth import move_slots
-from karvan.store.cuda.rows.admission_filter import new_filter
-from karvan.store.cuda.rows.arena import TYPES, RowArena, RowLayout, RowSpace
-from karvan.store.cuda.rows.bounds import Bound
+from karvan.store.cuda.kernels.find import SPARE_LANES, move_slots
+from karvan.store.cuda.launch import take_turns
+from karvan.store.cuda.rows.arena import TYPES, Bound, RowArena, RowLayout, RowSpace
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.initial_values import initial_numbers
 from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.streams import DeviceStreams
 from karvan.store.cuda.tier.arena import TieredArena
-from karvan.store.cuda.tier.budget import DeviceBudget
-from karvan.store.cuda.tier.stream import TierStream
-from karvan.store.cuda.transfers import Counters, Uploads
+from karvan.store.cuda.tier.host_memory import DeviceBudget, TierStream
+from karvan.store.cuda.transfers import Counters, DeviceStreams, Uploads
 from karvan.store.types import TableSpec
+
+# The counters of `MinCount`: how often keys without a row have been seen; csrc/table/admission_filter.h.
+
+
+def new_filter(slots: int, device: torch.device) -> Tensor:
+    """The counters of a filter, all 0. They are wider than the CPU's, and read as at most 255."""
+    blocks = (max(slots, 1) + 64 * 256 - 1) // (64 * 256) * 256
+    return torch.zeros(blocks * 64, dtype=torch.int32, device=device)
+
 
 _TABLE = fields.TABLE_FIELDS.value
 _COUNTERS = fields.COUNTERS.value

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows.arena import RowArena
-from karvan.store.cuda.rows.bounds import Bound
+from karvan.store.cuda.rows.arena import Bound, RowArena
 from karvan.store.cuda.rows.index import KeyIndex
 from karvan.store.types import TableSpec
 

@@ -10,16 +10,180 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.store.cuda.batch.batch_ids import FeatureIds, shape_of_keys
+from karvan.store.cuda import launch
+from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupLayout, shape_of_keys
 from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
-from karvan.store.cuda.sharded.gradient_sums import average
-from karvan.store.cuda.sharded.sections import Sections
+from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_aligned
+from karvan.store.cuda.batch.updates import put_scale
+from karvan.store.cuda.kernels import fields, routing
+from karvan.store.cuda.kernels.routing import average_runs
+from karvan.store.cuda.kernels.sums import sum_pieces
+from karvan.store.cuda.kernels.sums import write_sums as _write_sums
 from karvan.store.cuda.store import CudaStore
+from karvan.store.exchange.messages import words
 from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
 from karvan.store.types import FeatureSpec, LookupContext, Rule
+
+# `Sections`: the layout of messages, by the number of keys of each rank and table.
+#
+# A message of keys has for each rank its keys, table by table, and then their uses, of 4 bytes each. Vectors
+# and gradients are in the same order. A vector takes whole units of 16 bytes, so that kernels can address all
+# of them alike.
+
+
+UNIT = 4  # floats
+
+_PART = routing.PART_FIELDS.value
+
+
+def units_of(dim: int) -> int:
+    """The units of a vector."""
+    return -(-dim // UNIT)
+
+
+class Sections:
+    """Where the keys, vectors and gradients of each rank and table are."""
+
+    def __init__(self, counts: NDArray[np.int64], dims: Sequence[int]) -> None:
+        self.counts = counts  # of keys, by rank and slot
+        self.dims = list(dims)
+        self.units = np.array([units_of(dim) for dim in dims], np.int64)
+        self.keys = int(counts.sum())
+        self.keys_of = [int(count) for count in counts.sum(1)]  # by rank
+        self.words_of = [words(count) for count in self.keys_of]
+        self.floats_of = [int(count) for count in (counts * self.units).sum(1) * UNIT]
+        self.floats = sum(self.floats_of)
+
+    def parts(self, front: int) -> NDArray[np.int64]:
+        """What kernels read of each part; vectors begin after `front` units."""
+        flat = self.counts.reshape(-1)
+        number = np.cumsum(flat) - flat  # of its first key
+        units = np.tile(self.units, len(self.counts))
+        taken = flat * units
+        word = np.repeat(np.cumsum(self.words_of) - self.words_of, len(self.dims))
+        first_of_rank = np.repeat(np.cumsum(self.keys_of) - self.keys_of, len(self.dims))
+        of_rank = np.repeat(np.array(self.keys_of, np.int64), len(self.dims))
+        made = np.empty((len(flat), _PART), np.int64)
+        made[:, routing.FIRST.value] = front + np.cumsum(taken) - taken - number * units
+        made[:, routing.UNITS.value] = units
+        made[:, routing.WORD.value] = word - first_of_rank
+        made[:, routing.USE.value] = 2 * (word + of_rank) - first_of_rank
+        return made
+
+    def split_keys(self, message: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The keys and the uses of each part."""
+        keys: list[Tensor] = []
+        uses: list[Tensor] = []
+        for piece, of_rank, total in zip(
+            torch.split(message, self.words_of), self.counts.tolist(), self.keys_of, strict=True
+        ):
+            keys += torch.split(piece[:total], of_rank)
+            uses += torch.split(piece[total:].view(torch.int32)[:total], of_rank)
+        return keys, uses
+
+    def split_values(self, values: Tensor) -> list[Tensor]:
+        """The values of each part, of which there is one for each key."""
+        return list(torch.split(values, self.counts.reshape(-1).tolist()))
+
+    def split_vectors(self, floats: Tensor) -> list[Tensor]:
+        """The vectors or gradients of each part, (keys, dim); their rows are whole units apart."""
+        counts, units = self.counts.reshape(-1), np.tile(self.units, len(self.counts))
+        pieces = torch.split(floats, (counts * units * UNIT).tolist())
+        dims = self.dims * len(self.counts)
+        return [
+            piece.view(-1, UNIT * int(unit))[:, :dim]
+            for piece, unit, dim in zip(pieces, units, dims, strict=True)
+        ]
+
+
+# The launches that sum the gradients of a request's outputs by key.
+
+
+_HEAD = fields.HEAD.value
+
+
+def write_sums(
+    layout: GroupLayout,
+    described: NDArray[np.int64],
+    at: LookupBuffers,
+    gradients: Mapping[int, Tensor],
+    scale: float | Tensor,
+) -> None:
+    """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
+    found = GroupLookup(layout, 0, described, at, None, {})
+    descriptors = GroupGradients(found, gradients, scale).descriptors()
+    head = np.zeros(_HEAD, np.int64)
+    head[fields.PLAIN_END.value] = layout.plain_end
+    put_scale(head, scale)
+    memory, rows = at.memory, at.arena.layout
+    sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
+    partial = torch.empty(at.most_pieces, rows.dim, dtype=torch.float32, device=memory.device)
+    reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
+    shape = {
+        "DIM": rows.dim,
+        "COLUMNS": rows.columns,
+        "MAPPED": at.mapped,
+        "ALIGNED": is_aligned(descriptors),
+    }
+    sum_pieces[(memory.programs,)](
+        at.work,
+        *reads,
+        at.piece_starts,
+        at.piece_ends,
+        partial,
+        sent,
+        memory.programs,
+        **shape,
+        **launch.update_tile(rows.columns),
+    )
+    for long in (True, False):
+        _write_sums[(memory.programs,)](
+            at.work,
+            *reads,
+            at.starts,
+            at.run_rows,
+            at.run_pieces,
+            at.long_runs,
+            partial,
+            at.arena.chunks,
+            sent,
+            memory.programs,
+            SHIFT=at.arena.shift,
+            STRIDE=rows.stride,
+            LONG=long,
+            **shape,
+            **launch.update_tile(rows.columns, long),
+        )
+
+
+def average(group: GroupGradients) -> None:
+    """Divide the gradients of each key by the number of ranks that have sent one."""
+    at = group.lookup.buffers
+    if not group.lookup.layout.positions:
+        return
+    memory, layout = at.memory, at.arena.layout
+    rows, warps = launch.tile(layout.columns)
+    average_runs[(memory.programs,)](
+        at.work,
+        at.order,
+        at.starts,
+        at.run_rows,
+        memory.uploads.send(group.descriptors()),
+        at.feature_of,
+        at.rows if group.present is None else group.present,
+        memory.programs,
+        DIM=layout.dim,
+        COLUMNS=layout.columns,
+        GROUP=rows,
+        PARTIAL=group.present is not None,
+        num_warps=warps,
+    )
 
 
 class Answer(NamedTuple):

@@ -20,7 +20,7 @@ from typing_extensions import override
 from karvan.store.cuda.kernels import row_memory
 from karvan.store.cuda.rows.arena import RowArena, RowLayout
 from karvan.store.cuda.tier import host_memory, kernels
-from karvan.store.cuda.tier.stream import TierStream
+from karvan.store.cuda.tier.host_memory import TierStream
 from karvan.store.cuda.transfers import Uploads
 
 _log = logging.getLogger("karvan.store")

@@ -9,21 +9,275 @@ read rows in the background pause for it (`RowArena.pause`).
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from typing_extensions import override
 
+from karvan.devices.recording import record
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import FeatureIds
+from karvan.store.cuda.batch.batch_ids import BatchLayout, FeatureIds, GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.layouts import BatchLayout
+from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.kernels.find import find_rows
+from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.tier import kernels
 from karvan.store.cuda.tier.arena import TieredArena
-from karvan.store.cuda.tier.arena_exchange import ArenaExchange, ExchangeSizes, NextIds
+
+# `ArenaExchange`: the launches of one arena's exchanges, the memory that they work in, and graphs of them.
+#
+# An exchange has two parts. The first lists rows of the next batch; what it launches depends on that batch's
+# shape only. The second lists rows of the lookup that it follows, and exchanges all that are listed; what it
+# launches depends on the lookup's buffers only. Each part has graphs of its own, so there are not as many as
+# pairs of shapes. All numbers that vary are uploaded before.
+#
+# Exchanges come one after the other on the tier's stream, so they share their memory. It is allocated on that
+# stream and used by no other: what is dropped here can be used again by later work on it.
+
+
+_BLOCK = fields.BLOCK.value
+_HEAD = kernels.EXCHANGE_HEAD.value
+_COLUMNS = 128  # words of a location that a program copies at a time
+_GROUPED = 1024  # words of all locations that it copies at a time
+_MOST = 64  # parts of exchanges that are remembered, with their graphs
+
+
+class NextIds(NamedTuple):
+    """Ids of the next batch whose rows are in one arena."""
+
+    layout: GroupLayout
+    descriptors: NDArray[np.int64]
+
+
+class ExchangeSizes(NamedTuple):
+    """Sizes of exchanges that have room in some memory."""
+
+    positions: int  # of the lookup
+    next_positions: int  # of the next batch
+    next_features: int
+
+    @classmethod
+    def of(cls, at: LookupBuffers | None, ids: NextIds | None) -> ExchangeSizes:
+        """The sizes of one exchange."""
+        positions = 0 if at is None else at.shape.positions * _BLOCK
+        if ids is None:
+            return cls(positions, 0, 0)
+        return cls(positions, ids.layout.positions, ids.layout.shape.features)
+
+
+class ArenaExchange:
+    """Exchanges of an arena, up to some sizes. It is made on the tier's stream, as `run` is called."""
+
+    def __init__(self, memory: TableMemory, arena: TieredArena, sizes: ExchangeSizes) -> None:
+        self.sizes = sizes
+        self._memory = memory
+        self._arena = arena
+        self._epoch = memory.epoch
+        self._swaps = arena.has_host_rows
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | None] = OrderedDict()
+        listed = sizes.positions + sizes.next_positions
+        ints = launch.Workspace(
+            torch.int32,
+            memory.device,
+            tally=kernels.TALLY.value,
+            rows=sizes.next_positions,
+            feature_of=sizes.next_positions // _BLOCK,
+            listed=listed,
+            listed_tables=listed,
+        )
+        self._tally, self._rows, self._feature_of = ints["tally"], ints["rows"], ints["feature_of"]
+        self._listed, self._listed_tables = ints["listed"], ints["listed_tables"]
+        # Once there are rows on the host, there are no more locations on the device than now.
+        most = min(listed, arena.device_rows) if self._swaps else 0
+        pairs = launch.Workspace(torch.int64, memory.device, from_host=most, from_device=most)
+        self._from_host, self._from_device = pairs["from_host"], pairs["from_device"]
+        self._tables_end = _HEAD + len(memory.tables) * fields.TABLE_FIELDS.value
+        size = self._tables_end + sizes.next_features * fields.FEATURE_FIELDS.value
+        self._numbers = np.empty(size, np.int64)
+        self._head = torch.empty(size, dtype=torch.int64, device=memory.device)
+        self._tables, self._features = self._head[_HEAD:], self._head[self._tables_end :]
+
+    def fits(self, sizes: ExchangeSizes) -> bool:
+        """Whether it has room for an exchange, and what its graphs point to is still in use."""
+        return (
+            self._epoch == self._memory.epoch
+            and self._swaps == self._arena.has_host_rows
+            and all(map(operator.le, sizes, self.sizes))
+        )
+
+    def run(self, at: LookupBuffers | None, ids: NextIds | None, step: int) -> None:
+        """Queue an exchange for the rows of a lookup and those of the ids of the next one."""
+        self._send(ids, step)
+        if ids is not None:  # first: a row of both batches comes for the next one
+            layout = ids.layout
+            grows = any(table.index.grows for table in layout.tables)
+            shape = None if grows else (layout.shape.features, layout.shape.positions)
+            self._queue(shape, lambda: self._list_next(layout, grows))
+        begins = ids is None
+        stays = at is None or at.staging is not None  # whether the lookup's buffers are those of a graph
+        name = (None if at is None else weakref.ref(at), begins) if stays else None
+        self._queue(name, lambda: self._list_and_swap(at, begins))
+
+    def _send(self, ids: NextIds | None, step: int) -> None:
+        """Upload what varies."""
+        memory, arena, numbers, end = self._memory, self._arena, self._numbers, _HEAD
+        arena.rounds += 1
+        numbers[:end] = (arena.rounds, step, arena.device_rows, arena.capacity)
+        if ids is not None:
+            numbers[_HEAD : self._tables_end] = memory.descriptors().reshape(-1)
+            end = self._tables_end + ids.descriptors.size
+            numbers[self._tables_end : end] = ids.descriptors.reshape(-1)
+        memory.uploads.send_to(self._head, numbers[:end])
+
+    def _queue(self, name: Hashable | None, work: Callable[[], None]) -> None:
+        """Run a part of an exchange, by a graph if it has a name and has run before.
+
+        It is recorded the second time: the first launch of a kernel loads it, which must not happen then.
+        """
+        graphs, stream = self._graphs, self._memory.streams.recording
+        if name is None or stream is None:
+            work()
+            return
+        if name not in graphs:
+            work()
+            graphs[name] = None
+            if len(graphs) > _MOST:
+                graphs.popitem(last=False)  # CUDA releases a graph that is in flight when it is done
+            return
+        graphs.move_to_end(name)
+        graph = graphs[name]
+        if graph is None:
+            graph = graphs[name] = record(stream, work)
+        graph.replay()
+
+    def _list_next(self, layout: GroupLayout, grows: bool) -> None:
+        """Begin with the rows of the next batch; all of a feature's, whatever the length of its output."""
+        memory, arena, rows, tables = self._memory, self._arena, self._rows, self._tables
+        self._tally.zero_()
+        find_rows[(layout.shape.positions,)](
+            self._features,
+            layout.shape.features,
+            tables,
+            memory.table_counters,
+            memory.arena_counters(arena),
+            arena.chunks,
+            rows,
+            rows,
+            self._feature_of,
+            rows,
+            rows,
+            rows,
+            rows,
+            tables,
+            rows,
+            memory.spare.data_ptr(),
+            tables,
+            FEATURES=launch.power(layout.shape.features),
+            SHIFT=arena.shift,
+            STRIDE=arena.layout.stride,
+            WIDTH=WIDTH,
+            INSERTS=False,
+            MAPPED=False,
+            GROWS=grows,
+            num_warps=4,
+        )
+        self._collect(layout.positions, rows, rows, rows, rows, self._features, self._feature_of, runs=False)
+
+    def _list_and_swap(self, at: LookupBuffers | None, begins: bool) -> None:
+        """Add the rows of a lookup, and exchange what is listed; begins: there is no next batch."""
+        if begins:
+            self._tally.zero_()
+        if at is not None:
+            self._collect(
+                at.shape.positions * _BLOCK,
+                at.run_rows,
+                at.work,
+                at.starts,
+                at.order,
+                at.features,
+                at.feature_of,
+                runs=True,
+            )
+        if self._swaps:
+            self._swap()
+
+    def _collect(
+        self,
+        size: int,
+        rows: Tensor,
+        work: Tensor,
+        starts: Tensor,
+        order: Tensor,
+        features: Tensor,
+        feature_of: Tensor,
+        *,
+        runs: bool,
+    ) -> None:
+        memory, arena = self._memory, self._arena
+        programs = min(memory.programs, size // _BLOCK)
+        kernels.collect_rows[(programs,)](
+            rows,
+            size,
+            work,
+            starts,
+            order,
+            features,
+            feature_of,
+            self._head,
+            arena.places,
+            arena.marks,
+            memory.table_counters,
+            len(memory.tables),
+            self._tally,
+            self._listed,
+            self._listed_tables,
+            programs,
+            RUNS=runs,
+            num_warps=4,
+        )
+
+    def _swap(self) -> None:
+        memory, arena = self._memory, self._arena
+        programs = min(memory.programs, -(-self._listed.numel() // _BLOCK))
+        kernels.choose_places[(programs,)](
+            self._listed,
+            self._listed_tables,
+            self._head,
+            arena.hand,
+            arena.chunks,
+            arena.places,
+            arena.owners,
+            arena.marks,
+            memory.table_counters,
+            self._tally,
+            self._from_host,
+            self._from_device,
+            programs,
+            STRIDE=arena.layout.stride,
+            num_warps=4,
+        )
+        words = arena.row_bytes // 4
+        columns = min(_COLUMNS, launch.power(words))
+        programs = max(2, memory.processors)  # few: they wait for the bus, beside kernels that compute
+        kernels.swap_rows[(programs,)](
+            self._tally,
+            self._from_host,
+            self._from_device,
+            programs,
+            WORDS=words,
+            COLUMNS=columns,
+            GROUP=_GROUPED // columns,
+            num_warps=4,
+        )
 
 
 class BatchIds(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
 from pathlib import Path
 
 import torch
@@ -46,3 +47,63 @@ def available_bytes() -> int | None:
     except (OSError, ValueError):  # no such group, or a limit of "max"
         pass
     return min(found, default=None)
+
+
+# `DeviceBudget`: the GPU memory that rows may take, divided over the row layouts.
+
+
+class DeviceBudget:
+    """So many bytes for the rows of all layouts together.
+
+    Layouts that have tables when the first of them needs memory get equal shares. One that comes later gets
+    an equal share of what others have left: nothing, as a rule, so that its rows are in host memory.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._shares: dict[Hashable, int] = {}
+
+    def share(self, layout: Hashable, in_use: Collection[Hashable]) -> int:
+        """The bytes of a layout; in_use: those that have tables now. It stays the same from then on."""
+        if layout not in self._shares:
+            new = [each for each in {layout: None, **dict.fromkeys(in_use)} if each not in self._shares]
+            left = self.size - sum(size for each, size in self._shares.items() if each in in_use)
+            self._shares |= dict.fromkeys(new, max(0, left) // len(new))
+        return self._shares[layout]
+
+
+# `TierStream`: the stream of exchanges, and how all other work on rows comes after them.
+
+
+class TierStream:
+    """Exchanges of rows are queued beside the current stream; `join` makes the current stream wait for them.
+
+    On a CPU device, kernels run when they are queued. used: whether there is a host tier.
+    """
+
+    def __init__(self, device: torch.device, *, used: bool) -> None:
+        self._device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and used:
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done: torch.cuda.Event | None = None  # of the last exchange, until it is known to be over
+
+    def record(self) -> None:
+        """An exchange was queued."""
+        if self.stream is not None:
+            self._done = self.stream.record_event()
+
+    def join(self) -> None:
+        """What is queued from now on, on the current stream, comes after the last exchange.
+
+        A graph that is being recorded waits for nothing: whoever replays it joins.
+        """
+        done = self._done
+        if done is None or torch.cuda.is_current_stream_capturing():
+            return
+        if done.query():  # type: ignore[no-untyped-call]
+            self._done = None
+            return
+        current = torch.cuda.current_stream(self._device)
+        if current != self.stream:
+            current.wait_event(done)

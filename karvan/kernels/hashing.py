@@ -1,4 +1,4 @@
-"""FarmHash Fingerprint64 of strings, one string a lane; see csrc/hash/farm.cpp for the same on a CPU."""
+"""Hash functions of strings, as functions that kernels call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,175 @@ import torch
 from torch import Tensor
 
 from karvan.kernels.jit import Bytes, Ids, Integer, Lanes, device_function, kernel, launch, tl
-from karvan.kernels.words import as_id, combined, first_word, fold, load_word, rotate, row_bounds, word_at
+
+# Functions that kernels share: 64-bit words of strings at any address, and the bounds of rows.
+#
+# Strings begin at any address, but a GPU loads a word from addresses that divide by eight alone. So a word is
+# put together from the two that it overlaps. Of these, a kernel loads only those with a byte of the string:
+# they are in the same memory as this byte, since memory is allocated in multiples of eight bytes.
+
+
+@device_function
+def row_bounds(
+    offsets: Ids, row: Lanes, inside: Lanes, total: Integer, width: Integer, ragged: tl.constexpr
+) -> Lanes:
+    """The start and the length of rows: by offsets, or all of one width.
+
+    Offsets that are wrong never lead out of the values.
+    """
+    if ragged:
+        start = tl.load(offsets + row, mask=inside, other=0)
+        end = tl.load(offsets + row + 1, mask=inside, other=0)
+        start = tl.minimum(tl.maximum(start, 0), total)
+        length = tl.minimum(tl.maximum(end, start), total) - start
+    else:
+        start = tl.where(inside, row * width, 0)
+        length = tl.where(inside, width.to(tl.int64), 0)
+    return start, length
+
+
+@device_function
+def load_word(address: Lanes, mask: Lanes) -> Lanes:
+    """The word at addresses that divide by eight."""
+    return tl.load(address.to(tl.pointer_type(tl.uint64)), mask=mask, other=0)
+
+
+@device_function
+def combined(low: Lanes, high: Lanes, shift: Lanes) -> Lanes:
+    """The word that begins `shift` bits within the lower of two. Two shifts, since one by 64 is undefined."""
+    return (low >> shift) | ((high << 1) << (63 - shift))
+
+
+@device_function
+def word_at(values: Bytes, at: Lanes, mask: Lanes) -> Lanes:
+    """The eight bytes from each position on, as a little-endian number."""
+    address = (values + at).to(tl.int64)
+    skipped = address & 7
+    low = load_word(address - skipped, mask)
+    high = load_word(address - skipped + 8, mask & (skipped > 0))
+    return combined(low, high, (skipped * 8).to(tl.uint64))
+
+
+@device_function
+def lower_bytes(word: Lanes, count: Lanes) -> Lanes:
+    """A word with its lower `count` bytes alone, from 0 to 8."""
+    bits = (count * 8).to(tl.uint64)
+    kept = (tl.full(bits.shape, 1, tl.uint64) << (bits & 63)) - 1
+    return tl.where(bits < 64, word & kept, word)
+
+
+@device_function
+def first_word(values: Bytes, at: Lanes, length: Lanes) -> Lanes:
+    """The first eight bytes of strings, or fewer where these are shorter."""
+    count = tl.minimum(length, 8)
+    address = (values + at).to(tl.int64)
+    skipped = address & 7
+    low = load_word(address - skipped, count > 0)
+    high = load_word(address - skipped + 8, skipped + count > 8)
+    return lower_bytes(combined(low, high, (skipped * 8).to(tl.uint64)), count)
+
+
+@device_function
+def fold(x: Lanes) -> Lanes:
+    """The step by which both hashes mix upper bits into lower ones."""
+    return x ^ (x >> 47)
+
+
+@device_function
+def rotate(x: Lanes, by: tl.constexpr) -> Lanes:
+    """Bits moved to the right, those that leave come back on the left."""
+    return (x >> by) | (x << (64 - by))
+
+
+@device_function
+def as_id(hashes: Lanes, size: Integer) -> Lanes:
+    """All 64 bits for size -1, without the sign bit for 0, else the remainder: `karvan.ids.bucket`."""
+    result = hashes
+    if size > 0:
+        result = hashes % size.to(tl.uint64)
+    if size == 0:
+        result = hashes & 0x7FFFFFFFFFFFFFFF
+    return result.to(tl.int64)
+
+
+# MurmurHash64A with seed 0 of strings, one string a lane; see csrc/hash/murmur.cpp for the same on a CPU.
+
+
+MULTIPLIER = tl.constexpr(0xC6A4A7935BD1E995)
+
+_BLOCK = 128
+
+
+@device_function
+def absorb(hashes: Lanes, word: Lanes) -> Lanes:
+    """The state after a whole word."""
+    return (hashes ^ (fold(word * MULTIPLIER) * MULTIPLIER)) * MULTIPLIER
+
+
+@device_function
+def finish(hashes: Lanes) -> Lanes:
+    """The hash after the last word."""
+    return fold(fold(hashes) * MULTIPLIER)
+
+
+@kernel
+def murmur_kernel(
+    values: Bytes,
+    offsets: Ids,
+    total: Integer,
+    width: Integer,
+    size: Integer,
+    out: Ids,
+    rows: Integer,
+    ragged: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """The ids of `block` strings a program."""
+    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = row < rows
+    start, length = row_bounds(offsets, row, inside, total, width, ragged)
+    hashes = length.to(tl.uint64) * MULTIPLIER
+    address = (values + start).to(tl.int64)
+    skipped = address & 7
+    address = address - skipped
+    shift = (skipped * 8).to(tl.uint64)
+    # Each word of memory is loaded once: `low` is the one that the next word of the string begins in.
+    low = load_word(address, length > 0)
+    whole = length >> 3
+    most = tl.max(whole, axis=0)
+    index = most & 0
+    while index < most:
+        active = index < whole
+        high = load_word(address + index * 8 + 8, index * 8 + 8 - skipped < length)
+        hashes = tl.where(active, absorb(hashes, combined(low, high, shift)), hashes)
+        low = tl.where(active, high, low)
+        index += 1
+    # A tail goes in as one zero-padded word without the inner scrambling of the whole words.
+    left = length & 7
+    high = load_word(address + whole * 8 + 8, (left > 0) & (skipped + left > 8))
+    tail = lower_bytes(combined(low, high, shift), left)
+    hashes = tl.where(left > 0, (hashes ^ tail) * MULTIPLIER, hashes)
+    tl.store(out + row, as_id(finish(hashes), size), mask=inside)
+
+
+def murmur_rows(values: Tensor, offsets: Tensor | None, width: int = 1, size: int = -1) -> Tensor:
+    """The ids of strings, for the same arguments as `farm_rows`."""
+    values = values.contiguous()
+    rows = values.shape[0] // width if offsets is None else offsets.shape[0] - 1
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    bounds = out if offsets is None else offsets.contiguous()
+    settings = (values.shape[0], width, size)
+    launch(murmur_kernel, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
+    return out
+
+
+def murmur_words(words: Tensor) -> Tensor:
+    """The hash of each row of a matrix of ids."""
+    return murmur_rows(words.contiguous().view(torch.uint8).reshape(-1), None, 8 * words.shape[1])
+
+
+# FarmHash Fingerprint64 of strings, one string a lane; see csrc/hash/farm.cpp for the same on a CPU.
+
 
 _K0, _K1, _K2 = 0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F
 _MASK = (1 << 64) - 1
@@ -20,8 +188,6 @@ PRIME2 = tl.constexpr(_K2)
 START_X = tl.constexpr(81 * _K2 & _MASK)
 START_Y = tl.constexpr(_Y)
 START_Z = tl.constexpr((_Z ^ _Z >> 47) * _K2 & _MASK)
-
-_BLOCK = 128
 
 
 @device_function
