@@ -18,8 +18,7 @@ from karvan.data.loading.loader import Loader
 from karvan.data.loading.position import merge
 from karvan.data.read import read
 from karvan.data.source import Part, Source, Split
-from karvan.data.streaming.kafka import KafkaReader
-from karvan.data.streaming.kafka_source import KafkaSource
+from karvan.data.streaming.kafka import KafkaReader, KafkaSource
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.data.streaming.record_batches import json_rows, record_batches
 from karvan.data.streaming.time_windows import Window, Windows

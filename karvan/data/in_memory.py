@@ -12,7 +12,7 @@ from torch import Tensor
 
 from karvan.batch_slicing import as_offsets
 from karvan.data.errors import DataError, located
-from karvan.data.fingerprint import fingerprint_table
+from karvan.data.identity import fingerprint_table
 from karvan.data.source import Part, Split
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 

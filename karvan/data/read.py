@@ -14,8 +14,7 @@ from pyarrow import fs
 from karvan import distributed
 from karvan.argument_checks import listed
 from karvan.data.columns.declarations import Column, Fixed, Varlen, infer_field
-from karvan.data.columns.decoder import Decoder
-from karvan.data.columns.structs import flat_schema, outer_names
+from karvan.data.columns.decoder import Decoder, flat_schema, outer_names
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
 from karvan.data.formats.open_files import open_files

@@ -16,8 +16,7 @@ from karvan.cluster.task_reading.id_sending import SendTo, TaskIds
 from karvan.cluster.task_stream.leased_ids import resender
 from karvan.cluster.task_stream.loader_connection import LoaderConnection
 from karvan.cluster.task_stream.record_search import tasks_head
-from karvan.data.leasing.task_pipeline import TaskToRead
-from karvan.data.leasing.task_records import records_done
+from karvan.data.leasing.task_records import TaskToRead, records_done
 from karvan.outages import is_temporary
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import RefusedError, Server

@@ -16,8 +16,7 @@ from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.role_process import RoleSettings
 from karvan.cluster.task_reading.service import TaskReadingService
-from karvan.data.leasing.task_pipeline import TaskToRead, after
-from karvan.data.leasing.task_records import places_of, records_done
+from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done
 from karvan.data.loading.splits import permutation
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role

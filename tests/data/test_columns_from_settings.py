@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from karvan.data import Fixed, Raw, Varlen
-from karvan.data.columns.from_settings import column_from_settings
+from karvan.data.columns.declarations import column_from_settings
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from rows import read_all
 
 import karvan as kv
 from karvan.data.columns.decoder import Decoder
-from karvan.data.columns.type_names import type_of
+from karvan.data.columns.type_widening import type_of
 from karvan.data.errors import DataError
 from karvan.data.formats import criteo
-from karvan.data.formats.csv import list_cells
+from karvan.data.formats.csv import cells
 from karvan.data.formats.csv import source as csv_module
 from karvan.data.formats.open_files import open_files
 from karvan.data.read import read
@@ -164,14 +164,14 @@ def test_a_cell_that_is_no_list_is_an_error_that_names_the_column(tmp_path, type
 def test_hexadecimal_ids_are_parsed(values, eight, skip):
     values = [x if x is None or not eight else x >> 32 for x in values]
     texts = [None if x is None else f"{x:08x}" if eight else f"{x:X}" for x in values]
-    got = list_cells.from_hex(pa.array(texts, pa.string())[skip:], "x").to_pylist()
+    got = cells.from_hex(pa.array(texts, pa.string())[skip:], "x").to_pylist()
     assert [None if x is None else x % (1 << 64) for x in got] == values[skip:]
 
 
 @pytest.mark.parametrize("texts", [["0000000g", "00000001"], ["xyz"], ["123456789012345678"]])
 def test_ids_that_are_not_hexadecimal_are_an_error(texts):
     with pytest.raises(DataError, match="column 'C1': Expected ids in base 16"):
-        list_cells.from_hex(pa.array(texts), "C1")
+        cells.from_hex(pa.array(texts), "C1")
 
 
 def criteo_line(draw):

@@ -10,8 +10,8 @@ from train_helpers import everything, model, trainer
 
 import karvan as kv
 from karvan.cluster.loader.epoch_source import serve
-from karvan.data.loading.device_delivery import DeviceDelivery
 from karvan.data.loading.loader import Loader
+from karvan.data.loading.pipeline import DeviceDelivery
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.devices import CopiedBatch, tensors_of
 from karvan.train.checks.label_values import no_check

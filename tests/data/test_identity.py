@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 import karvan as kv
-from karvan.data.fingerprint import Budget, fingerprint_files, fingerprint_table, ranges_of, spread
+from karvan.data.identity import Budget, fingerprint_files, fingerprint_table, ranges_of, spread
 
 
 def write(path, rows, seed):

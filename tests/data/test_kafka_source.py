@@ -145,7 +145,7 @@ def test_an_offset_without_a_value_is_an_error_that_names_it(cluster):
 
 
 def test_brokers_that_are_away_are_a_temporary_error(monkeypatch):
-    monkeypatch.setattr("karvan.data.streaming.kafka_source._OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr("karvan.data.streaming.kafka._OUTAGE_SECONDS", 0.5)
     command = [sys.executable, support_path("data/kafka_cluster.py")]
     with ForkedProgram(command, stdin=PIPE, stdout=PIPE) as process:
         source = KafkaSource("away", {**json.loads(process.stdout.readline()), "log_level": 0})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from karvan.data.columns.declarations import Fixed
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.failure_reports import report
+from karvan.data.leasing.dataset import report
 from karvan.data.leasing.loader import LeasedLoader
 from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
 from karvan.data.leasing.task_records import places_of

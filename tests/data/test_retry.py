@@ -21,7 +21,7 @@ import karvan as kv
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import find
 from karvan.data.retry import patience
-from karvan.data.retry.file_outages import FileOutages
+from karvan.data.retry.patience import FileOutages
 
 ROWS = 400
 FORMATS = ["parquet", "csv", "arrow", "orc", "tfrecord", "tfrecord.gz", "recordio"]

@@ -13,7 +13,7 @@ import karvan as kv
 from karvan.cli.config import schema as configs
 from karvan.cli.config.class_lookup import build, check_arguments, classes_of, find_class, make_by_name
 from karvan.cli.errors import CommandError
-from karvan.data.columns.from_settings import column_from_settings
+from karvan.data.columns.declarations import column_from_settings
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger

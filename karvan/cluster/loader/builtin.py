@@ -28,7 +28,7 @@ from karvan.cluster.role_process import RoleSettings
 from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
 from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read
-from karvan.data.columns.from_settings import column_from_settings
+from karvan.data.columns.declarations import column_from_settings
 from karvan.data.read import is_leased
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.job.environment import JobEnvironment

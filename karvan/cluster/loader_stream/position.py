@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from karvan.data.loading.position_kind import kind_of, mismatch, stream_of
+from karvan.data.loading.position import kind_of, mismatch, stream_of
 
 VERSION = 1
 

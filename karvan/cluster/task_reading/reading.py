@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 
 from karvan.activity import activity
 from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_pipeline import TaskToRead, after
-from karvan.data.leasing.task_records import places_of
+from karvan.data.leasing.task_records import TaskToRead, after, places_of
 from karvan.data.loading.pipeline import Closed
 from karvan.ragged import Batch, IdsReference
 from karvan.wire import Message

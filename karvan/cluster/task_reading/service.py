@@ -42,8 +42,7 @@ from karvan.cluster.task_reading.id_sending import SendTo, TaskIds
 from karvan.cluster.task_reading.reading import BatchPacker, ReadBatch, ReadFailure, TaskReading
 from karvan.data.leasing.client import task_from
 from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_pipeline import TaskToRead
-from karvan.data.leasing.task_records import places_of
+from karvan.data.leasing.task_records import TaskToRead, places_of
 from karvan.devices import require_cpu_batches
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.protocol.loader import TASK_READING_CALLS, TASK_READING_HELLO

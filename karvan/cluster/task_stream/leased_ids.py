@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from karvan import distributed
 from karvan.cluster.task_stream.loader_connection import LoaderAccess, ask_any
 from karvan.cluster.task_stream.record_search import reading_error, tasks_head
-from karvan.data.leasing.task_pipeline import TaskToRead
-from karvan.data.leasing.task_records import places_of
+from karvan.data.leasing.task_records import TaskToRead, places_of
 from karvan.outages import mark
 from karvan.ragged import REFERENCE, Batch, IdsReference
 

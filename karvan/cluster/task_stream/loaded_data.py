@@ -24,8 +24,8 @@ from karvan.cluster.task_stream.stream import TaskStream
 from karvan.cluster.task_stream.task_queue import LeasedQueue, PlannedQueue, TaskQueue
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.planned_loader import planned_numbers
-from karvan.data.leasing.task_pipeline import TaskToRead
+from karvan.data.leasing.loader import planned_numbers
+from karvan.data.leasing.task_records import TaskToRead
 from karvan.job.environment import JobEnvironment
 from karvan.wire import Message
 from karvan.work.task import TaskPlan, WorkSpec

@@ -10,8 +10,7 @@ import numpy as np
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.task_stream.loader_connection import LoaderAccess, ask_any
 from karvan.data.leasing.record_search import SearchResult, search_with
-from karvan.data.leasing.task_pipeline import TaskToRead, after
-from karvan.data.leasing.task_records import TakenRecords, places_of
+from karvan.data.leasing.task_records import TakenRecords, TaskToRead, after, places_of
 from karvan.data.loading.read_jobs import Order
 from karvan.outages import mark
 from karvan.ragged import Batch

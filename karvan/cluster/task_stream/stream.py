@@ -19,8 +19,7 @@ from karvan.cluster.task_stream.leased_ids import with_tasks
 from karvan.cluster.task_stream.loader_connection import LoaderAccess, LoaderConnection, LoaderLostError
 from karvan.cluster.task_stream.record_search import reading_error, tasks_head
 from karvan.cluster.task_stream.task_queue import TaskQueue
-from karvan.data.leasing.task_pipeline import TaskToRead
-from karvan.data.leasing.task_records import TakenRecords
+from karvan.data.leasing.task_records import TakenRecords, TaskToRead
 from karvan.ragged import Batch
 from karvan.wire import Message, WireError
 

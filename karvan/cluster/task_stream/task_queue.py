@@ -10,10 +10,8 @@ from typing import Protocol
 from typing_extensions import override
 
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_tasks import LeasedTasks
-from karvan.data.leasing.planned_loader import planned_records
-from karvan.data.leasing.task_pipeline import TaskToRead
-from karvan.data.leasing.task_records import TakenRecords, places_of
+from karvan.data.leasing.loader import LeasedTasks, planned_records
+from karvan.data.leasing.task_records import TakenRecords, TaskToRead, places_of
 from karvan.data.source import Split
 
 _TASKS = 2  # that are known in advance, so that a loader reads one while batches of the other are sent

@@ -14,8 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from karvan import ids
 from karvan.data.columns.declarations import Number, is_list
-from karvan.data.columns.value_limits import limits_of, require_fits
-from karvan.data.columns.whole_floats import whole_numbers
+from karvan.data.columns.value_limits import limits_of, require_fits, whole_numbers
 from karvan.data.errors import DataError
 from karvan.ragged import OptionalRagged, Ragged
 

@@ -16,8 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import fs, ipc
 
-from karvan.data.formats.base import FileSource, Layout
-from karvan.data.formats.decoded_size import check_decoded
+from karvan.data.formats.base import FileSource, Layout, check_decoded
 
 _FILE = b"ARROW1"
 _MARK = 0xFFFFFFFF

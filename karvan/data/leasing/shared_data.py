@@ -18,10 +18,9 @@ from karvan.data.columns.kinds import ColumnKind, kinds_of
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.loader import LeasedLoader
-from karvan.data.leasing.planned_loader import PlannedLoader
+from karvan.data.leasing.loader import LeasedLoader, PlannedLoader
 from karvan.data.leasing.record_search import RecordSearch
-from karvan.data.leasing.task_pipeline import TaskPipeline, TaskToRead
+from karvan.data.leasing.task_records import TaskPipeline, TaskToRead
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.splits import default_split_records

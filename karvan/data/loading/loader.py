@@ -22,12 +22,10 @@ from karvan.data.columns.kinds import ColumnKind, kinds_of
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
-from karvan.data.loading.device_delivery import make_delivery
-from karvan.data.loading.pipeline import Closed, Pipeline, ReadOutcome
+from karvan.data.loading.pipeline import Closed, Pipeline, ReadOutcome, make_delivery
 from karvan.data.loading.position import Division, Position, RankPosition, check_settings, state_of
-from karvan.data.loading.rank_shares import Shares, share_records, skip
+from karvan.data.loading.rank_shares import Shares, jobs_of, share_records, skip
 from karvan.data.loading.read_jobs import ReadJob
-from karvan.data.loading.share_jobs import jobs_of
 from karvan.data.loading.shuffle import ShufflePlan
 from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, check_rank
 from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying

@@ -25,21 +25,90 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
+import torch
 
 from karvan.data.errors import DataError
 from karvan.data.loading.batch_steps import BatchSteps, Rows
-from karvan.data.loading.device_delivery import DeviceDelivery
 from karvan.data.loading.position import Receipt
 from karvan.data.loading.read_jobs import Reading, ReadJob, ReadPiece, grouped, regrouped, runs
-from karvan.data.loading.worker_threads import start
 from karvan.data.source import Source, Split
-from karvan.devices import CopyInFlight
-from karvan.ragged import Batch
+from karvan.devices import Check, ColumnCopies, CopyInFlight
+from karvan.ragged import Batch, Entry
+
+# Threads on each of which torch uses one core.
+
+
+def start(loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+    """Run each loop on a separate thread.
+
+    Torch would give each of them as many helpers as there are cores, and those of all would crowd out each
+    other and the caller's. The number of helpers holds for the thread that sets it and, here unwanted, for
+    threads that start afterwards: so it is set back when all have started.
+    """
+    started = threading.Barrier(len(loops) + 1)
+
+    def run(loop: Callable[[], None]) -> None:
+        torch.get_num_threads()  # a thread's first call takes over what holds for new threads
+        torch.set_num_threads(1)
+        started.wait()
+        loop()
+
+    helpers = torch.get_num_threads()
+    threads = [threading.Thread(target=run, args=(loop,), name="karvan-data", daemon=True) for loop in loops]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    torch.set_num_threads(helpers)
+    return threads
+
+
+# `DeviceDelivery`: finished batches go to a GPU, on the threads that made them.
+#
+# The caller gets a batch whose copy may still be in flight: its stream waits for the copy, the caller does
+# not. Checks of a batch, such as those of labels, run before the copy, because on the GPU they would wait
+# for it.
+
+
+class DeviceDelivery:
+    """Checks batches and copies them to a GPU; several threads may send at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copies = ColumnCopies(device)
+        self._checks: tuple[Check, ...] = ()
+
+    @contextmanager
+    def check(self, check: Check) -> Iterator[None]:
+        """Within it, `check` is called with each batch before it is copied, and may raise."""
+        before, self._checks = self._checks, (*self._checks, check)
+        try:
+            yield
+        finally:
+            self._checks = before
+
+    def send(self, batch: Batch | Mapping[str, Entry]) -> CopyInFlight:
+        """Check a batch and begin to copy it."""
+        if isinstance(batch, tuple):
+            raise TypeError(
+                "With a device, a transform must give a mapping of names to columns, got a pair of features "
+                "and labels: leave device out, and a Trainer copies it."
+            )
+        batch = batch if isinstance(batch, Batch) else Batch(batch)
+        checks = self._checks
+        for check in checks:
+            check(batch)
+        return self.copies.start(batch, checks)
+
+
+def make_delivery(device: torch.device | None) -> DeviceDelivery | None:
+    """How batches get to a GPU; None if they stay on the CPU."""
+    return None if device is None else DeviceDelivery(device)
+
 
 _WORTH_PREPARING = 16_384
 """Fewer records are joined first: the steps cost about as much for a few as for many."""

@@ -19,10 +19,9 @@ from typing_extensions import override
 
 from karvan.argument_checks import listed
 from karvan.data.errors import DataError
-from karvan.data.fingerprint import fingerprint_table, spread, text_hash
-from karvan.data.maxcompute.errors import DamagedAnswerError, EndedSessionError
-from karvan.data.maxcompute.table_url import TableURL
-from karvan.data.retry.file_outages import is_outage
+from karvan.data.identity import fingerprint_table, spread, text_hash
+from karvan.data.maxcompute.table_url import DamagedAnswerError, EndedSessionError, TableURL
+from karvan.data.retry.patience import is_outage
 from karvan.data.source import Part, Source, Split
 
 if TYPE_CHECKING:

@@ -13,6 +13,17 @@ from urllib.parse import unquote
 
 from karvan.data.errors import DataError
 
+# Errors of MaxCompute after which it is worth asking again.
+
+
+class DamagedAnswerError(DataError):
+    """An answer with wrong checksums or too few records; it may be right when asked again."""
+
+
+class EndedSessionError(DataError):
+    """The download session does not exist any more; another one can be opened."""
+
+
 _SCHEME = "odps://"
 _FORM = "odps://project/tables/name, with ?partition=ds=20240101,hh=01 for a table that has partitions"
 _PATH = re.compile(r"([\w-]+)(?:/schemas/(\w+))?/tables/(\w+)((?:/[^/=]+=[^/]*)*)/?")

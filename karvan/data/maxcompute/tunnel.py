@@ -35,8 +35,7 @@ from odps.tunnel.tabletunnel import TableDownloadSession
 from typing_extensions import override
 
 from karvan.data.errors import DataError, reason
-from karvan.data.maxcompute.errors import DamagedAnswerError, EndedSessionError
-from karvan.data.maxcompute.table_url import TableURL
+from karvan.data.maxcompute.table_url import DamagedAnswerError, EndedSessionError, TableURL
 
 _OPTIONS = {
     "retry_times": 0,

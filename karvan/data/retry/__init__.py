@@ -1,7 +1,6 @@
 """Data sources that are temporarily unavailable: detection of outages, and reading that continues."""
 
-from karvan.data.retry.file_outages import FileOutages, is_outage
-from karvan.data.retry.patience import RETRY_SECONDS, Patience, check_retry_seconds
+from karvan.data.retry.patience import RETRY_SECONDS, FileOutages, Patience, check_retry_seconds, is_outage
 from karvan.data.retry.source import RetryingSource, retrying
 
 __all__ = [

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pyarrow as pa
 
 from karvan.activity import activity
+from karvan.data.errors import DataError
+from karvan.data.formats.paths import Files
+from karvan.outages import is_temporary
 
 _log = logging.getLogger("karvan.data")
 
@@ -79,3 +88,109 @@ class Patience:
 def _sentence(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text if text.endswith(".") else f"{text}."
+
+
+# Decides whether files cannot be read because of an outage or because they are damaged.
+#
+# Errors of local disks and of connections have numbers or classes that identify outages. Clients of object
+# stores raise a plain OSError with a text, as decoders do for damaged bytes: a few texts are known, and for
+# the others one byte of the file is read. If that fails, it is an outage; otherwise the error is *doubtful*,
+# and if it occurs twice more, it is treated as damage.
+#
+# A local file that no longer exists is missing, unless the file system that it was on has been unmounted:
+# then the nearest existing folder is on another device than the file's folder was.
+
+
+# Texts of the clients of S3, Google Cloud Storage and HDFS.
+_OUTAGE = re.compile(
+    r"NETWORK_CONNECTION|SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT|THROTTLING|curlCode"
+    r"|UNAVAILABLE|DEADLINE_EXCEEDED|[Tt]imed? ?out|[Cc]onnection (refused|reset|closed|aborted)"
+    r"|[Cc]ouldn.t connect|[Cc]ould not connect"
+)
+_IN_PYTHON = "Detail: Python exception"  # how Arrow reports an error that a file system of fsspec has raised
+# Clients that raise their own classes of errors.
+_CLIENTS = ("aiohttp", "azure", "botocore", "google", "paramiko", "requests", "urllib3")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the error alone shows that the storage cannot be reached."""
+    if is_temporary(error):
+        return True
+    return any(_has_outage_text(each) for each in _causes(error))
+
+
+class FileOutages:
+    """Recognizes outages of the storage of some files."""
+
+    def __init__(self, files: Files) -> None:
+        self._filesystem = files.filesystem
+        self._local = files.filesystem.type_name == "local"
+        self._devices: dict[str, int] = {}
+        if self._local:
+            for folder in {os.path.dirname(os.path.abspath(path)) for path in files.paths}:
+                with suppress(OSError):
+                    self._devices[folder] = os.stat(folder).st_dev
+
+    def is_outage(self, error: BaseException, path: str) -> bool | None:
+        """Whether an error of reading a file is an outage; None if it is doubtful."""
+        if is_outage(error):
+            return True
+        if self._local:
+            return _is_missing(error) and (self._is_unmounted(path) or _is_back(error, path))
+        if any(_is_plain(each) or _is_of_client(each) for each in _causes(error)):
+            return None if self._can_be_read(path) else True
+        return False
+
+    def _can_be_read(self, path: str) -> bool:
+        try:
+            with self._filesystem.open_input_file(path) as file:
+                return bool(file.read(1))
+        except FileNotFoundError:
+            return True  # the file system answers; the next attempt reports what is missing
+        except Exception:
+            return False
+
+    def _is_unmounted(self, path: str) -> bool:
+        folder = os.path.dirname(os.path.abspath(path))
+        device = self._devices.get(folder)
+        while device is not None:
+            try:
+                return os.stat(folder).st_dev != device
+            except FileNotFoundError:
+                folder = os.path.dirname(folder)
+            except OSError as error:
+                return is_temporary(error)
+        return False
+
+
+def _is_back(error: BaseException, path: str) -> bool:
+    """Whether a file that could not be found is there again: its disk was mounted meanwhile."""
+    missing = any(isinstance(each, FileNotFoundError) and path in str(each) for each in _causes(error))
+    return missing and os.path.exists(path)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__
+
+
+def _has_outage_text(error: BaseException) -> bool:
+    text = str(error)
+    if isinstance(error, OSError | pa.ArrowException) and _IN_PYTHON in text:
+        return "FileNotFoundError" not in text
+    return _is_plain(error) and _OUTAGE.search(text) is not None
+
+
+def _is_plain(error: BaseException) -> bool:
+    return type(error) is OSError and error.errno is None
+
+
+def _is_of_client(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def _is_missing(error: BaseException) -> bool:
+    known = (each for each in _causes(error) if isinstance(each, FileNotFoundError | DataError))
+    return any(isinstance(each, FileNotFoundError) or "no such file" in str(each) for each in known)

@@ -15,8 +15,7 @@ import pyarrow as pa
 from typing_extensions import override
 
 from karvan.data.errors import DataError
-from karvan.data.retry.file_outages import is_outage
-from karvan.data.retry.patience import Patience
+from karvan.data.retry.patience import Patience, is_outage
 from karvan.data.source import Part, Source, Split, place_of
 
 _DOUBTFUL = 3  # attempts after which an error that may be an outage is treated as damage

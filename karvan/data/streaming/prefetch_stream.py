@@ -12,7 +12,7 @@ import torch
 
 from karvan.argument_checks import check_counts
 from karvan.data.identity import Identity
-from karvan.data.loading.device_delivery import DeviceDelivery, make_delivery
+from karvan.data.loading.pipeline import DeviceDelivery, make_delivery
 from karvan.devices import Check, CopyInFlight, data_device
 from karvan.ragged import Batch
 

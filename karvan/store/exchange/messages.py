@@ -1,4 +1,4 @@
-"""What ranks, servers and workers send each other: owners of keys, and the layout of ids, vectors and gradients."""
+"""What ranks, servers and workers send each other: owners of keys, the layout of ids, vectors, gradients."""
 
 from __future__ import annotations
 

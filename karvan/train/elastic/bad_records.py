@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.failure_reports import named_error, report
+from karvan.data.leasing.dataset import named_error, report
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, SearchResult
 from karvan.ragged import Batch

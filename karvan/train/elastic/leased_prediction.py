@@ -20,7 +20,7 @@ from typing import Protocol
 
 from karvan.activity import TRAINERS, activity
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.failure_reports import named_error
+from karvan.data.leasing.dataset import named_error
 from karvan.data.leasing.record_search import BatchError, blaming
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TakenRecords

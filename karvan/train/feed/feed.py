@@ -23,7 +23,7 @@ from typing import Any
 from typing_extensions import override
 
 from karvan.activity import activity
-from karvan.data.loading.worker_threads import start
+from karvan.data.loading.pipeline import start
 from karvan.distributed import Connection
 from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, move_back, position_of
 from karvan.train.feed.rank_rounds import RankBatchSource, RankRounds, never

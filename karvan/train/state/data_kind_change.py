@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from karvan.data.loading.position_kind import kind_of, mismatch
+from karvan.data.loading.position import kind_of, mismatch
 from karvan.train.feed.batch_source import position_of
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.dataset import UnfinishedError

@@ -23,13 +23,12 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from karvan.data.columns.type_names import type_of
-from karvan.data.columns.type_widening import common_type
+from karvan.data.columns.type_widening import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.paths import Files
 from karvan.data.formats.records import tf_example as examples
-from karvan.data.formats.records.inflate import ByteStream, InflatedFile, is_compressed
+from karvan.data.formats.records.compression import ByteStream, InflatedFile, is_compressed
 from karvan.data.formats.records.tf_example import Payloads, Places
 from karvan.data.streaming.record_batches import BYTES_SCHEMA, DecodeBytes, bytes_rows
 

@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
-from karvan.data.formats.records.inflate import ByteStream, check_record
+from karvan.data.formats.records.compression import ByteStream, check_record
 from karvan.data.formats.records.source import RUN, Index, RecordSource
 from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
 from karvan.data.formats.records.writer import RecordFileWriter
