@@ -18,7 +18,7 @@ from rows import read_all
 
 from karvan.data.errors import DataError
 from karvan.data.formats.open_files import open_files
-from karvan.data.formats.orc import source
+from karvan.data.formats.orc import source as orc_source
 
 LISTS = pa.array([[1], [2, 3], [4, 5, 6], [7]] * 6, pa.list_(pa.int64()))
 WORDS = pa.array(["a", "bb", "ccc", "dddd"] * 6)
@@ -100,10 +100,10 @@ def test_a_count_of_records_that_cannot_be_is_not_believed(tmp_path):
 
 def test_numbers_are_decoded_in_this_process_and_the_rest_beside_them(lists, monkeypatch):
     asked = []
+    real = orc_source.decode_in_child
     monkeypatch.setattr(
         "karvan.data.formats.orc.source.decode_in_child", lambda *rest: asked.append(rest[-1]) or real(*rest)
     )
-    real = source.decode_in_child
     assert read_all(open_files(lists, columns=["user"]))["user"].to_pylist() == NUMBERS.to_pylist()
     assert asked == []
     got = read_all(open_files(lists, columns=["words", "user", "history"]))
@@ -123,13 +123,13 @@ def test_files_of_any_file_system_are_decoded(lists, place):
 
 
 def test_a_killed_child_is_an_error_and_the_next_read_has_another(lists):
-    while source._idle:  # of other tests, and maybe about to end for want of work
-        source._idle.pop().close()
+    while orc_source._idle:  # of other tests, and maybe about to end for want of work
+        orc_source._idle.pop().close()
     source = open_files(lists)
     assert read_all(source).num_rows == 24
-    while len(source._idle) > 1:
-        source._idle.pop().close()
-    child = source._idle[0]._process
+    while len(orc_source._idle) > 1:
+        orc_source._idle.pop().close()
+    child = orc_source._idle[0]._process
     os.kill(child.pid, signal.SIGSTOP)  # so that it is in the middle of things when it is killed
     found = []
 
@@ -141,7 +141,7 @@ def test_a_killed_child_is_an_error_and_the_next_read_has_another(lists):
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: not source._idle)
+    wait_until(lambda: not orc_source._idle)
     os.kill(child.pid, signal.SIGKILL)
     reader.join(60)
     assert "lists.orc, stripe 0: Decoding history, words crashes the ORC library (SIGKILL)" in str(found[0])
@@ -150,30 +150,30 @@ def test_a_killed_child_is_an_error_and_the_next_read_has_another(lists):
 
 
 def test_a_child_without_work_ends_and_is_replaced(lists, monkeypatch):
-    monkeypatch.setattr(source, "_IDLE_SECONDS", 0.05)
-    source._close_all()
+    monkeypatch.setattr(orc_source, "_IDLE_SECONDS", 0.05)
+    orc_source._close_all()
     source = open_files(lists)
     assert read_all(source).num_rows == 24
-    child = source._idle[0]._process
+    child = orc_source._idle[0]._process
     wait_until(lambda: child.poll() is not None)
     assert child.returncode == 0
     assert read_all(source).num_rows == 24
-    source._close_all()
+    orc_source._close_all()
 
 
 def test_children_end_with_the_process_that_started_them_even_if_it_is_killed(lists):
     script = textwrap.dedent(f"""
         import os, signal
-        from karvan.data.formats.orc import isolated_decode
+        from karvan.data.formats.orc import source as orc_source
         from karvan.data.formats.open_files import open_files
         from karvan.data.source import Split
         source = open_files({str(lists)!r})
         read = lambda: sum(b.num_rows for b in source.read(Split({str(lists)!r}, 0, 24)))
         assert read() == 24
-        own = source._idle[0]._process.pid
+        own = orc_source._idle[0]._process.pid
         forked = os.fork()
         if not forked:
-            os._exit(0 if read() == 24 and source._idle[0]._process.pid != own else 1)
+            os._exit(0 if read() == 24 and orc_source._idle[0]._process.pid != own else 1)
         assert os.waitpid(forked, 0)[1] == 0
         print(own, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
