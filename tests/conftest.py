@@ -104,8 +104,8 @@ def _own_jobs(monkeypatch, tmp_path_factory):
 def _train_after_a_test_with_sigterm():
     """A SIGTERM ends the training of a process, but the next test is like a program of its own."""
     yield
-    if "karvan.train.stopping.signals" in sys.modules:
-        sys.modules["karvan.train.stopping.signals"].reset_termination()
+    if "karvan.train.stopping" in sys.modules:
+        sys.modules["karvan.train.stopping"].reset_termination()
 
 
 @pytest.fixture(autouse=True)

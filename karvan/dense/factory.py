@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from karvan.dense.communication import DenseCommunication
-from karvan.dense.local import LocalDense
 from karvan.dense.periodic_averaging import PeriodicAveraging
+from karvan.dense.step_policies import LocalDense
 from karvan.distributed import Connection
 from karvan.embedding import EmbeddingEngine
 
@@ -35,8 +35,10 @@ def make_stepping(
         averaging = PeriodicAveraging(model, optimizer, connection, communication.average_every)
         averaging.begin()
         return averaging
-    from karvan.dense.elastic import ElasticDense  # imports Arrow Flight, which takes a while
-    from karvan.dense.remote import RemoteDense
+    from karvan.dense.remote import (
+        ElasticDense,  # imports Arrow Flight, which takes a while
+        RemoteDense,
+    )
 
     make = RemoteDense if connection.group is None else ElasticDense
     remote = make(model, optimizer, engines, connection, prefetch)

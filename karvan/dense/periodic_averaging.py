@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from karvan.dense.local import LocalDense
-from karvan.dense.step_policies import Outcome
+from karvan.dense.step_policies import LocalDense, Outcome
 from karvan.distributed import Connection
 
 

@@ -16,7 +16,7 @@ of trainers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,13 +24,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from karvan.dense.client import AsyncDense
-from karvan.dense.local import LocalDense
+from karvan.dense.client import AsyncDense, merge_states, split_state
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.server_proxy import DenseServerProxy
-from karvan.dense.sharding import merge_states, split_state
-from karvan.dense.step_policies import Outcome, Staleness
+from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
+from karvan.dense.wire_format import Array, tensors_message
 from karvan.distributed import Connection, RankError
+from karvan.distributed.clients.step_commits import OwnCommits
 from karvan.embedding import EmbeddingEngine
 
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
@@ -181,3 +181,72 @@ class RemoteDense(LocalDense):
             raise error
         if problem is not None:
             raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {problem}")
+
+
+# Dense parameters on parameter servers, of trainers that come and go (mode async with sharding: dynamic).
+#
+# As in `remote.py`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage what
+# it pushes, and apply it when the trainer commits its step (`distributed/clients/own_commits.py`): together
+# with the gradients of rows, at all servers or at none.
+#
+# Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those who
+# come later take what is there (`join`).
+
+
+class StagingServerProxy(DenseServerProxy):
+    """One server, at which gradients are staged for the step that this member has begun."""
+
+    def push_gradients(
+        self,
+        gradients: Mapping[str, Array],
+        version: int,
+        *,
+        trainer: str,
+        sequence: int,
+        lr: float | None = None,
+    ) -> Answer:
+        """Stage gradients. The answer is that of a step: the commit will make one, or the trainer fails."""
+        commits = self._servers.commits
+        assert isinstance(commits, OwnCommits)
+        head = {"version": version, "step": commits.step, "lr": lr}
+        found = int(self._call("stage_dense", tensors_message(gradients, **head)).head["version"])
+        return Answer(True, found + 1, True, found - version)
+
+
+class ElasticDense(RemoteDense):
+    """Parameters that step on parameter servers, when a step is committed."""
+
+    proxy = StagingServerProxy
+
+    @override
+    def begin(self) -> None:
+        """What servers have is decided by all trainers."""
+
+    def fill(self) -> None:
+        """The run begins with the parameters and optimizer state of this trainer."""
+        self._fill()
+        self.join()
+
+    def join(self) -> None:
+        """Take the parameters of the servers."""
+        self._dense.join()
+
+    @override
+    def step(self) -> Outcome:
+        """Gradients are staged."""
+        outcome = super().step()
+        if outcome == "accepted":
+            commits = self._connection.servers and self._connection.servers.commits
+            assert isinstance(commits, OwnCommits)
+            commits.note_dense(self._number)
+        return outcome
+
+    @override
+    def settle(self) -> None:
+        """Trainers have met, and none has a step in progress."""
+        self._dense.pull()
+
+    @override
+    def take(self) -> None:
+        self.settle()
+        self._take_slots()

@@ -6,9 +6,8 @@
 A `CollectiveChannel` belongs to one thread of each rank, so that threads never mix up their messages.
 """
 
-from karvan.distributed.collectives import CollectiveChannel
+from karvan.distributed.collectives import CollectiveChannel, RankError
 from karvan.distributed.connection import Connection, connect, current, disconnect
-from karvan.distributed.errors import RankError
 from karvan.public_names import publish
 
 __all__ = ["CollectiveChannel", "Connection", "RankError", "connect", "current", "disconnect"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,8 +20,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.activity import TRAINERS, activity
-from karvan.distributed.errors import ChannelLeftError
 from karvan.native import _native
+
+# `RankError`: failures of other ranks. `ChannelLeftError`: why no more collectives are possible.
+
+
+class RankError(RuntimeError):
+    """Another rank has died, hangs, or has failed; the message names it."""
+
+
+class ChannelLeftError(RankError):
+    """This rank has left the channel, since a collective has failed here or elsewhere."""
+
 
 _POLL = timedelta(seconds=0.1)  # between two checks whether this rank leaves
 
@@ -224,3 +235,36 @@ def _left(channel: CollectiveChannel) -> ChannelLeftError:
 
 def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+# Heartbeats of ranks that work for minutes between two collectives.
+
+
+class RankHeartbeats:
+    """Heartbeats of ranks that work for minutes, so that no rank waits longer than a channel allows.
+
+    All ranks take part in each round; the work is done when all say so.
+    """
+
+    def __init__(self, channel: CollectiveChannel, timeout: float) -> None:
+        self._channel = channel
+        self._every = min(30.0, timeout / 4)
+        self._last = time.monotonic()
+        self._broken = False
+
+    def still_working(self) -> None:
+        """Called between parts of the work; does a round if it is time for one."""
+        if time.monotonic() >= self._last + self._every:
+            self._round(0)
+
+    def finish(self) -> None:
+        """Wait until all ranks have finished their work, successfully or not."""
+        while not self._broken and self._round(1) < self._channel.world_size:
+            pass
+
+    def _round(self, done: int) -> int:
+        self._broken = True
+        total = int(self._channel.sum(torch.tensor([done])).item())
+        self._broken = False
+        self._last = time.monotonic()
+        return total

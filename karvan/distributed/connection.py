@@ -19,13 +19,16 @@ from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from karvan.argument_checks import meant
-from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
-from karvan.distributed.errors import RankError
-from karvan.distributed.gloo_ports import closing_ports
+from karvan.distributed.collectives import (
+    CollectiveChannel,
+    GlooChannel,
+    RankError,
+    SharedMemoryChannel,
+    keep_forever,
+)
 from karvan.distributed.gpu import memory_size, require_gpu
-from karvan.distributed.machine import machine_id
 from karvan.distributed.rank_monitor import RankMonitor
-from karvan.distributed.rendezvous import agree_on_name
+from karvan.distributed.rendezvous import agree_on_name, closing_ports, machine_id
 from karvan.distributed.settings import (
     DEVICES,
     IN_PROCESS,
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from karvan.discovery.membership import Membership
     from karvan.distributed.clients.embedding_workers import Workers
     from karvan.distributed.clients.parameter_servers import Servers
-    from karvan.distributed.elastic.group import ElasticGroup
+    from karvan.distributed.elastic import ElasticGroup
     from karvan.distributed.wire_store import WireStore
 
 _log = logging.getLogger("karvan.distributed")
@@ -493,8 +496,7 @@ def _is_elastic() -> bool:
 
 
 def _open_group(settings: ConnectionSettings) -> ElasticGroup:
-    from karvan.distributed.elastic.group import ElasticGroup
-    from karvan.distributed.elastic.group_client import GroupClient
+    from karvan.distributed.elastic import ElasticGroup, GroupClient
     from karvan.distributed.wire_store import launched_store
     from karvan.wire import Security
     from karvan.work.task import holder_of

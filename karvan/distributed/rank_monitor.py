@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from karvan.clock import clock
-from karvan.distributed.errors import RankError
+from karvan.distributed.collectives import RankError
 from karvan.torch_internals import Store
 
 _BEAT = 1.0  # seconds between two heartbeats

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from karvan import distributed
 from karvan.argument_checks import listed
 from karvan.batch_slicing import rows_of, values_of
-from karvan.distributed.rank_heartbeats import RankHeartbeats
+from karvan.distributed.collectives import RankHeartbeats
 from karvan.features.feature import Feature
 from karvan.features.ops.base import ChainStep, OpCall, run
 from karvan.features.ops.numbers import Log1p

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from karvan.train.reporting.model_reports import report
     from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
     from karvan.train.reporting.results import FitResult, Report, StepLogs
-    from karvan.train.stopping.signals import TerminatedError, reset_termination
+    from karvan.train.stopping import TerminatedError, reset_termination
     from karvan.train.trainer import Trainer
     from karvan.train.training_job import TrainingJob
     from karvan.train.types import PredictedRecords, Prediction
@@ -60,7 +60,7 @@ publish(
         "karvan.train.reporting.model_reports": "report",
         "karvan.train.reporting.progress": "BarProgress NoProgress PlainProgress",
         "karvan.train.reporting.results": "FitResult Report StepLogs",
-        "karvan.train.stopping.signals": "TerminatedError reset_termination",
+        "karvan.train.stopping": "TerminatedError reset_termination",
         "karvan.train.trainer": "Trainer",
         "karvan.train.training_job": "TrainingJob",
         "karvan.train.types": "PredictedRecords Prediction",

@@ -17,7 +17,7 @@ from torch import nn
 from karvan import distributed
 from karvan.dense.communication import DenseCommunication
 from karvan.dense.factory import make_stepping
-from karvan.dense.local import LocalDense
+from karvan.dense.step_policies import LocalDense
 from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.checks.frozen import Frozen, Patterns

@@ -35,8 +35,7 @@ from karvan.argument_checks import check_counts
 from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.clock import clock
 from karvan.distributed import RankError, current
-from karvan.distributed.elastic.group import ElasticGroup
-from karvan.distributed.elastic.ordered_sum import ordered_sum
+from karvan.distributed.elastic import ElasticGroup, ordered_sum
 from karvan.train.step.optimizer_step import engines_of
 
 _log = logging.getLogger("karvan.train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from karvan.distributed import CollectiveChannel
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
-from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples
 from karvan.train.checks.label_values import SampleChecks
 from karvan.train.exact_sum import ExactSum
 from karvan.train.exact_sum import total as exact_total
@@ -29,7 +29,60 @@ from karvan.train.losses import named, total
 from karvan.train.reporting.model_reports import Reported, collecting, split_reports
 from karvan.train.state.gathering import merged
 from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.step.step_outcomes import nonfinite_text
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
+
+# Checks the results of evaluations and predictions: that there were samples, and numbers.
+
+
+_log = logging.getLogger("karvan.train")
+
+
+class NonFinite:
+    """The batches of one evaluation or prediction whose result is NaN or infinite."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._batches = 0
+        self._wrong = 0
+        self.columns = ""  # which columns of the first such batch have NaN or infinite values
+
+    def see(self, batch: Any, fine: bool) -> None:
+        """Count a batch."""
+        self._batches += 1
+        if not fine:
+            self._wrong += 1
+            self.columns = self.columns or nonfinite_text([batch])
+
+    def warn(self) -> None:
+        """Log one warning if there were any."""
+        if self._wrong:
+            _log.warning(
+                "%s of %d of %d batches has NaN or infinite values.%s",
+                self._what,
+                self._wrong,
+                self._batches,
+                self.columns,
+            )
+
+
+def has_no_nan(output: Any) -> bool:
+    """Whether an output, or none of several by name, has a NaN."""
+    if isinstance(output, Mapping):
+        return all(has_no_nan(each) for each in output.values())
+    if isinstance(output, tuple | list):
+        return all(has_no_nan(each) for each in output)
+    return not (isinstance(output, Tensor) and bool(torch.isnan(output).any()))
+
+
+def require_samples(samples: float) -> None:
+    """Raise if an evaluation has seen no sample on any rank."""
+    if not samples:
+        raise ValueError(
+            "The evaluation expects data with at least one sample, got none. If the data is a generator, it "
+            "gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
+        )
+
 
 Averaged = Callable[[nn.Module], AbstractContextManager[None]]
 """Makes the context in which a model is evaluated: with averages of its parameters, if there are any."""

@@ -21,24 +21,20 @@ from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
 from karvan.train.checks.label_values import SampleChecks
-from karvan.train.checks.needed_metrics import NeededMetrics
+from karvan.train.checks.preflight import NeededMetrics
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
 from karvan.train.reporting.banner import show_banner
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, Losses, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
-from karvan.train.state.finished_data import FinishedData
-from karvan.train.state.folder_owner import owned_folder
+from karvan.train.state.dataset import FinishedData
 from karvan.train.state.randomness import set_random_state
-from karvan.train.state.resuming import check_choice, chosen
-from karvan.train.state.saving import Snapshot
+from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.nonfinite import Skips
-from karvan.train.step.step_outcomes import StepOutcomes
+from karvan.train.step.step_outcomes import Skips, StepOutcomes
 from karvan.train.step.step_routine import StepBatches
-from karvan.train.stopping.goal import Goal
-from karvan.train.stopping.stopping import Stopping
+from karvan.train.stopping import Goal, Stopping
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
 

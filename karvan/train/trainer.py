@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from karvan.argument_checks import check_counts, check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find
@@ -32,7 +33,6 @@ from karvan.train.elastic.choice import host_of, make_fit, make_predictions
 from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin
-from karvan.train.reporting.describe import describe, described
 from karvan.train.reporting.history import History
 from karvan.train.reporting.loggers import Logger, LoggerGroup
 from karvan.train.reporting.progress import NoProgress, make_progress
@@ -43,10 +43,60 @@ from karvan.train.state.train_state import check_fits
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.lr_schedule import Schedule, Schedulers
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, engines_of
-from karvan.train.stopping.goal import Goal
-from karvan.train.stopping.stop_request import StopRequest
+from karvan.train.stopping import Goal, StopRequest
 from karvan.train.trainer_parts import RunProgress, TrainerParts
 from karvan.train.types import Loss, MetricLike, Prediction, same
+
+# A short description of a Trainer, for `repr`, without calls to other ranks or servers.
+
+
+_MANY = 8  # names in a line
+
+
+def describe(parts: TrainerParts) -> str:
+    """What it trains, how, and how far it is."""
+    body = "".join(f"  {name}: {text}\n" for name, text in described(parts).items())
+    return f"Trainer(\n{body})"
+
+
+def described(parts: TrainerParts) -> dict[str, str]:
+    """The same as texts by name."""
+    model, counts = parts.model, parts.counts
+    tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    where = parts.connection
+    lines = {
+        "model": f"{type(model).__name__}, {parameters:,} parameters, on {parts.setup.runs.device}",
+        "tables": _listed(tables),
+        "loss": _one_line(parts.loss),
+        **{
+            f"{name}_optimizer": _optimizer(optimizer)
+            for name, optimizer in parts.setup.update.optimizers.items()
+        },
+        "metrics": _listed(list(parts.metrics)),
+        "checkpoints": "" if parts.saver.folder is None else shown(parts.saver.folder),
+        "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
+        "progress": f"step {counts.step:,}, {counts.epoch} epoch{'s' * (counts.epoch != 1)}, "
+        f"{counts.samples:,} samples",
+    }
+    return {name: text for name, text in lines.items() if text}
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    return f"{type(optimizer).__name__}(lr={float(group['lr']):g})"
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _MANY} more" if len(names) > _MANY else ""
+    return ", ".join(names[:_MANY]) + more
+
+
+def _one_line(value: object) -> str:
+    """A name for functions, whose repr is an address."""
+    name = getattr(value, "__qualname__", None)
+    return str(name) if name else repr(value).splitlines()[0]
+
 
 _log = logging.getLogger("karvan.train")
 

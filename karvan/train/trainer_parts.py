@@ -18,7 +18,7 @@ from karvan.train.reporting.progress import NoProgress
 from karvan.train.reporting.results import ReportWindow, TrainingCounts
 from karvan.train.state.saving import NoSaver
 from karvan.train.step.lr_schedule import Schedule
-from karvan.train.stopping.stop_request import StopRequest
+from karvan.train.stopping import StopRequest
 from karvan.train.types import Loss, MetricLike
 
 

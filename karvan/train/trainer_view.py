@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from karvan.dense.local import LocalDense
+from karvan.dense.step_policies import LocalDense
 from karvan.distributed import Connection
 from karvan.train.types import Loss, MetricLike, Prediction
 

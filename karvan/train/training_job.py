@@ -11,7 +11,7 @@ from karvan.train.fit import check_fit
 from karvan.train.reporting.results import FitResult
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.optimizer_step import engines_of
-from karvan.train.stopping.goal import Goal
+from karvan.train.stopping import Goal
 from karvan.train.trainer import Trainer
 
 

@@ -10,7 +10,7 @@ import torch
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.rank_agreement import together
 from karvan.distributed import CollectiveChannel
-from karvan.distributed.rank_heartbeats import RankHeartbeats
+from karvan.distributed.collectives import RankHeartbeats
 
 
 class ThreadLane(CollectiveChannel):

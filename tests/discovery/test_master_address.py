@@ -10,7 +10,7 @@ from karvan.data.leasing.client import WorkClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
-from karvan.distributed.elastic.group_client import GroupClient
+from karvan.distributed.elastic import GroupClient
 from karvan.distributed.wire_store import WireStore
 from karvan.job.address import MasterAddress, change_master_address, make_master_address
 from karvan.job.environment import JobEnvironment

@@ -21,11 +21,8 @@ from wire_helpers import wait_for
 
 from karvan import exit_codes
 from karvan.discovery.registry import Registry
-from karvan.distributed.collectives import CollectiveChannel
-from karvan.distributed.elastic.group import ElasticGroup
-from karvan.distributed.elastic.group_client import GroupClient
-from karvan.distributed.elastic.ordered_sum import ordered_sum
-from karvan.distributed.errors import RankError
+from karvan.distributed.collectives import CollectiveChannel, RankError
+from karvan.distributed.elastic import ElasticGroup, GroupClient, ordered_sum
 from karvan.distributed.wire_store import WireStore
 from karvan.wire import RefusedError
 from karvan.work.trainer_group import TrainerGroup

@@ -12,7 +12,7 @@ import karvan as kv
 from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.data import KafkaReader, Stream
 from karvan.ragged import NestedRagged
-from karvan.train.feed.empty_batch import describe, empty
+from karvan.train.feed.rank_rounds import describe, empty
 from karvan.train.step.accumulation import Accumulation
 
 

@@ -13,7 +13,7 @@ from karvan.data.leasing.record_search import BatchError
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TakenRecords, places_of
 from karvan.data.read import open_data
-from karvan.train.elastic.bad_records import BadRecords
+from karvan.train.elastic.leased_work import BadRecords
 from karvan.work.task import Task, TaskKind, TaskLease
 
 EPOCHS, RECORDS = 2, 240

@@ -10,9 +10,8 @@ from role_loaders import in_threads
 
 import karvan as kv
 from karvan.discovery.registry import Registry
-from karvan.distributed.elastic.group import ElasticGroup
-from karvan.distributed.elastic.group_client import GroupClient
-from karvan.distributed.errors import RankError
+from karvan.distributed.collectives import RankError
+from karvan.distributed.elastic import ElasticGroup, GroupClient
 from karvan.distributed.wire_store import WireStore
 from karvan.train import elastic_loop
 from karvan.train.elastic_loop import ElasticLoop

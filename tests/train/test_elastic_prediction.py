@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prediction_files import check_predictions, predicted_by
 
-from karvan.distributed.elastic.program_calls import Standing, Standings
+from karvan.distributed.elastic import Standing, Standings
 
 
 def job_of(folder, **options):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import karvan as kv
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.step.accumulation import Accumulation
-from karvan.train.stopping.goal import Goal
+from karvan.train.stopping import Goal
 
 
 def read(records, rank=0, world_size=1, batch_size=10, **options):

@@ -35,7 +35,7 @@ from karvan.checkpoint.object_store.files import has_file, is_there
 from karvan.checkpoint.object_store.step_objects import UploadFolder
 from karvan.checkpoint.rank_agreement import together
 from karvan.distributed import CollectiveChannel
-from karvan.distributed.rank_heartbeats import RankHeartbeats
+from karvan.distributed.collectives import RankHeartbeats
 from karvan.distributed.settings import IN_PROCESS
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, url_of

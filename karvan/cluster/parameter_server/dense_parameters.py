@@ -43,7 +43,7 @@ from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.dense_state import check_state
 from karvan.dense.optimizer_spec import describe, make_optimizer, rate_of
 from karvan.dense.step_policies import Answer, AsyncPolicy, Policy
-from karvan.dense.tensor_checks import (
+from karvan.dense.wire_format import (
     Array,
     all_finite,
     dense_tensor,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from karvan.dense.optimizer_spec import make_optimizer
-from karvan.dense.tensor_checks import expect_gradients
+from karvan.dense.wire_format import expect_gradients
 from karvan.protocol.parameter_server import ANSWERS, OPTIMIZER, WAITING
 from karvan.protocol.values import NUMBER
 

@@ -19,8 +19,7 @@ from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.step.device_placement import make_placement
-from karvan.train.step.nonfinite import Skips
-from karvan.train.step.step_outcomes import StepOutcomes
+from karvan.train.step.step_outcomes import Skips, StepOutcomes
 from karvan.train.step.step_routine import StepBatches, StepPass
 from karvan.train.types import Losses, same, samples_of
 

@@ -15,8 +15,7 @@ from karvan import checkpoint as checkpoints
 from karvan.label_columns import required_values
 from karvan.train.assembly import ModelSetup, make_model_setup
 from karvan.train.checks.common_mistakes import check_data
-from karvan.train.contexts.context_loader import ContextLoader
-from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of
+from karvan.train.contexts.model_outputs import ContextLoader, Labels, full, labels_of, names_of
 from karvan.train.evaluation import evaluating
 from karvan.train.feed.feed import Feed
 from karvan.train.state.randomness import same_random_state_afterwards

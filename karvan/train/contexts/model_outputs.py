@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from karvan.label_columns import refuse_missing
+
+# `ContextLoader`: the iterable of batches that `loader` of a context gives.
+
+
+class ContextLoader:
+    """Data in a context; each iteration starts from the beginning, or where the context says."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
 
 Labels: TypeAlias = str | Sequence[str] | None
 

@@ -27,12 +27,10 @@ from karvan.label_columns import required_values
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.checks.common_mistakes import check_data
 from karvan.train.checks.frozen import Patterns
-from karvan.train.contexts.context_loader import ContextLoader
-from karvan.train.contexts.context_saves import ContextSaves
-from karvan.train.contexts.context_state import ContextState
+from karvan.train.contexts.context_state import ContextSaves, ContextState
 from karvan.train.contexts.context_steps import ContextSteps
 from karvan.train.contexts.eval_context import EvalContext
-from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of
+from karvan.train.contexts.model_outputs import ContextLoader, Labels, full, labels_of, names_of
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings
 from karvan.train.types import Losses
 

@@ -25,8 +25,8 @@ from typing import Any
 from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
-from karvan.dense.elastic import ElasticDense
-from karvan.distributed.clients.own_commits import Tally
+from karvan.dense.remote import ElasticDense
+from karvan.distributed.clients.step_commits import Tally
 from karvan.exit_codes import note_training
 from karvan.outages import mark
 from karvan.train.elastic.elastic_fit import ElasticFit
@@ -36,7 +36,7 @@ from karvan.train.elastic.own_steps import OwnSteps, TrainedBatch, TrainedBatche
 from karvan.train.fit import Begin
 from karvan.train.reporting.results import StepLogs, TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
-from karvan.train.stopping.goal import Goal
+from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
 

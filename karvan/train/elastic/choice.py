@@ -10,7 +10,7 @@ from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.prefetch_stream import Stream
-from karvan.distributed.elastic.group import ElasticGroup
+from karvan.distributed.elastic import ElasticGroup
 from karvan.job.environment import JobEnvironment
 from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
@@ -18,7 +18,7 @@ from karvan.train.elastic.leased_prediction import FitHost, LeasedPrediction
 from karvan.train.elastic.leased_work import WorkSettings
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
-from karvan.train.stopping.goal import Goal
+from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
 from karvan.train.types import Prediction

@@ -17,7 +17,7 @@ When the round is over, because a trainer was lost or one wants to join, they me
 
 A trainer that was started again is in the first fit of the program, which may be over: the others predict,
 or are in a later fit. They meet it nevertheless (`welcome`), and it gets the state that they have; see
-`karvan/distributed/elastic/program_calls.py`.
+`karvan/distributed/elastic.py`.
 
 An action that was not completed anywhere starts again, except that the gradients of a step are not computed
 again. The first trainer of the round reports, saves, and acknowledges the records of all. The final
@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -41,27 +41,101 @@ from karvan.activity import activity
 from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
-from karvan.distributed import RankError
-from karvan.distributed.elastic.group import ElasticGroup
-from karvan.distributed.elastic.program_calls import Standing, Standings
+from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leasing.task_records import records_done
+from karvan.distributed import CollectiveChannel, RankError
+from karvan.distributed.elastic import ElasticGroup, Standing, Standings
 from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
+from karvan.ragged import Batch
 from karvan.train.elastic.group_steps import GroupSteps
 from karvan.train.elastic.joint_step import Agreement
-from karvan.train.elastic.leased_evaluation import LeasedEvaluations
 from karvan.train.elastic.leased_work import FitSteps, WorkSettings
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.banner import show_banner
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
-from karvan.train.state.finished_data import FinishedData
-from karvan.train.state.folder_owner import owned_folder
+from karvan.train.state.dataset import FinishedData
 from karvan.train.state.randomness import set_random_state
-from karvan.train.state.resuming import check_choice, chosen
-from karvan.train.stopping.goal import Goal
+from karvan.train.state.saving import check_choice, chosen, owned_folder
+from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
+
+# `LeasedEvaluation`: an evaluation whose records the trainers of a round lease, task by task.
+#
+# A slow trainer evaluates fewer records. A trainer keeps the leases of what it has evaluated until all have
+# added up their results. So if one dies before, its tasks, and only these, are leased by the others, who have
+# kept their own results.
+
+
+class LeasedEvaluation:
+    """One evaluation; all trainers give it the same number, which no other one has since the run began."""
+
+    def __init__(self, parts: TrainerParts, data: SharedData, client: WorkClient, number: int) -> None:
+        self._evaluator = parts.evaluator
+        self._data = data
+        self._client = client
+        self._number = number
+        self._sums = parts.evaluator.begin(parts.metrics)
+        self._done: dict[int, int] = {}  # records of leased tasks, by token
+
+    def results(self, channel: CollectiveChannel) -> dict[str, float]:
+        """Evaluate what is left, and add up the results of all; a collective.
+
+        After a RankError it may be called again, in the next round.
+        """
+        with closing(self._batches()) as batches:
+            self._evaluator.add(self._sums, self._data, batches)
+        return self._evaluator.results(self._sums, channel)
+
+    def end(self) -> None:
+        """All have the results: the leases can end."""
+        if self._done:
+            self._client.acknowledge(self._done)
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        # Reading begins here, when the evaluator has said which columns must have values.
+        loader = self._data.lease_evaluation(self._client, self._number)
+        try:
+            for batch in loader:
+                self._done |= records_done(loader.hand_over())
+                yield batch
+        finally:
+            loader.stop()
+
+
+class LeasedEvaluations:
+    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated."""
+
+    def __init__(
+        self,
+        parts: TrainerParts,
+        client: WorkClient,
+        group: ElasticGroup,
+        evaluate: Callable[[Iterable[Any]], dict[str, float]],
+    ) -> None:
+        self._parts = parts
+        self._client = client
+        self._group = group
+        self._evaluate = evaluate
+        self._current: LeasedEvaluation | None = None
+
+    def results(self, data: Iterable[Any], number: int) -> dict[str, float]:
+        """Those of the next evaluation, or of the one that was interrupted; a collective."""
+        if not isinstance(data, SharedData):
+            return self._evaluate(data)
+        if self._current is None:
+            self._current = LeasedEvaluation(self._parts, data, self._client, number)
+        return self._current.results(self._group.channel)
+
+    def end(self) -> None:
+        """All have the results."""
+        if self._current is not None:
+            self._current.end()
+            self._current = None
+
 
 _log = logging.getLogger("karvan.train")
 

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.dense.tensor_checks import all_finite
+from karvan.dense.wire_format import all_finite
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.distributed.clients.step_commits import StagedPart, StepCommits
-from karvan.distributed.elastic.group import ElasticGroup
-from karvan.distributed.elastic.ordered_sum import ordered_sum
+from karvan.distributed.elastic import ElasticGroup, ordered_sum
 from karvan.train.elastic.step_batches import StepPlan
 from karvan.train.step.optimizer_step import OptimizerStep
 

@@ -24,11 +24,11 @@ from karvan.data.leasing.dataset import named_error
 from karvan.data.leasing.record_search import BatchError, blaming
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TakenRecords
-from karvan.distributed.elastic.group import ElasticGroup
+from karvan.distributed.elastic import ElasticGroup
 from karvan.ragged import Batch
-from karvan.train.elastic.leased_feed import LeasedFeed, TakenBatch
+from karvan.train.elastic.step_batches import LeasedFeed, TakenBatch
 from karvan.train.evaluation import Predictor
-from karvan.train.stopping.signals import is_terminated
+from karvan.train.stopping import is_terminated
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.types import PredictedRecords, Prediction
 

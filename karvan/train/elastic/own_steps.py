@@ -23,12 +23,11 @@ from torch import Tensor
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, blaming
-from karvan.distributed.clients.own_commits import OwnCommits, SentCommit, Tally
-from karvan.distributed.elastic.group import ElasticGroup
+from karvan.distributed.clients.step_commits import OwnCommits, SentCommit, Tally
+from karvan.distributed.elastic import ElasticGroup
 from karvan.train.elastic.joint_step import Agreement, Contribution
-from karvan.train.elastic.leased_feed import TakenBatch
 from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
-from karvan.train.elastic.step_batches import LeasedSteps
+from karvan.train.elastic.step_batches import LeasedSteps, TakenBatch
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.reporting.results import Losses
 from karvan.train.state.gathering import gather_state

@@ -17,8 +17,7 @@ from typing_extensions import override
 from karvan.checkpoint.manager import HISTORY
 from karvan.checkpoint.object_store.files import fetch, upload
 from karvan.job.checkpoint_url import shown
-from karvan.train.reporting.loggers.base import Logger
-from karvan.train.reporting.loggers.jsonl import JSONLinesLogger, read_entries
+from karvan.train.reporting.loggers.base import JSONLinesLogger, Logger, read_entries
 from karvan.train.reporting.results import Report
 
 _log = logging.getLogger("karvan.train")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -13,12 +15,186 @@ from torch import nn
 from typing_extensions import override
 
 from karvan import distributed
+from karvan.activity import activity
 from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.io.pending_save import Report, no_report
+from karvan.checkpoint.io.pending_save import Report, log_failure, no_report
+from karvan.checkpoint.object_store.files import lease_object
+from karvan.checkpoint.recovery import check_resume
+from karvan.checkpoint.survey import folders
+from karvan.distributed import Connection
 from karvan.job.checkpoint_url import shown
-from karvan.train.state.failed_saves import FailedSaves, is_outage
+from karvan.job.environment import JobEnvironment
+from karvan.owner import OwnerError, Ownership, own
+
+# The folder that a fit saves to belongs to it; with several ranks, rank 0 owns it for all.
+
+
+def own_together(folder: Path, connection: Connection, group: str = "") -> Ownership | None:
+    """Own a folder, on all ranks or on none: they all raise an OwnerError if another run does.
+
+    group: the name of a group of which one trainer after the other may own the folder.
+    """
+    owned: Ownership | None = None
+    refused: str | None = None
+    if connection.rank == 0:
+        try:
+            owned = own(folder, group, lease_object(folder))
+        except OwnerError as error:
+            if connection.world_size == 1:
+                raise
+            refused = str(error)
+    if connection.world_size > 1:
+        refused = connection.main.gather_json(refused)[0]
+        if refused is not None:
+            raise OwnerError(refused)
+    return owned
+
+
+@contextmanager
+def owned_folder(folder: Path | None, connection: Connection, group: str = "") -> Iterator[None]:
+    """Own the folder of checkpoints, if there is one, while inside; see `own_together`."""
+    owned = None if folder is None else own_together(folder, connection, group)
+    try:
+        yield
+    finally:
+        if owned is not None:
+            owned.release()
+
+
+# Checkpoints that could not be saved: how many failures a run tolerates.
+#
+# A save fails because of the storage (a full disk, a read-only mount, a server's share that cannot be
+# written) or because of the program. The second kind is raised at once. The first kind is a warning, on rank
+# 0, as soon as it is known; existing checkpoints stay, and the next save is tried when it is due. After more
+# than `tolerated` failures in a row the error is raised. The last save of a run is repeated for
+# `retry_seconds`, then its error is raised: a run never ends successfully without its last state.
+#
+# All ranks have the same count, because a save fails on all of them or on none. Rank 0 decides when time is
+# up.
+
+
+_log = logging.getLogger("karvan.train")
+
+_FIRST_DELAY, _LONGEST_DELAY = 0.25, 10.0  # seconds between two attempts at the last save
+
+
+class FailedSaves:
+    """Counts saves that failed in a row, reports each of them once, and says when there were too many."""
+
+    def __init__(self, tolerated: int = 3, retry_seconds: float = 60.0) -> None:
+        check_integers(tolerate_failed_saves=tolerated)
+        if tolerated < 0:
+            raise ValueError(f"tolerate_failed_saves must be 0 or more, got {tolerated}.")
+        if not retry_seconds >= 0:
+            raise ValueError(f"save_retry_seconds must be 0 or more, got {retry_seconds}.")
+        self.tolerated = tolerated
+        self.retry_seconds = retry_seconds
+        self.count = 0
+
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether one more failure is too many; the caller then waits for the save."""
+        return self.count >= self.tolerated
+
+    def reporter(self, folder: Path) -> Callable[[int, BaseException], None]:
+        """A function that reports a failed save; it may be called on the thread that writes."""
+        number = self.count + 1
+
+        def report(step: int, error: BaseException) -> None:
+            if not is_outage(error):
+                log_failure(step, error)
+                return
+            if number > self.tolerated:
+                return  # it is raised
+            _log.warning(
+                "The checkpoint of step %d was NOT saved (failure %d in a row, %d are tolerated): %s "
+                "Training continues, and the next save is tried when it is due. %s",
+                step,
+                number,
+                self.tolerated,
+                _sentence(error),
+                newest_text(folder),
+            )
+
+        return report
+
+    def failed(self, step: int, folder: Path, error: BaseException) -> None:
+        """A save has failed, and was reported: raise an error unless that is tolerated."""
+        if not is_outage(error):
+            raise error
+        self.count += 1
+        if self.count > self.tolerated:
+            raise self.too_many(step, folder, error) from error
+
+    def succeeded(self) -> None:
+        """A checkpoint was saved."""
+        self.count = 0
+
+    def too_many(self, step: int, folder: Path, error: BaseException) -> CheckpointError:
+        """The error that ends a run."""
+        times = "once" if self.count == 1 else f"{self.count} times in a row"
+        return CheckpointError(
+            folder,
+            f"checkpoints could not be saved {times} (tolerate_failed_saves is {self.tolerated}), the last "
+            f"one of step {step}: {_sentence(error)} {newest_text(folder)}",
+            temporary=True,
+        )
+
+    def repeat(self, step: int, folder: Path, attempt: Callable[[], BaseException | None]) -> None:
+        """Attempt the last save until it succeeds; after `retry_seconds` all ranks raise its error."""
+        channel = distributed.current().main
+        due = time.monotonic() + self.retry_seconds
+        delay, warned = _FIRST_DELAY, False
+        while (error := attempt()) is not None:
+            if not is_outage(error):
+                raise error
+            left = channel.gather_json(due - time.monotonic())[0]
+            if left <= 0:
+                raise CheckpointError(
+                    folder,
+                    f"the last checkpoint, of step {step}, could not be saved in {self.retry_seconds:g} "
+                    f"seconds: {_sentence(error)} What was trained since is lost. {newest_text(folder)}",
+                    temporary=True,
+                ) from error
+            if not warned and channel.rank == 0:
+                warned = True
+                _log.warning(
+                    "The last checkpoint, of step %d, was NOT saved: %s It is tried again for %g seconds. %s",
+                    step,
+                    _sentence(error),
+                    self.retry_seconds,
+                    newest_text(folder),
+                )
+            activity.advance()  # waiting is not a stall: it is limited
+            time.sleep(min(delay, left))
+            delay = min(2 * delay, _LONGEST_DELAY)
+        self.succeeded()
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether a save failed because of the storage, and not because of the program."""
+    return isinstance(error, CheckpointError) and error.temporary
+
+
+def newest_text(folder: Path) -> str:
+    """Which checkpoint is the newest now, in a sentence."""
+    try:
+        found = folders(folder)
+    except OSError as error:
+        return f"Which checkpoint is the newest in {folder} cannot be read: {os.strerror(error.errno or 0)}."
+    except CheckpointError as error:
+        return f"Which checkpoint is the newest cannot be read: {error}"
+    if not found:
+        return f"There is no checkpoint in {shown(folder)} yet."
+    return f"The newest checkpoint is {shown(found[-1])}."
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(error).strip()
+    return text if text.endswith(".") else f"{text}."
+
 
 _Failed: TypeAlias = tuple[int, Path, BaseException]  # the step of a save, where to, why
 
@@ -271,3 +447,30 @@ def make_saver(checkpoints: Checkpoints | str | os.PathLike[str] | None, setting
         return NoSaver()
     made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     return Saver(made, settings)
+
+
+# Which checkpoint a fit continues from: `resume` of `Trainer.fit`.
+#
+# A name is a choice for the start of a job. Trainers that a launcher or torchrun has restarted continue from
+# the newest checkpoint instead: going back to the chosen one with every restart would lose what was trained
+# since.
+
+
+def check_choice(saver: NoSaver, resume: bool | str) -> None:
+    """Raise if checkpoints are refused but exist, or if one is requested but there is no folder."""
+    check_resume(resume)
+    if isinstance(resume, str) and saver.folder is None:
+        raise ValueError(f"resume expects a Trainer with checkpoints, got {resume!r} and a Trainer without.")
+    newest = None if resume else saver.newest_step()
+    if newest is not None:
+        raise ValueError(
+            f"resume is False, but {shown(saver.folder)} has checkpoints up to step {newest}: "
+            "expected a folder without, or resume=True."
+        )
+
+
+def chosen(resume: bool | str) -> str | None:
+    """The name of the checkpoint to use; None for the newest."""
+    by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
+    restarted = by_torchrun or JobEnvironment.read().generation > 0
+    return resume if isinstance(resume, str) and not restarted else None

@@ -7,20 +7,214 @@ wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from karvan.dense.communication import DenseCommunication
+from karvan.dense.communication import DenseCommunication, PowerSGD
 from karvan.distributed import Connection
 from karvan.train.losses import nothing_of
 from karvan.train.pair import model_input
-from karvan.train.step.gradient_reduction import Reduction, make_reduction
+
+# How DistributedDataParallel averages the gradients of all ranks: hooks for its buckets of gradients.
+#
+# torch has such hooks (torch.distributed.algorithms.ddp_comm_hooks), from which these differ:
+#
+# - They work over gloo as over NCCL. torch refuses its bf16 hook on CPUs; its PowerSGD starts collectives where
+#   another one ends, in threads of gloo, so that with two buckets ranks may start them in different orders.
+#   Here the backward pass waits until a bucket is averaged.
+# - Gradients in 16 bits are added up in float32, in the order of ranks, and not in 16 bits.
+# - What PowerSGD remembers is known by parameter, and saved in checkpoints, so that a fit that resumes has the
+#   bits of one that was never stopped. A step that is skipped leaves no trace there: otherwise a NaN, once
+#   remembered, would be in all later gradients.
+
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Reduction:
+    """torch's own mean, without a hook; the others derive from it."""
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Reduce the gradients of this model, after its first backward."""
+
+    def undo(self) -> None:
+        """The step of the last reduction was skipped."""
+
+    def state(self) -> dict[str, Any]:
+        """What later reductions depend on, the same on all ranks; nothing if there is no such thing."""
+        return {}
+
+    def rank_state(self) -> dict[str, Any]:
+        """The same of this rank alone."""
+        return {}
+
+    def load(self, state: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Restore what `state` gave, and what `rank_state` gave on every rank, of which this is `rank`."""
+
+
+class _Hook(Reduction, ABC):
+    @override
+    def register(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(None, lambda state, bucket: self._reduced(bucket))
+
+    def _reduced(self, bucket: GradBucket) -> Future[Tensor]:
+        self.reduce(bucket)
+        done: Future[Tensor] = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    @abstractmethod
+    def reduce(self, bucket: GradBucket) -> None:
+        """Replace the gradients of a bucket by their mean over all ranks."""
+
+
+class HalfReduction(_Hook):
+    """Gradients are sent in 16 bits: first to the rank that adds up a chunk of them, then as means to all."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @override
+    def reduce(self, bucket: GradBucket) -> None:
+        buffer, ranks = bucket.buffer(), dist.get_world_size()
+        chunk = -(-len(buffer) // ranks)
+        sent = buffer.new_zeros(ranks * chunk, dtype=self._dtype)
+        sent[: len(buffer)] = buffer
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        first, *others = received.view(ranks, chunk).float()
+        for each in others:
+            first += each
+        means = list(sent.view(ranks, chunk))
+        dist.all_gather(means, (first / ranks).to(self._dtype))
+        buffer.copy_(sent[: len(buffer)])
+
+
+class PowerSGDReduction(_Hook):
+    """PowerSGD with error feedback and a warm start; see `karvan.dense.communication.PowerSGD`.
+
+    The right factors of a step are the start of the next one's power iteration.
+    """
+
+    def __init__(self, settings: PowerSGD, model: nn.Module) -> None:
+        self._settings = settings
+        self._names = {id(each): name for name, each in model.named_parameters()}
+        self._steps = 0
+        self._factors: dict[str, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}
+        self._before = (0, self._factors, self._errors)  # the same, before the last reduction
+
+    @override
+    def reduce(self, bucket: GradBucket) -> None:
+        if bucket.index() == 0:
+            self._before = self._steps, dict(self._factors), dict(self._errors)
+        if self._steps < self._settings.start_step:
+            bucket.buffer().div_(dist.get_world_size())  # in this order, as torch does it
+            dist.all_reduce(bucket.buffer())
+        else:
+            self._compress(bucket)
+        if bucket.is_last():
+            self._steps += 1
+
+    def _compress(self, bucket: GradBucket) -> None:
+        names = [self._names[id(each)] for each in bucket.parameters()]
+        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        matrices = {name: self._whole(name, each) for name, each in gradients.items() if self._rank_of(each)}
+        plain = [each for name, each in gradients.items() if name not in matrices]
+        left = [each @ self._start(name, each) for name, each in matrices.items()]
+        _average([*plain, *left])
+        left = [_orthonormal(each) for each in left]
+        right = [each.T @ basis for each, basis in zip(matrices.values(), left, strict=True)]
+        _average(right)
+        for (name, whole), basis, factor in zip(matrices.items(), left, right, strict=True):
+            sent = basis @ factor.T
+            self._factors[name], self._errors[name] = factor, whole - sent
+            gradients[name].copy_(sent.view(gradients[name].shape))
+
+    def _rank_of(self, gradient: Tensor) -> int:
+        """The rank of a gradient's factors; 0 if sending it as it is takes no more."""
+        rows = len(gradient) if gradient.dim() > 1 else 1
+        columns = gradient.numel() // max(1, rows)
+        rank = min(self._settings.rank, rows, columns)
+        return rank if (rows + columns) * rank < rows * columns else 0
+
+    def _whole(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient as a matrix, with what was not sent of those before."""
+        matrix = gradient.reshape(len(gradient), -1)
+        matrix = matrix if matrix.dtype is torch.float64 else matrix.float()
+        if name not in self._errors:
+            return matrix.clone()
+        return matrix + self._errors[name].to(matrix.device)
+
+    def _start(self, name: str, matrix: Tensor) -> Tensor:
+        """A basis, the same on all ranks, that the power iteration starts with."""
+        shape, known = (matrix.shape[1], self._rank_of(matrix)), self._factors.get(name)
+        if known is None or known.shape != shape:
+            random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            known = torch.randn(shape, generator=random, dtype=matrix.dtype)
+        return _orthonormal(known.to(matrix.device))
+
+    @override
+    def undo(self) -> None:
+        steps, factors, errors = self._before
+        self._steps, self._factors, self._errors = steps, dict(factors), dict(errors)
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, "factors": {name: each.cpu() for name, each in self._factors.items()}}
+
+    @override
+    def rank_state(self) -> dict[str, Any]:
+        return {"errors": {name: each.cpu() for name, each in self._errors.items()}}
+
+    @override
+    def load(self, state: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """If the number of ranks has changed, each gets the mean of what was not sent.
+
+        No gradient is lost. A checkpoint of other reductions has nothing to start with; one of another rank
+        has no factors.
+        """
+        self._steps = int(state.get("steps", 0))
+        saved = [each.get("errors", {}) for each in ranks]
+        if len(saved) == dist.get_world_size():
+            self._errors = dict(saved[rank])
+        else:
+            self._errors = {name: torch.stack([each[name] for each in saved]).mean(0) for name in saved[0]}
+        self._factors = dict(state.get("factors", {}))
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """A basis of what columns span; also of columns that are 0 or alike."""
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+def _average(values: Sequence[Tensor]) -> None:
+    """Replace values by their means over all ranks, in one message."""
+    flat = torch.cat([each.reshape(-1) for each in values])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for each, part in zip(values, torch.split(flat, [each.numel() for each in values]), strict=True):
+        each.copy_(part.view(each.shape))
+
+
+def make_reduction(communication: DenseCommunication, model: nn.Module) -> Reduction:
+    """How gradients of a model are averaged."""
+    if communication.powersgd is not None:
+        return PowerSGDReduction(communication.powersgd, model)
+    half = HALF.get(str(communication.dense_reduce))
+    return Reduction() if half is None else HalfReduction(half)
 
 
 class Parallel:

@@ -78,7 +78,7 @@ def add_in_order(transport):
     """Sums of parts that ranks have in several ways, and the same by a plain loop."""
     import random
 
-    from karvan.distributed.elastic.ordered_sum import ordered_sum
+    from karvan.distributed.elastic import ordered_sum
 
     connection = distributed.connect("sharded", transport=transport)
     results = []

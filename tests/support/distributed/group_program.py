@@ -11,10 +11,8 @@ import time
 
 import torch
 
-from karvan.distributed.elastic.group import ElasticGroup
-from karvan.distributed.elastic.group_client import GroupClient
-from karvan.distributed.elastic.ordered_sum import ordered_sum
-from karvan.distributed.errors import RankError
+from karvan.distributed.collectives import RankError
+from karvan.distributed.elastic import ElasticGroup, GroupClient, ordered_sum
 from karvan.distributed.wire_store import WireStore
 
 

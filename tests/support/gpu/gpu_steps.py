@@ -12,10 +12,9 @@ from karvan.store.cuda.store import CudaStore
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import Parallel
 from karvan.train.step.device_placement import make_placement
-from karvan.train.step.nonfinite import Skips
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
 from karvan.train.step.precision import make_precision
-from karvan.train.step.step_outcomes import StepOutcomes
+from karvan.train.step.step_outcomes import Skips, StepOutcomes
 from karvan.train.step.step_routine import StepRoutine
 from karvan.train.types import same
 

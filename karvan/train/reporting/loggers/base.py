@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import logging
+import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from karvan.files import replace_file
+from karvan.job.checkpoint_url import plain_path
 from karvan.train.reporting.results import Report
 
 _log = logging.getLogger("karvan.train")
@@ -121,3 +128,148 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
     """Give a file other lines; it has its old or its new ones at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, "".join(f"{line}\n" for line in lines))
+
+
+# A table with a row for each report; a column for each value, added when it first comes.
+
+
+_FIRST = ("kind", "step", "epoch")
+
+
+class CSVLogger(Logger):
+    """Write reports as CSV, a row each.
+
+    Args:
+        path: The file.
+
+    Example:
+        >>> logger = kv.loggers.CSVLogger("log.csv")  # loggers=[logger] of a Trainer
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = plain_path(path)
+        self._columns: list[str] = list(_FIRST)
+
+    def open(self, step: int) -> None:
+        """Remove the rows of later steps."""
+        rows = self._rows() if step else []
+        self._columns = list(rows[0]) if rows else list(_FIRST)
+        self._rewrite([row for row in rows if int(row["step"]) <= step])
+
+    def write(self, report: Report) -> None:
+        """Add a row."""
+        row = {**report.labels(), **report.values}
+        if new := [name for name in row if name not in self._columns]:
+            self._columns += new
+            self._rewrite(self._rows())
+        with self._path.open("a") as file:
+            file.writelines(f"{line}\n" for line in self._lines([row]))
+
+    def close(self) -> None:
+        """Close the file; every row is on disk already."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The rows of the file, without those that a crash or a full disk has damaged."""
+        rows = csv.DictReader(complete_lines(self._path))
+        return [row for row in rows if None not in row and (row.get("step") or "").isdecimal()]
+
+    def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_lines(self._path, self._lines([header, *rows]))
+
+    def _lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, restval="", lineterminator="\n").writerows(rows)
+        return text.getvalue().splitlines()
+
+
+# One JSON object a line: kind, step, epoch, samples, time, and the values. NaN and infinity become null.
+
+
+class JSONLinesLogger(Logger):
+    """Write reports as JSON, a line each.
+
+    Args:
+        path: The file.
+
+    Example:
+        >>> logger = kv.loggers.JSONLinesLogger("log.jsonl")
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = plain_path(path)
+        self._file: IO[str] | None = None
+
+    def open(self, step: int) -> None:
+        """Remove the lines of later steps."""
+        entries = read_entries(self._path) if step else []
+        replace_lines(self._path, [json.dumps(entry) for entry in entries if entry["step"] <= step])
+        self._file = self._path.open("a")
+
+    def write(self, report: Report) -> None:
+        """Add a line."""
+        assert self._file is not None
+        values = {name: value if math.isfinite(value) else None for name, value in report.values.items()}
+        print(json.dumps({**report.labels(), **values}), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file; lines that a crash or a full disk has damaged are skipped."""
+    entries = []
+    for line in complete_lines(path):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+    return entries
+
+
+# Scalars for TensorBoard, which is an extra: pip install 'karvan[monitor]'.
+
+
+class TensorBoardLogger(Logger):
+    """Write reports as scalars named train/loss, eval/auc, … for `tensorboard --logdir`.
+
+    Args:
+        folder: The folder of the scalars.
+
+    Raises:
+        ImportError: tensorboard is not installed: `pip install 'karvan[monitor]'`.
+
+    Example:
+        >>> logger = kv.loggers.TensorBoardLogger("tensorboard")  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardLogger needs tensorboard: pip install 'karvan[monitor]'."
+            ) from error
+        self._make: Any = SummaryWriter
+        self._folder = os.fspath(folder)
+        self._writer: Any = None
+
+    def open(self, step: int) -> None:
+        """Start a fit; TensorBoard hides what was logged for later steps."""
+        self._writer = self._make(self._folder, purge_step=step + 1 if step else None)
+
+    def write(self, report: Report) -> None:
+        """Add a scalar for each number."""
+        for name, value in report.values.items():
+            self._writer.add_scalar(f"{report.kind}/{name}", value, report.step)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

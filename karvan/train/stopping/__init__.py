@@ -1,1 +1,0 @@
-"""When a fit ends: its goal, signals, requests to stop."""
