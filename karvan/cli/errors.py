@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
+from pathlib import Path
+
+import typer
 
 from karvan import exit_codes
 from karvan.exit_codes import DAMAGED, FAILED, INTERRUPTED, OK, PIPE_CLOSED, TEMPORARY, TERMINATED, USAGE
-
-__all__ = [
-    "DAMAGED",
-    "FAILED",
-    "INTERRUPTED",
-    "OK",
-    "PIPE_CLOSED",
-    "STOPPED",
-    "TEMPORARY",
-    "TERMINATED",
-    "USAGE",
-]
+from karvan.job.checkpoint_url import local_path
 
 STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by `FitResult.stopped`
 
@@ -55,3 +47,35 @@ def print_error(text: str) -> None:
 
     console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())  # a terminal folds between words
     console.print(Text.assemble(("error:", "bold red"), " ", text), highlight=False)
+
+
+# Paths and URLs on the command line.
+
+
+def folder_of(text: str) -> Path:
+    """The path of a folder that may be a URL; see `karvan/job/checkpoint_url.py`."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def no_url(path: Path | None) -> Path | None:
+    """The callback of an option that is a folder of this machine."""
+    try:
+        return None if path is None else local_path(path)
+    except ValueError:
+        raise typer.BadParameter(f"expected a folder of this machine, got the URL {path}.") from None
+
+
+__all__ = [
+    "DAMAGED",
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "PIPE_CLOSED",
+    "STOPPED",
+    "TEMPORARY",
+    "TERMINATED",
+    "USAGE",
+]

@@ -22,7 +22,6 @@ from karvan.cli.commands import (
     role,
     run,
     train,
-    version,
 )
 from karvan.cli.errors import INTERRUPTED, OK, PIPE_CLOSED, USAGE, code_of, print_error, show
 from karvan.cli.help_page import HelpedCommand, HelpedGroup
@@ -41,7 +40,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        version.version(None)
+        doctor.version(None)
         raise typer.Exit
 
 
@@ -70,7 +69,7 @@ _GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
     "Learn": (demo.demo,),
     "Train": (train.train, evaluate.evaluate, predict.predict, inspect.inspect, plot.plot),
     "Jobs": (launch.launch, jobs.status, jobs.logs, jobs.scale, jobs.stop, role.role),
-    "Tools": (doctor.doctor, bench.bench, import_checkpoint.import_checkpoint, run.run, version.version),
+    "Tools": (doctor.doctor, bench.bench, import_checkpoint.import_checkpoint, run.run, doctor.version),
 }
 _SETTINGS = {run.run: run.SETTINGS}
 

@@ -59,7 +59,7 @@ Amount = Annotated[Positive, Field(allow_inf_nan=False)]
 class Replicas(Section):
     """The processes of one role; `trainers: 2` is short for `trainers: {replicas: 2}`.
 
-    cpus, gpus, memory and resources are what each process needs; see `karvan/launch/engines/needs.py`.
+    cpus, gpus, memory and resources are what each process needs; see `karvan/launch/engines/base.py`.
     """
 
     replicas: Count = 1

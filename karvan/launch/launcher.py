@@ -36,10 +36,9 @@ from karvan.launch.job_spec import TLS, JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
 from karvan.launch.role_commands import Commands, module_command, open_import_folders
 from karvan.launch.role_environment import security_of
-from karvan.launch.run_folder import MASTER, RunFolder, make_shared
+from karvan.launch.run_folder import MASTER, RunFolder, make_certificate, make_shared, make_token
+from karvan.launch.supervision.processes import RESUMED, SUSPENDED
 from karvan.launch.supervision.supervisor import JobOutcome, Timing
-from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
-from karvan.launch.token import make_certificate, make_token
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z

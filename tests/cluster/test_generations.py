@@ -8,9 +8,9 @@ from cluster_helpers import Processes
 from neighbour import needs_root, run_as_neighbour
 
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.generations import Generations
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.cluster.role_process import Generations
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, RefusedError, Server

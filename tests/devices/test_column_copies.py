@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from karvan import Batch, Ragged
 from karvan.devices import ColumnCopies, check_device, copy_columns, data_device, exact_device, tensors_of
-from karvan.devices.packing import ALIGNMENT, Packing
+from karvan.devices.column_copies import ALIGNMENT, Packing
 from karvan.ragged import IdsReference, NestedRagged, OptionalRagged, OptionalText
 
 CPU = torch.device("cpu")

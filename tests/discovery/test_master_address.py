@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from karvan.cluster.generations import Generations
+from karvan.cluster.role_process import Generations
 from karvan.data.leasing.client import WorkClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership

@@ -14,9 +14,8 @@ from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.job.roles import Role, role_of
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.health import HealthCheck
+from karvan.launch.supervision.health import SERVICE_TIMEOUT, HealthCheck, find_stalls
 from karvan.launch.supervision.processes import ManagedProcesses
-from karvan.launch.supervision.stalls import SERVICE_TIMEOUT, find_stalls
 from karvan.launch.supervision.supervisor import Timing
 
 T = 100.0

@@ -24,8 +24,7 @@ from neighbour import needs_root, run_as_neighbour
 from processes import family_of, kill_family
 
 from karvan.discovery.directory import Directory
-from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
-from karvan.launch.token import make_certificate, make_token
+from karvan.launch.run_folder import RunFolder, RunFolderError, make_certificate, make_private, make_token
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 # A trainer's program that notes its environment, and ends when it is told to.

@@ -10,8 +10,7 @@ from typing import Any
 
 import typer
 
-from karvan.cli.errors import OK, CommandError
-from karvan.cli.folder_arguments import no_url
+from karvan.cli.errors import OK, CommandError, no_url
 from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
@@ -71,7 +70,7 @@ def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
     import torch
 
     import karvan as kv
-    from karvan.cli.measurements import disk_rate, exhaust, seconds_to, steps_per_second
+    from karvan.cli.output import disk_rate, exhaust, seconds_to, steps_per_second
 
     seconds = 0.5 if quick else 3.0
     rows = 20_000 if quick else 500_000  # of each table

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from karvan.cli.errors import FAILED, OK, STOPPED, CommandError
-from karvan.cli.folder_arguments import no_url
+from karvan.cli.errors import FAILED, OK, STOPPED, CommandError, no_url
 from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
 
 if TYPE_CHECKING:

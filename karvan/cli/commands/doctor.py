@@ -15,10 +15,43 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.commands.version import installed
+import karvan
 from karvan.cli.errors import FAILED, OK
 from karvan.cli.output import JSON_PATH, bytes_text, console, write_json
 from karvan.system_limits import available_memory, limits
+
+# `karvan version`.
+
+
+# Looked up without importing them.
+_SHOWN = ("torch", "numpy", "pyarrow")
+
+
+def version(json_path: str | None = JSON_PATH) -> int:
+    """Show the versions of Karvan, Python and main packages.
+
+    \b
+    Examples:
+      karvan version
+      karvan version --json -
+    """
+    found = {"karvan": karvan.__version__, "python": platform.python_version()}
+    found |= {name: installed(name) or "not installed" for name in _SHOWN}
+    if not write_json(json_path, found):
+        print(
+            "karvan",
+            ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(found.items())[1:])]),
+        )
+    return OK
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 
@@ -318,7 +351,7 @@ def _memory(folder: Path) -> Iterator[Finding]:
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
-    from karvan.cli.measurements import disk_rate
+    from karvan.cli.output import disk_rate
 
     if not folder.is_dir():
         yield Finding(f"disk at {folder}", "missing", "no such folder", "Make it, or give another --folder.")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from karvan.cli.errors import OK, CommandError
-from karvan.cli.folder_arguments import folder_of, no_url
+from karvan.cli.errors import OK, CommandError, folder_of, no_url
 from karvan.cli.output import JSON_PATH, console, print_table, progress, write_json
 from karvan.job.checkpoint_url import shown
 

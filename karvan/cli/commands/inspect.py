@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from karvan.cli.errors import DAMAGED, OK, CommandError
-from karvan.cli.folder_arguments import folder_of
+from karvan.cli.errors import DAMAGED, OK, CommandError, folder_of
 from karvan.cli.output import (
     JSON_PATH,
     bytes_text,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.errors import DAMAGED, OK, CommandError
-from karvan.cli.folder_arguments import folder_of
+from karvan.cli.errors import DAMAGED, OK, CommandError, folder_of
 from karvan.cli.output import console
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of

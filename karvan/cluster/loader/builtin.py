@@ -20,11 +20,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from karvan.cluster.embedding_worker.client import workers_from_environment
-from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import serve
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics
-from karvan.cluster.role_process import RoleSettings
+from karvan.cluster.role_process import RoleSettings, generations_of
 from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
 from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read

@@ -30,7 +30,7 @@ from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.id_forwarding import BatchName, require_ids
 from karvan.cluster.loader.statistics import ask_loaders
-from karvan.cluster.loader_stream import position
+from karvan.cluster.loader_stream import loader_channel
 from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
 from karvan.cluster.task_stream.loaded_data import LoadedData
 from karvan.cluster.task_stream.loader_connection import LoaderAccess
@@ -213,13 +213,13 @@ class LoaderStream:
     def state_dict(self) -> dict[str, Any]:
         """The position of this trainer, for JSON: after all batches that were handed out."""
         rank, world = self._own_placement()
-        return position.state_of(
+        return loader_channel.state_of(
             self._epoch, world, [rank], [channel.state(rank) for channel in self._channels]
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: this trainer's own, or the merged one of any number of trainers."""
-        position.check(state, len(self._channels))
+        loader_channel.check(state, len(self._channels))
         rank, world = self._own_placement()
         merged = len(state["ranks"]) == state["trainers"]
         if not merged and (state["trainers"] != world or rank not in state["ranks"]):
@@ -230,16 +230,16 @@ class LoaderStream:
         if not self._finished and state == self.state_dict():
             return
         if merged:
-            state = position.merge([state])
+            state = loader_channel.merge([state])
         self._go_to(int(state["epoch"]), state["loaders"], False)
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch, by its number from 0."""
-        self._go_to(epoch, position.start_of_epoch(len(self._channels)), False)
+        self._go_to(epoch, loader_channel.start_of_epoch(len(self._channels)), False)
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the states of all trainers into one that any number of them can continue from."""
-        return position.merge(states)
+        return loader_channel.merge(states)
 
     def identity(self) -> Identity | None:
         """The identity of the loaders' data; if they have none, that of the job's `data` section."""

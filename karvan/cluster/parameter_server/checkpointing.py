@@ -11,23 +11,230 @@ manifest has the names of the share that was completed last, and the trainer rem
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from typing_extensions import override
+
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
-from karvan.checkpoint.format.manifest import share_of
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.format.atomic_folder import try_writing
+from karvan.checkpoint.format.manifest import Manifest, pieces, share_of
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
-from karvan.checkpoint.format.table_arrays import own_extra, read_extras
+from karvan.checkpoint.format.table_arrays import Extra, folder_of, join, own_extra, read_extras
 from karvan.checkpoint.io.pending_save import Writers
 from karvan.checkpoint.io.table_files import ShareSource, put_table
-from karvan.cluster.parameter_server.saved_share import Restored, SavedShare
-from karvan.job.checkpoint_url import url_of
+from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 from karvan.native import _native
-from karvan.store import Capture, MemoryStore, TableSpec
+from karvan.store import Capture, MemoryStore, Rows, TableSpec
+from karvan.store.types import Keys
+from karvan.wire import RefusedError
+
+# `UpdateCounts`: how many updates of each trainer a parameter server's tables contain.
+#
+# With `on_server_loss: reload` a server that restarts has the rows of a checkpoint, and all updates since
+# that checkpoint are lost. Every server counts the pushes it has applied, by store and trainer. A capture
+# takes the counts along with the rows, the share of a checkpoint carries them in the manifest, and a server
+# that is restored from the checkpoint continues with them. So the counts always describe the rows: a trainer
+# that knows how many pushes it has made subtracts what each server contains, and the difference is what is
+# lost.
+#
+# Pushes are numbered within one run of the trainers, so a run does not use the counts in a checkpoint of
+# another run; its own start at zero.
+
+
+class UpdateCounts:
+    """Applied pushes, by store and trainer, of one run."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._counts: dict[int, Counter[int]] = {}
+
+    def add(self, store: int, trainer: int) -> None:
+        """A push was applied."""
+        self._counts.setdefault(store, Counter())[trainer] += 1
+
+    def of(self, store: int) -> dict[str, int]:
+        """By trainer, for JSON."""
+        return {str(trainer): count for trainer, count in self._counts.get(store, {}).items()}
+
+    def record(self, store: int) -> dict[str, Any]:
+        """The counts, as a share of a checkpoint stores them."""
+        return {"run": self._run, "store": store, "trainers": self.of(store)}
+
+    def restore(self, manifest: Manifest, server: int, servers: int) -> None:
+        """Continue with the counts of this server's share of a checkpoint."""
+        self._counts = {}
+        for table in manifest.tables.values():
+            if len(table.updates) != servers:
+                continue
+            match table.updates[server]:
+                case {"run": self._run, "store": int(store), "trainers": Mapping() as trainers}:
+                    self._counts[store] = Counter({int(name): int(n) for name, n in trainers.items()})
+
+
+# `SavedShare`: a restored server's rows of the checkpoint it was restored from, in place of a lost capture.
+#
+# If a server dies between the capture of a save and the end of its writing, the captured rows are lost.
+# The server that replaces it has the rows of the checkpoint before, and perhaps updates that came after the
+# capture, which the new checkpoint must not have. So it writes what it was restored from: the rows that it
+# would have had at the capture, with the same updates lost.
+
+
+class Restored(NamedTuple):
+    """What a server was restored from; no checkpoint if nothing had been saved.
+
+    tables: for each table, whether the checkpoint's optimizer state is used (`keep`), and the `initial` one.
+    """
+
+    checkpoint: Checkpoint | None
+    tables: Mapping[str, Mapping[str, Any]]
+    updates: UpdateCounts  # of the checkpoint
+
+
+class SavedShare(Capture):
+    """The rows of server number `server` of `servers`.
+
+    tables: from the save's request, see `SharedStore.save_tables`. A delta must build on the checkpoint that
+    the server was restored from, and is then empty.
+    """
+
+    def __init__(
+        self,
+        restored: Restored,
+        specs: Mapping[str, TableSpec],
+        tables: Mapping[str, Mapping[str, Any]],
+        server: int,
+        servers: int,
+    ) -> None:
+        self._checkpoint = restored.checkpoint
+        self._restored_tables = restored.tables
+        self._specs = specs
+        self._tables = tables
+        self._server, self._servers = server, servers
+        self._share = share_of(server, servers)
+        self.versions = {}
+        restored_id = None if self._checkpoint is None else self._checkpoint.manifest.id
+        for name, request in tables.items():
+            if request["delta"] and request["base"] != restored_id:
+                raise RefusedError(
+                    f"expected to save what changed in table '{name}' since the checkpoint that this server "
+                    "was restored from, got another one: this save fails, and the next one is a full one."
+                )
+
+    @override
+    def part(self, table: str, part: int) -> Rows:
+        mine = pieces(int(self._tables[table]["parts"]), self._share)
+        restored = self._restored_tables.get(table, {"initial": (), "keep": False})
+        found: list[Rows] = []
+        if part in mine and self._saved(table) and not self._tables[table]["delta"]:
+            assert self._checkpoint is not None
+            found = list(self._checkpoint.parts(table, mine[part]))
+        rows = join(found) if found else self._no_rows(table)
+        return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(found))
+
+    @override
+    def erased(self, table: str) -> Keys:
+        return np.empty(0, np.int64)
+
+    def extra(self, table: str) -> Extra:
+        """What the table has besides rows."""
+        if not self._saved(table):
+            return {}
+        assert self._checkpoint is not None
+        files = self._checkpoint.manifest.tables[table].extras
+        found = read_extras(self._checkpoint.path, files, self._share)
+        return own_extra(found, self._server, self._servers)
+
+    @override
+    def close(self) -> None:
+        pass
+
+    def _saved(self, table: str) -> bool:
+        return self._checkpoint is not None and table in self._checkpoint.manifest.tables
+
+    def _no_rows(self, table: str) -> Rows:
+        none = np.empty(0, np.uint32)
+        vectors = np.empty((0, self._specs[table].dim), np.float32)
+        return Rows(np.empty(0, np.int64), vectors, np.empty((0, 0), np.float32), none, none)
+
+
+# Where a parameter server may write: below the job's checkpoint folder, and nowhere else.
+#
+# Trainers name the folder of each save. A server does not trust them: a path that leads out of its own
+# folder, by `..` or through a symbolic link, is refused, so a caller cannot make it write into other folders
+# of the user who runs the job. Links inside of a save's folder must not lead out either. Rows are read from
+# any checkpoint that the server's user may read (`fill`), because a run may load another run's checkpoint;
+# only `restore`, for a server that replaces a lost one, is limited to the folder.
+
+
+class ServerFolder:
+    """The checkpoint folder of server `name`; None: it may not write at all."""
+
+    def __init__(self, name: str, root: str | os.PathLike[str] | None) -> None:
+        self._name = name
+        self._root = Path(os.path.abspath(local_path(root))) if root else None
+
+    def target(self, folder: str, tables: Iterable[str]) -> Path:
+        """The folder of a save, with links resolved; a ValueError if it, or a table's, leads outside."""
+        found = self._inside(folder)
+        if found == self._existing_root():
+            raise self._refusal(folder)
+        for table in tables:
+            path = found / folder_of(table)
+            if not path.resolve().is_relative_to(found):
+                raise self._refusal(str(path))
+        return found
+
+    def check(self, folder: str) -> Path:
+        """The folder of a run, with links resolved; a ValueError says why this server cannot save into it."""
+        found = self._inside(folder)
+        if url_of(found) is not None:
+            try:
+                try_writing(found)
+            except CheckpointError as error:
+                raise ValueError(f"{self._name}: {error}") from error
+            return found
+        if not found.is_dir():
+            raise ValueError(
+                f"{self._name} expected to see {folder} of the trainer, got nothing: checkpoints must be "
+                "on storage that all roles share."
+            )
+        if not os.access(found, os.W_OK | os.X_OK):
+            raise ValueError(f"{self._name} expected to be allowed to write into {folder}, but it is not.")
+        return found
+
+    def _inside(self, folder: str) -> Path:
+        if not isinstance(folder, str) or not folder or "\0" in folder:
+            raise ValueError(f"{self._name} expected the path of a folder, got {folder!r}.")
+        if "://" in folder and url_of(self._existing_root()) is None:
+            raise self._refusal(folder)
+        found = local_path(folder).resolve()
+        if not found.is_relative_to(self._existing_root()):
+            raise self._refusal(folder)
+        return found
+
+    def _existing_root(self) -> Path:
+        if self._root is None:
+            raise ValueError(
+                f"{self._name} has no checkpoint folder, so it cannot save: set `checkpoints` of the job, or "
+                "start it with `karvan role parameter-server --checkpoints FOLDER` (KARVAN_CHECKPOINTS)."
+            )
+        return self._root.resolve()
+
+    def _refusal(self, folder: str) -> ValueError:
+        return ValueError(
+            f"{self._name} expected a folder below {shown(self._root)}, the job's checkpoint folder, got "
+            f"{without_secrets(folder)}. "
+            "Save there, or name another folder in `checkpoints` of the job (--checkpoints of `karvan role`)."
+        )
 
 
 class _Held(NamedTuple):

@@ -21,17 +21,13 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
-from karvan.cluster.generations import Generations, generations_of
-from karvan.cluster.parameter_server.checkpointing import Saving
+from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
 from karvan.cluster.parameter_server.elastic.own_steps import OwnStepBatches
 from karvan.cluster.parameter_server.elastic.requests import ElasticBatches
-from karvan.cluster.parameter_server.saved_share import Restored
-from karvan.cluster.parameter_server.server_folder import ServerFolder
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
-from karvan.cluster.parameter_server.update_counts import UpdateCounts
-from karvan.cluster.role_process import RoleSettings
+from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.outages import is_out_of_memory, is_temporary, mark

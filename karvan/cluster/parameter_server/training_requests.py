@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from karvan.activity import TRAINERS, activity
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
-from karvan.cluster.parameter_server.saved_share import Restored
+from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.cluster.parameter_server.single_flight import SingleFlight
-from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
-from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import _native
 from karvan.protocol.parameter_server import COMMIT_CALLS, passes_of
@@ -23,6 +22,108 @@ from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema import expect_array
+
+# Work that can be requested again while it is in progress, and is done once.
+
+
+T = TypeVar("T")
+
+
+class SingleFlight:
+    """A request for work that is in progress shares its result; finished work is not remembered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, Future[Any]] = {}
+
+    def do(self, name: Hashable, work: Callable[[], T]) -> T:
+        """Do the work, or wait for the thread that is doing it."""
+        with self._lock:
+            found = self._open.get(name)
+            is_first = found is None
+            future: Future[T] = Future() if found is None else found
+            self._open[name] = future
+        if is_first:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+            finally:
+                with self._lock:
+                    del self._open[name]
+        return future.result()
+
+
+# A barrier of trainers: work that all of them request is done once, when all have asked.
+
+
+class TrainerBarrier:
+    """Barriers by name; every trainer takes part in each of them once."""
+
+    def __init__(self, trainers: int, timeout: float) -> None:
+        self._trainers = trainers
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, _Round] = {}
+        self._ended = ""
+
+    def take_part(self, name: Hashable, trainer: int, value: Any, work: Callable[[list[Any]], T]) -> T:
+        """The result of `work` on the values of all trainers, in their order; the last to arrive runs it."""
+        with self._lock:
+            if self._ended:
+                raise RuntimeError(self._ended)
+            round_ = self._open.setdefault(name, _Round())
+            round_.values[trainer] = value
+            last = len(round_.values) == self._trainers
+            if last:
+                del self._open[name]
+        if last:
+            round_.do(lambda: work([round_.values[each] for each in range(self._trainers)]))
+        elif not self._waited(round_):
+            missing = sorted(set(range(self._trainers)) - set(round_.values))
+            raise RuntimeError(
+                f"expected all {self._trainers} trainers within {self._timeout:.0f} s, "
+                f"got nothing from trainer {', '.join(map(str, missing))}."
+            )
+        result: T = round_.result()
+        return result
+
+    def _waited(self, round_: _Round) -> bool:
+        with activity.waiting(TRAINERS):
+            return round_.done.wait(self._timeout)
+
+    def end(self, reason: str) -> None:
+        """No trainer will come any more; those who wait get the reason."""
+        with self._lock:
+            self._ended = reason
+            waiting, self._open = list(self._open.values()), {}
+        for round_ in waiting:
+            round_.fail(RuntimeError(reason))
+
+
+class _Round:
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.done = threading.Event()
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def do(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except Exception as error:
+            self._error = error
+        self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.done.set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
 
 _WAIT = 240.0  # seconds that trainers wait for each other, less than they wait for a server
 _REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be in flight

@@ -9,19 +9,151 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from karvan import distributed
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.task_stream.leased_ids import with_tasks
-from karvan.cluster.task_stream.loader_connection import LoaderAccess, LoaderConnection, LoaderLostError
-from karvan.cluster.task_stream.record_search import reading_error, tasks_head
+from karvan.cluster.task_stream.loader_connection import (
+    LoaderAccess,
+    LoaderConnection,
+    LoaderLostError,
+    ask_any,
+)
 from karvan.cluster.task_stream.task_queue import TaskQueue
-from karvan.data.leasing.task_records import TakenRecords, TaskToRead
-from karvan.ragged import Batch
+from karvan.data.leasing.record_search import SearchResult, search_with
+from karvan.data.leasing.task_records import TakenRecords, TaskToRead, after, places_of
+from karvan.data.loading.read_jobs import Order
+from karvan.outages import mark
+from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import Message, WireError
+
+# Finds the record that makes a batch raise an error, where loaders read the records.
+
+
+class LoadedRecordSearch:
+    """A search by loaders: any loader reads the records again, as tasks that skip all others."""
+
+    def __init__(self, access: LoaderAccess, seed: int | None) -> None:
+        self._access = access
+        self._seed = seed
+
+    def find(
+        self, suspects: Sequence[TakenRecords], checks: Sequence[Callable[[Batch], None]] = ()
+    ) -> SearchResult:
+        """The record among these that raises an error; checks: tried in turn until one finds it."""
+
+        def use(check: Callable[[Batch], None]) -> Callable[[Order], None]:
+            return lambda few: self._try(_tasks_of(suspects, few), check)
+
+        return search_with(checks, suspects, self._seed, use)
+
+    def _try(self, left: list[TaskToRead], check: Callable[[Batch], None]) -> None:
+        while left:
+            loader, answer = ask_any(self._access, "read_batch", tasks_head(left))
+            if "failed" in answer.head:
+                raise reading_error(loader, answer.head)
+            batch = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
+            if batch.samples:  # a transform may drop records
+                check(batch)
+            left = _rest(left, answer.head["records"])
+
+
+def tasks_head(tasks: Sequence[TaskToRead], ids: Sequence[str] = ()) -> dict[str, Any]:
+    """The head of a call of `read_batch`; ids: the features that embedding workers get."""
+    return {
+        "tasks": [{"task": each.task._asdict(), "ends": each.ends} for each in tasks],
+        **({"ids": list(ids)} if ids else {}),
+    }
+
+
+def reading_error(loader: int, head: Mapping[str, Any]) -> RuntimeError:
+    """The error of a loader that could not read a task."""
+    error = RuntimeError(f"loader {loader}: {head['failed']}")
+    return error if head["kind"] == "failed" else mark(error, head["kind"] == "temporary")
+
+
+def _tasks_of(suspects: Sequence[TakenRecords], few: Order) -> list[TaskToRead]:
+    """Tasks that have only some of the suspects, by their indices among all."""
+    made: list[TaskToRead] = []
+    for lease, places, _ in suspects:
+        mine = places[few[(few >= 0) & (few < len(places))]]
+        few = few - len(places)
+        if len(mine):
+            others = np.setdiff1d(np.arange(lease.task.records), mine)
+            task = lease.task._replace(done=0, skipped=tuple(map(int, others)))
+            made.append(TaskToRead(task, ends=False))
+    made[-1] = made[-1]._replace(ends=True)
+    return made
+
+
+def _rest(tasks: Sequence[TaskToRead], records: int) -> list[TaskToRead]:
+    """What is left of tasks after this many records."""
+    left = list(tasks)
+    while records:
+        task, ends = left.pop(0)
+        rest = after(task, records)
+        records -= min(records, len(places_of(task)))
+        if rest is not None:
+            left.insert(0, TaskToRead(rest, ends))
+    return left
+
+
+# `LeasedIds`: refers to the ids of a batch of leased records, which any loader can send again.
+#
+# An embedding worker that is replaced has lost the ids of the batches that trainers have not finished.
+# Loaders do not keep them either. But the reference knows the tasks of which its batch was the first one,
+# and the same call has the same answer in every loader: one of them reads the batch once more, and sends its
+# ids to the worker, under the same name.
+
+
+class LeasedIds(IdsReference):
+    """The reference of a batch that was the first one of these tasks."""
+
+    __slots__ = ("tasks",)
+
+    def __init__(self, reference: IdsReference, tasks: Sequence[TaskToRead]) -> None:
+        super().__init__(reference.worker, reference.name, reference.rows)
+        self.tasks = tasks
+
+
+def with_tasks(batch: Batch, tasks: Sequence[TaskToRead], records: int) -> Batch:
+    """A batch as the engines take it: a reference in it knows the tasks whose first `records` it has."""
+    found = batch.get(REFERENCE)
+    if not isinstance(found, IdsReference):
+        return batch
+    needed, left = 0, records
+    while left > 0:
+        left -= len(places_of(tasks[needed].task))
+        needed += 1
+    reference = LeasedIds(found, tasks[:needed])
+    if (workers := distributed.current().workers) is not None:
+        workers.watch(reference)
+    return Batch.trusted({**batch, REFERENCE: reference}, batch.samples)
+
+
+def resender(access: LoaderAccess, ids: Sequence[str], digest: str) -> Callable[[IdsReference], None]:
+    """A function that has a loader send the ids of a batch again; see `Workers.resend`."""
+
+    def resend(reference: IdsReference) -> None:
+        assert isinstance(reference, LeasedIds)
+        to = {"worker": reference.worker, "name": reference.name}
+        loader, answer = ask_any(access, "read_batch", {**tasks_head(reference.tasks, ids), "to": to})
+        if "failed" in answer.head:
+            raise mark(reading_error(loader, answer.head), temporary=True)  # it could be read before
+        if answer.head["digest"] != digest or answer.head["samples"] != reference.rows:
+            raise ValueError(
+                f"loader {loader} expected to read the batch of {reference.tasks[0].task} again, with "
+                f"{reference.rows} samples, as an embedding worker has lost its ids; got "
+                f"{answer.head['samples']} samples, or other data. Do not change files while a job runs."
+            )
+
+    return resend
+
 
 _log = logging.getLogger("karvan.cluster")
 

@@ -21,9 +21,9 @@ from karvan.compat.persia.utils import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
-from karvan.launch.engines.parent_death import ending_with_parent
+from karvan.launch.engines.local import ending_with_parent
 from karvan.launch.role_commands import module_command
-from karvan.launch.token import make_token
+from karvan.launch.run_folder import make_token
 from karvan.wire import Security
 
 _TOKEN_FILE = variable("token_file")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from karvan.job.address import is_loopback
 from karvan.job.checkpoint_url import url_of
 from karvan.job.roles import Role, start_order
-from karvan.launch.engines.base import name_of
+from karvan.launch.engines.base import check_machine, name_of, needs_by_role, total_needs
 from karvan.launch.engines.local import LocalEngine
-from karvan.launch.engines.needs import check_machine, needs_by_role, total_needs
 from karvan.launch.role_commands import is_open_to_all
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
@@ -71,8 +70,7 @@ def make_engine(
         yield LocalEngine(write, folder.path, away=spec.master_timeout)
         return
     from karvan.launch.engines.ray.cluster import RayCluster
-    from karvan.launch.engines.ray.engine import RayEngine
-    from karvan.launch.engines.ray.process_logs import ProcessLogs
+    from karvan.launch.engines.ray.engine import ProcessLogs, RayEngine
 
     if address is None:
         write("launcher", "Starting Ray on this machine, which takes some seconds.")
@@ -129,7 +127,7 @@ def make_master_engine(
         )
         return
     from karvan.launch.engines.ray.cluster import RayCluster
-    from karvan.launch.engines.ray.master.engine import RayMasterEngine
+    from karvan.launch.engines.ray.master import RayMasterEngine
 
     cluster = RayCluster.connect(address, Path.cwd(), without=_written(spec))
     try:

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
 from karvan.job.address import is_everywhere
@@ -32,7 +33,6 @@ from karvan.job.roles import Role, role_of, start_order
 from karvan.launch.engines.base import Engine, name_of
 from karvan.launch.engines.choice import make_engine
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.master.signals import MasterSignals
 from karvan.launch.merged_logs import JOB, MergedLogs
 from karvan.launch.run_folder import RunFolder, RunFolderError
 from karvan.launch.supervision.job_state import JobState
@@ -46,6 +46,55 @@ if TYPE_CHECKING:
     from karvan.owner.lease import LeaseObject
     from karvan.work.service import WorkService
     from karvan.work.trainer_group import TrainerGroup
+
+
+# The signals of a master: kept from its first moment on, for the supervisor that it has later.
+#
+# The keeper starts a master with these signals blocked, so none is lost while Python starts.
+
+
+_STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+
+
+class Stoppable(Protocol):
+    """A supervisor."""
+
+    def interrupt(self, number: int) -> None:
+        """Stop the job, because of this signal."""
+
+    def suspend(self) -> None:
+        """Suspend the job."""
+
+
+class MasterSignals:
+    """Passes SIGINT, SIGTERM, SIGHUP and SIGTSTP on, those before `pass_to` as well."""
+
+    def __init__(self) -> None:
+        self._to: Stoppable | None = None
+        self._early: list[int] = []
+        for number in (*_STOPS, signal.SIGTSTP):
+            signal.signal(number, self._take)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_STOPS, signal.SIGTSTP])
+
+    def pass_to(self, supervisor: Stoppable) -> None:
+        """Pass signals to this supervisor from now on."""
+        self._to = supervisor
+        early, self._early = self._early, []
+        for number in early:
+            self._pass(supervisor, number)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._to is None:
+            self._early.append(number)
+        else:
+            self._pass(self._to, number)
+
+    def _pass(self, supervisor: Stoppable, number: int) -> None:
+        if number == signal.SIGTSTP:
+            supervisor.suspend()
+        else:
+            supervisor.interrupt(_STOPS[signal.Signals(number)])
+
 
 _PORT_WITHIN = 20.0  # seconds; somebody else may use the port of a master that died, for a moment
 

@@ -34,10 +34,12 @@ does not count against any process.
 
 from __future__ import annotations
 
+import queue
 import secrets
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
@@ -47,20 +49,256 @@ from karvan.launch.engines.base import Engine, Handle, Process, end_text
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import Commands, commands_of
 from karvan.launch.role_environment import environment_of
-from karvan.launch.supervision.crash_loop import CrashLoopDetector
-from karvan.launch.supervision.events import EventQueue, ProcessEnded, ScaleRequested, StopRequested
-from karvan.launch.supervision.health import HealthCheck
+from karvan.launch.supervision.health import HealthCheck, HealthSource
 from karvan.launch.supervision.job_state import JobState, MemberState
-from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, Registration, kill
-from karvan.launch.supervision.restarts import RestartBudget
-from karvan.launch.supervision.shutdown import Shutdown
-from karvan.launch.supervision.suspending import Suspension
-from karvan.launch.supervision.verdict import End, Verdict
-from karvan.launch.supervision.views import GroupView, NoGroup, NoWork, RegistryView, WorkView
-from karvan.work.task import holder_of
+from karvan.launch.supervision.processes import (
+    ManagedProcess,
+    ManagedProcesses,
+    Registration,
+    Suspension,
+    kill,
+)
+from karvan.launch.supervision.restarts import CrashLoopDetector, End, RestartBudget, Verdict
+from karvan.work.task import Task, TaskLease, holder_of
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
+
+
+# The events that the supervisor of a job waits for: processes that end, and signals.
+#
+# Events are put from any thread, also by signal handlers, and taken only by the supervisor's loop. A request
+# to suspend (Ctrl-Z) is served here, in any state of the job: whoever waits for an event continues to wait
+# afterwards, for the remaining time, because `karvan.clock` does not count the pause.
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A process has ended with this code, minus the signal if one killed it."""
+
+    process: Process
+    code: int
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The job is to stop, because of this signal."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """The job is to have this many trainers."""
+
+    trainers: int
+
+
+@dataclass(frozen=True)
+class _SuspendRequested:
+    """The job is to be suspended."""
+
+
+class EventQueue:
+    """Events in the order in which they happen; `suspend` suspends the job and returns when it is resumed."""
+
+    def __init__(self, suspend: Callable[[], None]) -> None:
+        self._queue: queue.SimpleQueue[ProcessEnded | StopRequested | ScaleRequested | _SuspendRequested] = (
+            queue.SimpleQueue()
+        )
+        self._suspend = suspend
+
+    def ended(self, process: Process, code: int) -> None:
+        """A process has ended."""
+        self._queue.put(ProcessEnded(process, code))
+
+    def stop(self, number: int) -> None:
+        """Request a stop, because of this signal."""
+        self._queue.put(StopRequested(number))
+
+    def scale(self, trainers: int) -> None:
+        """Request another number of trainers."""
+        self._queue.put(ScaleRequested(trainers))
+
+    def suspend(self) -> None:
+        """Request a pause."""
+        self._queue.put(_SuspendRequested())
+
+    def get(self, timeout: float) -> ProcessEnded | StopRequested | ScaleRequested | None:
+        """The next event; None if there is none within `timeout` seconds."""
+        until = clock.now() + timeout
+        while True:
+            left = until - clock.now()
+            try:
+                event = self._queue.get(timeout=max(left, 0.0))
+            except queue.Empty:
+                if clock.now() >= until:  # otherwise this process was stopped in the meantime
+                    return None
+                continue
+            if not isinstance(event, _SuspendRequested):
+                return event
+            self._suspend()
+
+
+# How a job ends: role by role, in the reverse of the order in which they start.
+#
+# Each process gets SIGTERM, and is killed if it takes too long. Trainers then save a checkpoint, for which
+# they need the others, so they are first. A second Ctrl-C kills all at once.
+
+
+_GRACE_OF_OTHERS = 10.0  # only trainers have a checkpoint to save
+
+
+class Shutdown:
+    """Stops the processes of a job; trainers have `grace` seconds for a checkpoint."""
+
+    def __init__(self, members: ManagedProcesses, events: EventQueue, logs: MergedLogs, grace: float) -> None:
+        self._members = members
+        self._events = events
+        self._logs = logs
+        self._grace = grace
+        self._hurry = False
+
+    def run(self) -> None:
+        """Stop all."""
+        for role in reversed(start_order()):
+            self._stop(role)
+
+    def _stop(self, role: Role) -> None:
+        grace = self._grace if role.saves else min(self._grace, _GRACE_OF_OTHERS)
+        if not self._hurry:
+            for member in self._members.of(role):
+                if member.running and member.handle is not None:
+                    member.handle.stop()
+            self._wait_for(role, grace)
+        late = [member for member in self._members.of(role) if member.running]
+        for member in late:
+            self._logs.say(f"{member.name} is killed.")
+        kill(late)
+        self._wait_for(role, _GRACE_OF_OTHERS, even_in_hurry=True)
+
+    def _wait_for(self, role: Role, seconds: float, *, even_in_hurry: bool = False) -> None:
+        deadline = clock.now() + seconds
+        while self._members.any_running(role) and (even_in_hurry or not self._hurry):
+            event = self._events.get(deadline - clock.now())
+            if isinstance(event, ProcessEnded):
+                self._members.note_end(event.process, event.code)
+            elif isinstance(event, StopRequested) and event.signal == signal.SIGINT:
+                self._logs.say("Killing all.")
+                self._hurry = True
+                kill(self._members)
+            elif event is None:
+                return
+
+
+# What a supervisor knows of the registry, the leased work and the group of trainers of its job.
+
+
+class RegistryView(HealthSource, Protocol):
+    """Where roles find each other; it also knows which of them are healthy."""
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+
+    def forget(self, role: Role, index: int) -> None:
+        """A process has ended; another one will replace it."""
+
+    def begin_generation(self, generation: int) -> None:
+        """Trainers are restarted, and rendezvous again."""
+
+
+class WorkView(Protocol):
+    """The leased work of a job."""
+
+    def release_process(self, process_holder: str) -> list[Task]:
+        """A process has died: its tasks wait for others. Returns them."""
+
+    def release_predictions(self, process_holder: str) -> bool:
+        """A process has died: its prediction tasks wait. Returns whether others predict, who continue."""
+
+    def has_work(self) -> bool:
+        """Whether processes have described work to lease."""
+
+    def is_complete(self) -> bool:
+        """Whether no work is left."""
+
+    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
+        """End leases of which nothing was heard for too long; returns them."""
+
+
+class GroupView(Protocol):
+    """The trainers that train together, if they come and go."""
+
+    def has_begun(self) -> bool:
+        """Whether trainers train together; until then nothing is lost with one of them."""
+
+    def remove(self, process: str) -> bool:
+        """A process has ended. Returns whether others are left, who continue without it."""
+
+    def has_left(self, process: str) -> bool:
+        """Whether a process has left the others before the end of training."""
+
+    def is_member(self, process: str) -> bool:
+        """Whether a process trains with others, or may do so soon."""
+
+    def trains(self, process: str) -> bool:
+        """Whether a process is in the current round."""
+
+    def expect(self, trainers: int) -> None:
+        """No more than this many trainers will come."""
+
+
+class NoGroup:
+    """A job whose trainers cannot do without each other."""
+
+    def has_begun(self) -> bool:
+        """They cannot start without each other."""
+        return True
+
+    def remove(self, process: str) -> bool:
+        """Nobody continues."""
+        return False
+
+    def has_left(self, process: str) -> bool:
+        """Nobody leaves."""
+        return False
+
+    def is_member(self, process: str) -> bool:
+        """Nobody comes and goes."""
+        return False
+
+    def trains(self, process: str) -> bool:
+        """Each may train."""
+        return True
+
+    def expect(self, trainers: int) -> None:
+        """Nobody waits for others."""
+
+
+class NoWork:
+    """A job without leased work."""
+
+    def release_process(self, process_holder: str) -> list[Task]:
+        """Nobody holds anything."""
+        return []
+
+    def release_predictions(self, process_holder: str) -> bool:
+        """Nobody predicts."""
+        return False
+
+    def has_work(self) -> bool:
+        """There is none."""
+        return False
+
+    def is_complete(self) -> bool:
+        """There is none."""
+        return True
+
+    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
+        """Nothing is late."""
+        return []
+
 
 _OF_SIGNALS = (
     128  # such exit codes and larger ones, and negative ones, are of processes that a signal has ended

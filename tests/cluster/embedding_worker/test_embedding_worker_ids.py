@@ -8,8 +8,7 @@ import torch
 
 from karvan.cluster.batch_messages import pack, unpack
 from karvan.cluster.embedding_worker.client import WorkerClient
-from karvan.cluster.embedding_worker.id_cache import IdCache
-from karvan.cluster.embedding_worker.service import EmbeddingWorker
+from karvan.cluster.embedding_worker.service import EmbeddingWorker, IdCache
 from karvan.ragged import REFERENCE, Batch, IdsReference, Ragged
 from karvan.wire import Client, RefusedError, Server, WireError
 

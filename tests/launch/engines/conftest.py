@@ -6,8 +6,8 @@ import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY, JobNodes, Output, Run, shared_cluster, token_settings
 
 from karvan.job.roles import start_order
+from karvan.launch.engines.base import Needs
 from karvan.launch.engines.local import LocalEngine
-from karvan.launch.engines.needs import Needs
 
 SMALL = dict.fromkeys(start_order(), Needs(cpus=0.1))
 

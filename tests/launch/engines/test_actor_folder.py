@@ -11,14 +11,14 @@ from launch_helpers import wait_until
 from processes import is_alive
 
 from karvan.launch.engines import keeper
-from karvan.launch.engines.ray.actor_folder import make_folder, remove_abandoned
+from karvan.launch.engines.ray.actor import make_folder, remove_abandoned
 
 ACTOR = """
 import sys, threading
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.local import LocalEngine
-from karvan.launch.engines.ray.actor_folder import make_folder
+from karvan.launch.engines.ray.actor import make_folder
 engine = LocalEngine(lambda name, line: print(line, flush=True), make_folder(), away=0.0, temporary=True)
 code = "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(1000)"
 engine.start(Process(Role.TRAINER, 0, (sys.executable, "-c", code), {}), lambda process, code: None)

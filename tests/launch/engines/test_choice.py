@@ -9,10 +9,10 @@ from forked_programs import run_forked
 from launch_helpers import spec_of
 from pydantic import ValidationError
 
+from karvan.launch.engines.base import Needs, check_machine, total_needs
 from karvan.launch.engines.choice import check_engine, uses_network
-from karvan.launch.engines.needs import Needs, check_machine, total_needs
-from karvan.launch.engines.ray.code_package import MOST_BYTES, runtime_environment
-from karvan.launch.engines.ray.output_buffer import OutputBuffer
+from karvan.launch.engines.ray.actor import OutputBuffer
+from karvan.launch.engines.ray.cluster import MOST_BYTES, runtime_environment
 
 TLS = {"cert": "c", "key": "k", "ca": "a"}
 

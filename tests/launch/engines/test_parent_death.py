@@ -5,12 +5,12 @@ import select
 import subprocess
 import sys
 
-from karvan.launch.engines.parent_death import ending_with_parent
+from karvan.launch.engines.local import ending_with_parent
 
 CHILD = "import sys, time; print(sys.argv[1:], flush=True); time.sleep(600)"
 PARENT = f"""
 import subprocess, sys, time
-from karvan.launch.engines.parent_death import ending_with_parent
+from karvan.launch.engines.local import ending_with_parent
 subprocess.Popen(ending_with_parent([sys.executable, "-c", {CHILD!r}, "a b"]))
 time.sleep(600)
 """

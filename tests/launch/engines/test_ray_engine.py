@@ -16,7 +16,7 @@ from support_paths import support_path
 from test_engines import FAMILY, family_of
 
 from karvan.job.roles import Role, start_order
-from karvan.launch.engines.needs import Needs
+from karvan.launch.engines.base import Needs
 
 INTERRUPTED = ("try: time.sleep(1000)", "except KeyboardInterrupt as error: print(repr(error))")
 MASTER = "return open(os.environ['KARVAN_MASTER_ADDRESS_FILE']).read().strip()"

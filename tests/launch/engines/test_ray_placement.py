@@ -11,9 +11,9 @@ from test_engines import FAMILY, family_of
 from test_ray_engine import SLEEP, Driver, actor_of, folder_of
 
 from karvan.job.roles import Role, role_of, start_order
+from karvan.launch.engines.base import Needs
 from karvan.launch.engines.choice import lasting_replicas
-from karvan.launch.engines.needs import Needs
-from karvan.launch.engines.ray.placement.group_plan import plan_groups
+from karvan.launch.engines.ray.placement import plan_groups
 
 pytestmark = pytest.mark.skipif(not HAS_RAY, reason=NEEDS_RAY)
 SERVER, LOADER, TRAINER = Role.PARAMETER_SERVER, Role.LOADER, Role.TRAINER

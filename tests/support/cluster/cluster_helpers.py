@@ -9,8 +9,8 @@ import time
 from forked_programs import ForkedProgram
 
 from karvan import distributed
-from karvan.cluster.generations import Generations
 from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.cluster.role_process import Generations
 from karvan.discovery.registry import Registry
 from karvan.wire import Server
 

@@ -12,8 +12,7 @@ import threading
 from pathlib import Path
 
 from karvan.job.roles import Role
-from karvan.launch.engines.base import Process
-from karvan.launch.engines.needs import Needs
+from karvan.launch.engines.base import Needs, Process
 from karvan.launch.engines.ray.cluster import RayCluster
 from karvan.launch.engines.ray.engine import RayEngine
 

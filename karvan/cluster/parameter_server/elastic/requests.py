@@ -29,21 +29,84 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
-from karvan.cluster.parameter_server.elastic.members import Members
-from karvan.cluster.parameter_server.elastic.row_updates import JointUpdates, RowUpdates, SingleUpdates
-from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush, StagedPushes
-from karvan.cluster.parameter_server.saved_share import Restored
+from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
+from karvan.cluster.parameter_server.elastic.row_updates import (
+    HeldLookup,
+    JointUpdates,
+    RowUpdates,
+    SingleUpdates,
+    StagedPush,
+    StagedPushes,
+)
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import expect_same_keys, settings_of_run
-from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import _native
+from karvan.outages import mark
 from karvan.protocol.parameter_server import passes_of
 from karvan.store.exchange.messages import floats, from_wire, to_wire
 from karvan.store.exchange.row_owner import Owner
 from karvan.store.types import LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema import expect_array
+
+# `Members`: which trainers of an elastic run a server has heard of, and whose calls it refuses.
+#
+#     fence      a member may be gone. Whatever still comes from it is refused, but what it has staged stays,
+# so                that the others can find out how far it came, and commit its last step where it has not.
+# abandon    it is settled what a member has done: the server drops the rest
+#
+# A trainer that was only silent may wake at any moment. From the fence on it cannot commit anything that the
+# others decide against meanwhile. And as soon as one of the others has entered a newer round than it knows
+# of, it is not told who the members are, so it cannot take those who have joined meanwhile for gone.
+
+
+class Members:
+    """The members of one run, by number; numbers are never used again."""
+
+    def __init__(self) -> None:
+        self._trained: set[int] = set()
+        self.fenced: set[int] = set()
+        self._abandoned: set[int] = set()
+        self._round = 0
+
+    @property
+    def known(self) -> list[int]:
+        """Those that have trained with this server, or are fenced, and are not abandoned."""
+        return sorted((self._trained | self.fenced) - self._abandoned)
+
+    def expect(self, member: int) -> None:
+        """A RefusedError if a member is fenced or abandoned."""
+        if member in self._abandoned or member in self.fenced:
+            how = "abandoned" if member in self._abandoned else "fenced off"
+            raise _left_behind(f"expected a member of the run, got member {member}, {how} by the others.")
+
+    def enter_round(self, number: int) -> None:
+        """A member has entered a round; a RefusedError if others have entered a newer one."""
+        if number < self._round:
+            raise _left_behind(
+                f"expected a member of round {self._round}, like the others, got one of round {number}."
+            )
+        self._round = number
+
+    def note(self, member: int) -> None:
+        """A member trains."""
+        self._trained.add(member)
+
+    def fence(self, member: int) -> None:
+        """Refuse the calls of a member."""
+        self.fenced.add(member)
+
+    def abandon(self, member: int) -> None:
+        """Refuse them, and forget the member otherwise."""
+        self._abandoned.add(member)
+        self.fenced.discard(member)
+
+
+def _left_behind(text: str) -> RefusedError:
+    """Temporary: its process was out of reach, and another one may replace it."""
+    return mark(RefusedError(text), True)
+
 
 _REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness allows to be in flight
 

@@ -13,20 +13,218 @@ the log of lookups in flight until its push is committed. Each part of a commit 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 from typing_extensions import override
 
-from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush
-from karvan.cluster.parameter_server.elastic.table_reads import TableReads
+from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.native import _native, output_buffers
+from karvan.store import TableSpec
 from karvan.store.exchange.messages import floats, rule_from_json
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import RefusedError
+
+# `TableReads`: training lookups that change nothing in the tables.
+#
+# A key without a row gets the vector that its row will start with, which depends on the key alone. Whether it
+# will have a row can depend on how often the key is used, or on the step: with admission by a minimum count,
+# or by chance at each step, a key without a row reads as zeros, until a commit has given it a row.
+
+
+_BY_KEY = ("always", "probability")  # admissions that depend on the key alone
+
+
+class _Zeros(NamedTuple):
+    """Keys of a table that may have no row, as their vectors begin with 0; all vectors; their places."""
+
+    keys: Keys
+    vectors: Vectors
+    places: NDArray[np.int64]
+
+
+class TableReads:
+    """Vectors for training, from the tables of a server; for one thread at a time."""
+
+    def __init__(self, owner: Owner, tables: ServerTables) -> None:
+        self._owner = owner
+        self._tables = tables
+        self._scratch: dict[str, tuple[TableSpec, _native.Table]] = {}
+
+    def read(self, tables: Sequence[str], counts: Sequence[int], message: Keys) -> Tensor:
+        """The vectors of a message's keys, one table after the other."""
+        answered = self._owner.lookup(tables, [list(counts)], [message], LookupContext(training=False))
+        flat = answered.vectors.numpy()
+        key = start = 0
+        zeros: dict[str, _Zeros] = {}
+        for table, count, dim in zip(tables, counts, answered.dims, strict=True):
+            if self._tables.spec(table).admit[0] in _BY_KEY:
+                vectors = flat[start : start + count * dim].reshape(count, dim)
+                places = np.flatnonzero(vectors[:, 0] == 0)
+                if len(places):
+                    zeros[table] = _Zeros(message[key : key + count][places], vectors, places)
+            key += count
+            start += count * dim
+        if zeros:
+            self._fill(zeros)
+        return answered.vectors
+
+    def _fill(self, zeros: Mapping[str, _Zeros]) -> None:
+        """Write initial vectors where keys have no row; lookups have left zeros there."""
+        present = self._owner.present({table: each.keys for table, each in zeros.items()})
+        for table, (keys, vectors, places) in zeros.items():
+            absent = ~present[table]
+            if absent.any():
+                vectors[places[absent]] = self._initial(self._tables.spec(table), keys[absent])
+
+    def _initial(self, spec: TableSpec, keys: Keys) -> Vectors:
+        """What a table would insert for these keys; zeros for those that it would not admit."""
+        if spec.admit[0] == "always" and spec.dtype == "float32":
+            return spec.initial_vectors(keys)
+        # As the native table itself admits and rounds: a table of the same name, emptied each time.
+        known, table = self._scratch.get(spec.name, (None, None))
+        if known != spec or table is None:
+            table = _native.Table(
+                spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, ("never", 0.0, 1), 1
+            )
+            self._scratch[spec.name] = spec, table
+        unique, inverse = np.unique(keys, return_inverse=True)
+        vectors, _ = table.lookup(unique, np.ones(len(unique), np.uint32), True, 0, 0.0)
+        table.clear()
+        made: Vectors = vectors[inverse]
+        return made
+
+
+# `StagedPushes`: the gradients that a server holds until the trainers commit or drop their step.
+#
+# A push is known by its member and sequence. It is staged once, however often it is sent; one that a step was
+# committed with is remembered, so that a late repetition is answered as done and not staged again.
+
+
+@dataclass(frozen=True, eq=False)
+class HeldLookup:
+    """A member's training lookup, held until the member is done with it.
+
+    answered: the lookup in the tables, unless it has changed nothing in them.
+    """
+
+    tables: Sequence[str]
+    counts: Sequence[int]
+    dims: Sequence[int]
+    keys: Keys  # and their uses: the message of the lookup
+    step: int
+    now: float
+    vectors: Tensor
+    answered: Answered | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StagedPush:
+    """Gradients of some lookups, one for each backward pass, not multiplied by the step's scale."""
+
+    member: int
+    sequence: int
+    step: int
+    store: int
+    batches: Sequence[int]
+    lookups: Sequence[HeldLookup]
+    gradients: Sequence[Vectors]
+    rules: Mapping[str, Mapping[str, Any]]
+    steps: Mapping[str, int]
+    skipped: Sequence[str]
+    complete: bool
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """How commits call it."""
+        return self.member, self.sequence
+
+
+class StagedPushes:
+    """Staged pushes by member and sequence; a member has at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._staged: dict[tuple[int, int], StagedPush] = {}
+        self._committed: AnswerWindow[bool] = AnswerWindow(most)
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def holds(self, member: int, sequence: int, step: int, batches: Sequence[int]) -> bool:
+        """Whether a push has been staged or committed before; a RefusedError if it must not be staged."""
+        if self._committed.find(str(member), sequence):
+            return True
+        if (known := self._staged.get((member, sequence))) is not None:
+            if (known.step, known.batches) != (step, batches):
+                raise RefusedError(
+                    f"expected push {sequence} of member {member} to be repeated as it was, of step "
+                    f"{known.step} and batches {known.batches}, got step {step} and batches {batches}."
+                )
+            return True
+        if self._committed.forgotten(str(member), sequence):
+            raise RefusedError(f"expected one of member {member}'s newest pushes, got {sequence}.")
+        staged = sum(other == member for other, _ in self._staged)
+        if staged >= self._most:
+            raise RefusedError(
+                f"expected at most {self._most} staged pushes of a member, got one more of member {member}: "
+                "commit or drop its steps first."
+            )
+        return False
+
+    def add(self, push: StagedPush) -> None:
+        """Stage a push that is not held yet."""
+        self._staged[push.name] = push
+
+    def find(self, names: Iterable[tuple[int, int]], step: int) -> list[StagedPush]:
+        """These pushes, in this order; a RefusedError unless all are staged, and of the step."""
+        found = []
+        for member, sequence in names:
+            push = self._staged.get((member, sequence))
+            if push is None:
+                raise RefusedError(
+                    f"expected parts of step {step} that are staged, got push {sequence} of member {member}, "
+                    "which is not here: its gradients would be lost."
+                )
+            if push.step != step:
+                raise RefusedError(
+                    f"expected parts of step {step}, got push {sequence} of member {member}, of step "
+                    f"{push.step}."
+                )
+            found.append(push)
+        return found
+
+    def commit(self, parts: Iterable[StagedPush]) -> None:
+        """These have been applied."""
+        for part in parts:
+            del self._staged[part.name]
+            self._committed.remember(str(part.member), part.sequence, True)
+
+    def drop(self, chosen: Callable[[StagedPush], bool]) -> list[StagedPush]:
+        """Remove and return the pushes for which `chosen` is true."""
+        dropped = [push for push in self._staged.values() if chosen(push)]
+        for push in dropped:
+            del self._staged[push.name]
+        return dropped
+
+    def forget(self, member: int) -> None:
+        """Forget the committed pushes of a member that will not come back."""
+        self._committed.forget(str(member))
+
+    def uses(self, lookup: HeldLookup) -> bool:
+        """Whether a staged push has gradients of a lookup."""
+        return any(lookup is each for push in self._staged.values() for each in push.lookups)
+
+    def names(self, chosen: Callable[[StagedPush], bool]) -> list[tuple[int, int, int]]:
+        """Step, member and sequence of staged pushes, sorted."""
+        return sorted((push.step, *push.name) for push in self._staged.values() if chosen(push))
+
 
 _Engine: TypeAlias = tuple[int, tuple[str, ...]]  # a store, and the tables of its lookups
 _Joint: TypeAlias = tuple[list[HeldLookup], Answered]

@@ -22,10 +22,14 @@ Methods run in threads: `take` waits in some, `request` in one, so that requests
 
 from __future__ import annotations
 
+import fcntl
 import os
+import secrets
 import shutil
 import signal
+import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,14 +40,138 @@ import ray
 from ray.util import get_current_placement_group, remove_placement_group
 
 from karvan.clock import clock
-from karvan.launch.engines.local import LocalEngine
-from karvan.launch.engines.ray.actor_folder import make_folder, remove_abandoned
-from karvan.launch.engines.ray.output_buffer import Batch, OutputBuffer
+from karvan.launch.engines.local import LocalEngine, keeper_lives
 
 if TYPE_CHECKING:
     from karvan.launch.engines.base import Process
     from karvan.launch.engines.local import LocalHandle
     from karvan.launch.engines.ray.order import Order
+
+
+# `OutputBuffer`: the lines of a process until a master has taken them.
+#
+# Lines are numbered. `take(first)` waits for lines from that number on, and drops those before it: the
+# master has written them. A master that dies before it has said so leaves them to the next one, which gets
+# them again. A buffer has a name, because an actor that Ray restarts has another one, whose numbers begin
+# again.
+
+
+_MOST_BYTES = 16 << 20  # that wait for a master
+_BATCH = 64 << 10  # bytes; Ray passes results of this size on without its object store
+
+_GATHER = 0.02  # seconds; a call for each line would take longer than the lines
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some lines, the number of the line after them, and the exit code once there are no more."""
+
+    lines: list[str]
+    following: int
+    code: int | None
+    buffer: str = ""
+
+
+class OutputBuffer:
+    """Lines of a process. If they are not taken and too many, `append` waits: further lines are in the log of
+    the process until then, in two files of limited size.
+    """
+
+    def __init__(self, *, most: int = _MOST_BYTES) -> None:
+        self.name = secrets.token_hex(4)
+        self._most = most
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque()
+        self._first = 0  # the number of the first line
+        self._bytes = 0
+        self._code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._code is not None
+
+    def append(self, line: str) -> None:
+        """Add a line."""
+        with self._changed:
+            while self._bytes > self._most:
+                self._changed.wait()
+            self._lines.append(line)
+            self._bytes += len(line) + 1
+            if len(self._lines) == 1 or self._bytes > _BATCH:
+                self._changed.notify_all()
+
+    def end(self, code: int) -> None:
+        """The process has ended, after its last line."""
+        with self._changed:
+            self._code = code
+            self._changed.notify_all()
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until the process has ended, at most some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._code is not None, seconds)
+
+    def take(self, first: int, seconds: float, buffer: str = "") -> Batch:
+        """Lines from number `first` of a buffer on, or none if there are none within some seconds."""
+        if buffer and buffer != self.name:
+            first = 0
+        with self._changed:
+            while self._lines and self._first < first:
+                self._drop()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._lines or self._code is not None, seconds)
+            self._changed.wait_for(lambda: self._bytes > _BATCH or self._code is not None, _GATHER)
+            lines: list[str] = []
+            size = 0
+            for line in self._lines:
+                size += len(line) + 1
+                if lines and size > _BATCH:
+                    break
+                lines.append(line)
+            following = self._first + len(lines)
+            return Batch(lines, following, None if self._lines else self._code, self.name)
+
+    def _drop(self) -> None:
+        self._bytes -= len(self._lines.popleft()) + 1
+        self._first += 1
+
+
+# The temporary folder of an actor, with the files of its keeper, and what others have left behind.
+#
+# An actor holds a lock on its folder as long as its process lives. Usually it removes the folder itself; if
+# it is killed, its keeper does. If both are killed, such as with all processes of a machine, the folder is
+# left: each actor that starts removes those whose actor and keeper are gone.
+
+
+_PREFIX = "karvan-role-"
+
+
+def make_folder() -> Path:
+    """Make the folder of this process; it is locked as long as the process lives."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():  # otherwise another actor took it for an abandoned one before it was locked
+            return folder
+        os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of this user on this machine whose actor and keeper are gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if folder.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not any(keeper_lives({"folder": each}) for each in folder.glob("processes/*")):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
 
 Prepare = Callable[["Process", str, Path], "Process"]
 

@@ -20,10 +20,9 @@ from ray import exceptions
 from karvan.clock import clock
 from karvan.exit_codes import USAGE
 from karvan.launch.engines.base import Process
-from karvan.launch.engines.ray.actor import TAKE_SECONDS, Location, Started
+from karvan.launch.engines.ray.actor import TAKE_SECONDS, Batch, Location, Started
 from karvan.launch.engines.ray.cluster import RayCluster
-from karvan.launch.engines.ray.output_buffer import Batch
-from karvan.launch.engines.ray.placement.nodes import NodePlacement
+from karvan.launch.engines.ray.placement import NodePlacement
 
 _log = logging.getLogger("karvan.launch")
 

@@ -16,10 +16,26 @@ from pathlib import Path
 from karvan.job.address import is_everywhere
 from karvan.job.environment import LAUNCHED, names, variable
 from karvan.launch.engines.base import Process
-from karvan.launch.engines.ray.private_files import private_file
-from karvan.launch.network_interfaces import interface_settings
+from karvan.launch.role_environment import interface_settings
 from karvan.owner.lease import FILE, read_lease
 from karvan.owner.record import OwnerError
+from karvan.system_limits import forbid_core_dumps
+
+# Files that exist in memory alone, for secrets that have travelled to another node.
+#
+# Such a file belongs to the process that made it: others of the same user open it by a path below /proc, with
+# mode 0400. It is on no disk, and is gone with the process, also after kill -9.
+
+
+def private_file(name: str, content: bytes) -> str:
+    """Make a file; returns its path, which is valid as long as this process lives."""
+    forbid_core_dumps()
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(content)
+    os.fchmod(file, 0o400)
+    return f"/proc/{os.getpid()}/fd/{file}"
+
 
 _HOST, _ADVERTISE = variable("host"), variable("advertise")
 _CHECKPOINTS, _OWNER = variable("checkpoints"), variable("owner")

@@ -1,0 +1,261 @@
+"""A job's master as an actor of a Ray cluster: it supervises the job, so the launcher may end."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from karvan.job.address import is_everywhere
+from karvan.job.environment import variable
+from karvan.job.roles import Role
+from karvan.launch.engines.base import Needs, Process
+from karvan.launch.engines.ray.actor import (
+    GROUPS,
+    SETTINGS,
+    SUSPENDED_AT_MOST,
+    RoleActor,
+    Started,
+    location,
+    run,
+)
+from karvan.launch.engines.ray.cluster import NAMESPACE, RayCluster
+from karvan.launch.engines.ray.engine import this_machine_alone
+from karvan.launch.engines.ray.handle import RayHandle
+from karvan.launch.engines.ray.order import Order
+from karvan.launch.engines.ray.placement import NodePlacement, PlacementGroups
+from karvan.launch.run_folder import OUTCOME, RunFolder
+
+if TYPE_CHECKING:
+    from karvan.launch.engines.base import Process
+    from karvan.launch.run_folder import RunFolder
+
+
+# `MasterActor`: owns the process of a job's master, on a node of a Ray cluster.
+#
+# The actor is detached, and Ray restarts it, on another node if its own has died: it has all that it needs in
+# its `MasterOrder`, and all that the master must not lose is in the shared folder of the job
+# (`karvan/launch/run_folder.py`). It starts the master when it is created:
+#
+# **The master dies**: its keeper restarts it. **The actor dies**, or its node: the keeper kills the master,
+# Ray restarts the actor, and the master that it starts adopts the processes of the job. **The launcher
+# dies**: after `unattended` seconds without it, the master is asked to stop the job; that of a detached job
+# runs on. **The job has ended**, or its master has died too often: the actor ends for good, some seconds
+# after its launcher has heard of it, or without one.
+
+
+_CHECK_EVERY = 0.5  # seconds
+_ENDS_WITHIN = 10.0  # seconds after the end of the job
+MARK = "launched"  # a file in the shared folder
+
+
+@dataclass(frozen=True)
+class MasterOrder:
+    """A master to run.
+
+    order: its process; the command lacks the run folder. job: the content of job.json. restarts, window: how
+    often its keeper restarts it. unattended: None for a detached job. name: of the actor.
+    """
+
+    order: Order
+    job: Mapping[str, Any]
+    restarts: int
+    window: float
+    unattended: float | None
+    name: str
+    namespace: str
+
+    @property
+    def shared(self) -> Path:
+        """The folder of what the master must not lose."""
+        return Path(self.job["shared"])
+
+    def refusal(self, address: str) -> str:
+        """Why this node, which has this address, cannot run the master; "" if it can."""
+        if refusal := self.order.refusal(address):
+            return refusal
+        if (self.shared / MARK).is_file():
+            return ""
+        return (
+            "checkpoints expects a folder that all nodes see, such as one of a network file system, but node "
+            f"{address} does not see {self.shared}."
+        )
+
+    def prepare(self, process: Process, folder: str, files: Path) -> Process:
+        """Leave a run folder among the temporary files, with the job as it is on this node."""
+        spec = json.loads(json.dumps(self.job["spec"]))
+        here = process.environment
+        spec["token_file"] = here[variable("token_file")]
+        for name in ("cert", "key", "ca") if spec["tls"] is not None else ():
+            spec["tls"][name] = here.get(variable(f"tls_{name}"))
+        if self.order.network and not is_everywhere(spec["host"]):
+            spec["host"] = location().address
+        job = {**self.job, "spec": spec, "host": spec["host"]}
+        commands = {
+            role: self.order.command_on_node(command, folder)
+            for role, command in self.job["commands"].items()
+        }
+        place = RunFolder(files / "run")
+        place.path.mkdir(0o700)
+        place.write_job({**job, "commands": commands, "folder": folder})
+        return replace(process, command=(*process.command, str(place.path)))
+
+
+class MasterActor(RoleActor):
+    """Runs one master."""
+
+    def __init__(self, order: MasterOrder) -> None:
+        address = location().address
+        if refusal := order.refusal(address):
+            raise ValueError(refusal)
+        self._order = order
+        super().__init__(0.0 if order.unattended is None else order.unattended)
+        outcome = order.shared / OUTCOME
+        with self._lock:
+            if outcome.exists():
+                self._output.end(json.loads(outcome.read_bytes())["code"])
+                return
+            self._handle = run(
+                *(order.order, self._output, order.prepare),
+                ended_file=outcome,
+                restarts=order.restarts,
+                window=order.window,
+                logs=order.shared,
+            )
+
+    def find(self) -> Started:
+        """The process."""
+        with self._lock:
+            return Started(None if self._handle is None else self._handle.pid)
+
+    def _end_unattended(self) -> None:
+        wake, asked = threading.Event(), False
+        while True:
+            wake.wait(_CHECK_EVERY)
+            with self._lock:
+                handle = self._handle
+            alone, limit = self.unattended(), self._order.unattended
+            if self._suspended:
+                limit = SUSPENDED_AT_MOST
+            if self._output.ended and alone > _ENDS_WITHIN:
+                break
+            if handle is not None and limit is not None and alone > limit and not asked:
+                handle.resume()
+                handle.stop()
+                asked = True
+        with suppress(ray.exceptions.RayError, ValueError):  # so that Ray does not restart it
+            ray.kill(ray.get_actor(self._order.name, self._order.namespace))
+        os._exit(0)
+
+
+# `RayMasterEngine`: runs the master of a job as a detached actor, and follows it (`actor.py`).
+#
+# The actor is on the node of the launcher, if that is alive. A job whose shared folder only this machine
+# sees, because it has no checkpoints, has its master on this machine.
+
+
+_UNATTENDED = 20.0  # seconds without a launcher, after which a job that is not detached is stopped
+_RESTARTED_WITHIN = 300.0  # seconds; Ray notices the death of a node after a while
+_MEMORY = 1 << 20  # bytes; Ray places an actor that needs nothing on any node, whichever it should be on
+_NEEDS = {Role.MASTER: Needs(cpus=0.0)}
+
+
+class RayMasterEngine:
+    """Runs the master of one job; `write(name, line)` receives its output.
+
+    folder: the run folder on this machine. network: whether nodes reach the master over the network.
+    anywhere: whether all nodes see the shared folder of the job. restarts, window: how often the master's
+    keeper restarts it.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, str], None],
+        cluster: RayCluster,
+        folder: RunFolder,
+        *,
+        network: bool,
+        anywhere: bool,
+        detach: bool,
+        restarts: int,
+        window: float,
+    ) -> None:
+        self.write = write
+        self.cluster = cluster
+        self.placement = NodePlacement(_NEEDS, PlacementGroups("", {}, {}, {}))
+        self._folder = folder
+        self._network = network
+        self._on_machine = {} if network and anywhere else this_machine_alone()
+        self._unattended = None if detach else _UNATTENDED
+        self._restarts = restarts
+        self._window = window
+
+    def start(self, process: Process, ended: Callable[[Process, int], None]) -> MasterHandle:
+        """Start the master of the job that the run folder describes."""
+        job = self._folder.job()
+        assert job is not None
+        name = f"{self._folder.name}/{process.name}/{process.environment[variable('process')]}"
+        programs = tuple(part for command in job["commands"].values() for part in command)
+        order = MasterOrder(
+            Order.of(process, network=self._network, own_threads=True, programs=programs),
+            {**job, "address": _cluster_address()},  # "auto" may mean another cluster there
+            self._restarts,
+            self._window,
+            self._unattended,
+            name,
+            NAMESPACE,
+        )
+        (order.shared / MARK).touch(0o600)
+        return MasterHandle(self, process, name, lambda: self._create(order), ended)
+
+    def adopt(
+        self, process: Process, record: Mapping[str, Any], ended: Callable[[Process, int], None]
+    ) -> MasterHandle:
+        """Follow a master that another launcher has started."""
+        name = str(record["actor"])
+        return MasterHandle(self, process, name, lambda: ray.get_actor(name, NAMESPACE), ended)
+
+    def begin(self, actor: Any, process: Process) -> Any:
+        """The actor has started the process by itself."""
+        return actor.find.remote()
+
+    def _create(self, order: MasterOrder) -> Any:
+        here = ray.get_runtime_context().get_node_id()
+        remote = ray.remote(concurrency_groups=GROUPS)(MasterActor)
+        return remote.options(
+            name=order.name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            memory=_MEMORY,
+            resources=self._on_machine,
+            runtime_env={"env_vars": SETTINGS},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True, _spill_on_unavailable=True),
+        ).remote(order)
+
+
+class MasterHandle(RayHandle):
+    """The master on some node, which may be restarted on another one."""
+
+    survives_errors = True
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """How commands find it: the name of its actor, and the address of the cluster."""
+        return {**super().record, "address": _cluster_address()}
+
+    def _is_given_up(self, seconds: float) -> bool:
+        return seconds > _RESTARTED_WITHIN
+
+
+def _cluster_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)

@@ -1,1 +1,0 @@
-"""The master of a job as a detached actor of a Ray cluster."""

@@ -1,1 +1,0 @@
-"""Where processes run in a Ray cluster."""
