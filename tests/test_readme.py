@@ -57,7 +57,7 @@ PROGRAMS = {
     "karvan",
     "[A-Z_]+=",
     # What every Linux has.
-    *("cat", "cut", "echo", "for", "head", "kill", "mkdir", "sed", "tail", "timeout", "wc"),
+    *("cat", "cut", "echo", "for", "head", "kill", "mkdir", "sed", "tail", "timeout", "until", "wc"),
 }
 EXTENDING = [f"docs/extending/{page}.md" for page in ("reader", "optimizer", "store")]
 _COMMAND = typer.main.get_command(app)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import rich.style  # noqa: F401  its import draws from Python's generator, whose state checkpoints have
 import torch
 
 import karvan as kv
