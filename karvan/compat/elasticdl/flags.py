@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from karvan.compat.elasticdl.constants import DistributionStrategy
+from karvan.compat.elasticdl.common import DistributionStrategy
 from karvan.compat.elasticdl.contract import ContractError, FunctionNames
 
 # Of pods, images and volumes: processes of a job are those of this machine.

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
+from functools import cache, wraps
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from karvan.argument_checks import check_counts
-from karvan.compat.elasticai_api.common.data_shard_service import (
+from karvan.compat.elasticdl.data_shards import (
     DataShardService,
     RecordBatch,
     build_data_shard_service,
 )
-from karvan.compat.unsupported import UsageError
+from karvan.compat.unsupported import UsageError, require_default
+from karvan.data import Split, open_files
 from karvan.distributed import current
 from karvan.train.elastic_loop import ElasticLoop
 
@@ -170,3 +174,129 @@ def create_elastic_controller(
     require_group()
     service = build_data_shard_service(batch_size, num_epochs, dataset_size, shuffle, shuffle_shards)
     return PyTorchAllReduceController(service)
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    global_batch_num_per_step: int | None = None,
+    fixed_global_batch_size: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer itself: the controller averages its gradients over the workers that are there.
+
+    fixed_global_batch_size: a step has global_batch_num_per_step batches, by default WORKER_NUM, however
+    many workers there are; `step()` returns without a step until they are computed. backward_passes_per_step
+    and gradient_predivide_factor are for communication, and change no result.
+    """
+    require_group()
+    require_default("compression", compression, None, "gradients are sent as float32: leave it out.")
+    require_default("op", op, None, "gradients are averaged: leave it out.")
+    workers = int(os.environ.get("WORKER_NUM") or 1)
+    batches = workers if global_batch_num_per_step is None else global_batch_num_per_step
+    check_counts(1, backward_passes_per_step=backward_passes_per_step, global_batch_num_per_step=batches)
+    if fixed_global_batch_size:
+        if batches < workers:
+            raise UsageError(
+                f"A step needs a batch of every worker: expected global_batch_num_per_step of at least "
+                f"{workers}, the number of workers, got {batches}."
+            )
+        setattr(optimizer, GLOBAL_BATCHES, batches)
+    if named_parameters is not None:
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if own != {id(parameter) for _, parameter in named_parameters}:
+            raise UsageError(
+                "DistributedOptimizer expects the named parameters of its optimizer, got others."
+            )
+    return optimizer
+
+
+class ElasticDataset(torch.utils.data.IterableDataset[Any]):
+    """Batches of a data set's samples, shard by shard: `for batch in DataLoader(data, batch_size=None)`.
+
+    Report each batch by `service.report_batch_done(len(labels))` before the next one. A batch has records of
+    one shard; the last one of a shard may be short.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        data_shard_service: DataShardService,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self._dataset = dataset
+        self._service = data_shard_service
+        self._collate = collate_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self._service.batch_size
+        while (shard := self._service.fetch_shard()) is not None:
+            numbers = shard.numbers()
+            for first in range(0, len(numbers), size):
+                yield self._collate([self._dataset[number] for number in numbers[first : first + size]])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ElasticImageFolder":
+        return _image_folder()
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+@cache
+def _image_folder() -> type:
+    """The class, which needs torchvision."""
+    from torchvision.datasets import ImageFolder
+
+    class ElasticImageFolder(ImageFolder):  # type: ignore[misc]
+        """torchvision's ImageFolder; after `set_data_shard_service` its samples are those of records."""
+
+        _data_shard_service: DataShardService | None = None
+
+        def set_data_shard_service(self, data_shard_service: DataShardService) -> None:
+            """Give the samples of the records that this service leases, whatever index is asked for."""
+            self._data_shard_service = data_shard_service
+
+        def __len__(self) -> int:
+            return len(self.samples) if self._data_shard_service is None else sys.maxsize
+
+        def __getitem__(self, index: int) -> Any:
+            service = self._data_shard_service
+            return super().__getitem__(index if service is None else service.fetch_record_index())
+
+    return ElasticImageFolder
+
+
+class RecordBlock(NamedTuple):
+    """The records of a file: from `start` to `end`, counted over all files."""
+
+    name: str
+    start: int
+    end: int
+
+
+class RecordIOReader:
+    """Reads records of files, whose numbers begin where those of the file before end."""
+
+    def __init__(self, recordio_files: Sequence[str]) -> None:
+        if isinstance(recordio_files, str):
+            raise UsageError(f"RecordIOReader expects a list of files, got the text '{recordio_files}'.")
+        self._sources = [
+            open_files(name, "recordio", partitions=False, content="bytes") for name in recordio_files
+        ]
+        counts = [sum(part.records for part in source.parts()) for source in self._sources]
+        bounds = pairwise(accumulate(counts, initial=0))
+        self._blocks = [
+            RecordBlock(str(name), *each) for name, each in zip(recordio_files, bounds, strict=True)
+        ]
+
+    def read_records(self, start: int, end: int) -> Iterator[bytes]:
+        """The records from `start` to `end`."""
+        for block, source in zip(self._blocks, self._sources, strict=True):
+            first, last = max(start, block.start), min(end, block.end)
+            if first < last:
+                (part,) = source.parts()
+                for batch in source.read(Split(part.path, first - block.start, last - first)):
+                    yield from batch.column(0).to_pylist()

@@ -1,17 +1,46 @@
-"""`Embedding`: vectors of ids of any number, whose rows are on the parameter servers of a job."""
+"""`Embedding`: vectors of ids of any number, whose rows are on the parameter servers of a job.
+
+`initialiser_of` has their initialisers by the names that Keras gives them, and `row_optimizer` gives rows the
+optimizer of a model's dense parameters.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from karvan.argument_checks import listed
 from karvan.batch_slicing import values_of
-from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.python.elasticdl.layers.initializers import initialiser_of
-from karvan.compat.elasticdl.python.elasticdl.layers.table_names import table_name
+from karvan.compat.elasticdl.contract import ContractError, table_name
 from karvan.compat.unsupported import require_default
-from karvan.embedding import EmbeddingEngine, Table, init
+from karvan.embedding import EmbeddingEngine, Table, init, optim
+from karvan.embedding.optim.base import SparseOptimizer
 from karvan.ragged import Ragged
+
+_NAMES: dict[str, init.Initialiser] = {
+    "uniform": init.Uniform(-0.05, 0.05),
+    "random_uniform": init.Uniform(-0.05, 0.05),
+    "normal": init.Normal(0.0, 0.05),
+    "random_normal": init.Normal(0.0, 0.05),
+    "truncated_normal": init.TruncatedNormal(0.0, 0.05),
+    "zeros": init.Constant(0.0),
+    "ones": init.Constant(1.0),
+}
+
+
+def initialiser_of(given: init.Initialiser | str) -> init.Initialiser:
+    """An initialiser of kv.init, as it is or by a name."""
+    if isinstance(given, init.Initialiser):
+        return given
+    if given not in _NAMES:
+        raise ContractError(
+            f"There is no initialiser {given!r}. Expected one of kv.init, or a name: "
+            f"{listed(str(given), _NAMES)}"
+        )
+    return _NAMES[given]
+
 
 _IDS = "ids of an Embedding"  # no column of a batch, which would be looked up in advance, has this name
 
@@ -95,3 +124,46 @@ class Embedding(nn.Module):
                     f"Embedding '{self.name}' expects ids from 0 to {self._limit - 1}, as input_dim says, "
                     f"got {low if low < 0 else high}."
                 )
+
+
+# The optimizer of rows, the options that both have, and the only values of options that rows do not have.
+_KINDS: dict[type, tuple[type[SparseOptimizer], tuple[str, ...], dict[str, Any]]] = {
+    torch.optim.SGD: (
+        optim.SGD,
+        ("lr", "momentum", "weight_decay", "nesterov"),
+        {"dampening": 0, "maximize": False},
+    ),
+    torch.optim.Adam: (
+        optim.Adam,
+        ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+        {"maximize": False, "decoupled_weight_decay": False},
+    ),
+    torch.optim.AdamW: (
+        optim.AdamW,
+        ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+        {"maximize": False},
+    ),
+    torch.optim.Adagrad: (
+        optim.Adagrad,
+        ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay"),
+        {"maximize": False},
+    ),
+}
+
+
+def row_optimizer(dense: torch.optim.Optimizer) -> SparseOptimizer:
+    """The same optimizer for rows, with the same options; an error if rows have none like it."""
+    kind = type(dense)
+    if kind not in _KINDS:
+        raise ContractError(
+            f"Rows of embedding layers are trained by the model's optimizer, one of "
+            f"{', '.join(each.__name__ for each in _KINDS)}, got {kind.__name__}."
+        )
+    make, shared, fixed = _KINDS[kind]
+    for name, value in fixed.items():
+        if dense.defaults.get(name, value) != value:
+            raise ContractError(
+                f"Rows of embedding layers have no {name} in {kind.__name__}: expected {value}, got "
+                f"{dense.defaults[name]}."
+            )
+    return make(**{name: dense.defaults[name] for name in shared})
