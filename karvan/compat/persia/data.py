@@ -10,12 +10,16 @@ from typing import Any
 from karvan import distributed
 from karvan.argument_checks import check_counts
 from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
-from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
-from karvan.compat.persia.bridge.connection import join_job, wait_for_roles
-from karvan.compat.persia.bridge.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
-from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
-from karvan.compat.persia.embedding.data import PersiaBatch
-from karvan.compat.persia.prelude import PersiaBatchDataSender, PyPersiaBatchData
+from karvan.compat.persia.batches import (
+    PersiaBatch,
+    PersiaBatchDataSender,
+    PersiaTrainingBatch,
+    PyPersiaBatchData,
+    local_batch,
+)
+from karvan.compat.persia.config import Tuning, unsupported, warn_of_tuning
+from karvan.compat.persia.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.env import join_job, wait_for_roles
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 

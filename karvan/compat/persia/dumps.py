@@ -6,7 +6,7 @@ import ast
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,57 @@ from karvan import distributed
 from karvan.checkpoint import CheckpointError, Checkpoints, Pending, find
 from karvan.checkpoint.format.atomic_folder import try_writing
 from karvan.checkpoint.object_store.files import upload
-from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
-from karvan.compat.persia.bridge.global_config import read_global_config
-from karvan.compat.persia.bridge.joint_calls import JointCalls
+from karvan.compat.persia.config import read_global_config
+from karvan.compat.persia.embedding import EmbeddedModel
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import address_of, local_path
 from karvan.train import TrainContext
+
+Call = dict[str, Any]  # the name of a method, and its arguments
+
+
+class JointCalls:
+    """Calls methods by name on all trainers, if one of them asks for it."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., None]]) -> None:
+        self._methods = methods
+
+    def make(self, method: str, **arguments: Any) -> None:
+        """Have all trainers call a method, this one included; arguments are JSON values."""
+        call = {"method": method, "arguments": arguments}
+        channel = distributed.current().main
+        self._make(call if channel.world_size == 1 else self._agree(call))
+
+    def join(self) -> None:
+        """Make the calls that other trainers ask for; all trainers come here equally often."""
+        channel = distributed.current().main
+        while channel.world_size > 1 and (call := self._agree(None)) is not None:
+            self._make(call)
+
+    def _make(self, call: Call | None) -> None:
+        assert call is not None
+        self._methods[call["method"]](**call["arguments"])
+
+    def _agree(self, mine: Call | None) -> Call | None:
+        """The call that trainers ask for; None if there is none. A collective."""
+        channel = distributed.current().main
+        if not int(channel.sum(torch.tensor([int(mine is not None)]))[0]):
+            return None
+        asked = {rank: call for rank, call in enumerate(channel.gather_json(mine)) if call is not None}
+        first: Call = next(iter(asked.values()))
+        if any(call != first for call in asked.values()):
+            shown = ", ".join(f"{_shown(call)} of rank {rank}" for rank, call in asked.items())
+            raise RuntimeError(
+                f"Trainers ask for different calls at the same time: {shown}. Expected all trainers to make "
+                "these calls, or one of them to make a call before another batch is trained."
+            )
+        return first
+
+
+def _shown(call: Call) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+    return f"{call['method']}({arguments})"
+
 
 _CALLS = ("dump_checkpoint", "dump_embedding")
 _PURE = {"os.environ.get", "os.getenv", "os.path.join", "os.path.abspath", "os.fspath", "str", "Path"}

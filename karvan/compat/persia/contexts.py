@@ -23,23 +23,28 @@ from karvan.cluster.loader.context import LoaderContext
 from karvan.cluster.loader_stream.stream import LoaderStream
 from karvan.cluster.task_stream.loaded_data import LoadedData
 from karvan.compat.cuda_fallback import device_of
-from karvan.compat.persia.bridge.batch_layout import (
+from karvan.compat.persia.batches import (
+    PersiaBatch,
     PersiaTrainingBatch,
+    PyPersiaBatchData,
     columns_of,
     local_batch,
     meta_of,
     no_ids,
 )
-from karvan.compat.persia.bridge.connection import connect, join_job, wait_for_roles
-from karvan.compat.persia.bridge.dumps import Dumps, content_of, write_file
-from karvan.compat.persia.bridge.embedded_model import EmbeddedModel, config_of_rows
-from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
-from karvan.compat.persia.bridge.embedding_config import Slots, read_slots
-from karvan.compat.persia.bridge.global_config import read_global_config
-from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
-from karvan.compat.persia.embedding import EmbeddingConfig
-from karvan.compat.persia.embedding.data import PersiaBatch
-from karvan.compat.persia.prelude import PyPersiaBatchData
+from karvan.compat.persia.config import (
+    EMBEDDING_CONFIG,
+    EmbeddingConfig,
+    Slots,
+    Tuning,
+    read_global_config,
+    read_slots,
+    unsupported,
+    warn_of_tuning,
+)
+from karvan.compat.persia.dumps import Dumps, content_of, write_file
+from karvan.compat.persia.embedding import EmbeddedModel, config_of_rows
+from karvan.compat.persia.env import connect, join_job, wait_for_roles
 from karvan.compat.programs import program_error
 from karvan.job.checkpoint_url import local_path
 from karvan.job.roles import Role
