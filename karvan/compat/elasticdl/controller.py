@@ -20,11 +20,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from karvan.argument_checks import check_counts
-from karvan.compat.elasticdl.data_shards import (
-    DataShardService,
-    RecordBatch,
-    build_data_shard_service,
-)
+from karvan.compat.elasticdl.data_shards import DataShardService, RecordBatch, build_data_shard_service
 from karvan.compat.unsupported import UsageError, require_default
 from karvan.data import Split, open_files
 from karvan.distributed import current

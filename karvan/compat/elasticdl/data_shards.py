@@ -542,40 +542,13 @@ class RecordIndexService(DataShardService):
         dataset_name: str | None = None,
         **options: Any,
     ) -> None:
+        size = num_minibatches_per_shard
         super().__init__(
-            batch_size,
-            num_epochs,
-            dataset_size,
-            shuffle,
-            False,
-            task_type,
-            num_minibatches_per_shard,
-            dataset_name,
-            **options,
+            batch_size, num_epochs, dataset_size, shuffle, False, task_type, size, dataset_name, **options
         )
 
 
-def build_data_shard_service(
-    batch_size: int,
-    num_epochs: int | None = None,
-    dataset_size: int | None = None,
-    shuffle: bool = False,
-    shuffle_shards: bool = False,
-    task_type: str = TaskType.TRAINING,
-    num_minibatches_per_shard: int = 0,
-    dataset_name: str | None = None,
-) -> DataShardService:
-    """Make a `DataShardService`, which describes the arguments."""
-    return DataShardService(
-        batch_size,
-        num_epochs,
-        dataset_size,
-        shuffle,
-        shuffle_shards,
-        task_type,
-        num_minibatches_per_shard,
-        dataset_name,
-    )
+build_data_shard_service = DataShardService
 
 
 def _master(given: str | None) -> str | MasterAddress:

@@ -138,11 +138,7 @@ _KINDS: dict[type, tuple[type[SparseOptimizer], tuple[str, ...], dict[str, Any]]
         ("lr", "betas", "eps", "weight_decay", "amsgrad"),
         {"maximize": False, "decoupled_weight_decay": False},
     ),
-    torch.optim.AdamW: (
-        optim.AdamW,
-        ("lr", "betas", "eps", "weight_decay", "amsgrad"),
-        {"maximize": False},
-    ),
+    torch.optim.AdamW: (optim.AdamW, ("lr", "betas", "eps", "weight_decay", "amsgrad"), {"maximize": False}),
     torch.optim.Adagrad: (
         optim.Adagrad,
         ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay"),

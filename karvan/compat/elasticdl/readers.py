@@ -50,9 +50,7 @@ from karvan.ragged import Batch, Entry, NestedRagged, Ragged
 from karvan.train.pair import as_batch
 
 RECORD = "record"
-"""The only column of records that are packed as bytes."""
-
-PACKED = pa.schema([(RECORD, pa.binary())])
+"""The only column of records that are bytes."""
 
 _TYPES = {
     Mode.TRAINING: TaskType.TRAINING,
@@ -117,7 +115,7 @@ class AbstractDataReader(ABC):
 class ReaderSource:
     """The shards of a reader as a `karvan.data.Source` with a column of records."""
 
-    schema = PACKED
+    schema = pa.schema([(RECORD, pa.binary())])
 
     def __init__(self, reader: Any, mode: str) -> None:
         self._reader = reader
@@ -186,7 +184,7 @@ def open_data(
         return OpenData(ReaderSource(reader, mode), {}, metadata, _unpacked)
     if is_table(origin, params):
         table = open_table(origin, params)
-        return OpenData(table, {}, Metadata(table.names), _unpacked)
+        return OpenData(table, {}, Metadata(table.names), _rows_of(table.names))
     known = {"reader_type", "sep", "columns"}
     if unknown := sorted(set(params) - known):
         raise ContractError(f"--data_reader_params expects {', '.join(sorted(known))}, got {unknown[0]}.")
@@ -220,13 +218,18 @@ def _open_csv(origin: str, sep: str | None, columns: Any) -> OpenData:
     given: dict[str, Any] = {} if sep is None else {"delimiter": sep}
     chosen = list(columns or open_files(origin, "csv", partitions=False, **given).schema.names)
     options = {**given, "schema": dict.fromkeys(chosen, "string"), "nulls": []}
+    reads = {"format": "csv", "options": options, "columns": chosen}
+    return OpenData(origin, reads, Metadata(chosen), _rows_of(chosen))
+
+
+def _rows_of(names: Sequence[str]) -> Callable[[Batch], list[Any]]:
+    """What gives the records of a batch of texts: for each the texts of these columns."""
 
     def records_of(batch: Batch) -> list[Any]:
-        cells = [[text.decode() for text in _texts(batch[name])] for name in chosen]
+        cells = [[text.decode() for text in _texts(batch[name])] for name in names]
         return [list(row) for row in zip(*cells, strict=True)]
 
-    reads = {"format": "csv", "options": options, "columns": chosen}
-    return OpenData(origin, reads, Metadata(chosen), records_of)
+    return records_of
 
 
 def _is_text(origin: str) -> bool:
@@ -338,14 +341,17 @@ def _url(origin: str, partition: Any) -> str:
 
 
 class TableRecords(Source):
-    """A `karvan.data.Source` of a table's records, packed: lists of texts, in the order of the columns."""
-
-    schema = PACKED
+    """A `karvan.data.Source` of a table's records: the texts of the values of its columns."""
 
     def __init__(self, url: str, columns: Sequence[str] | None) -> None:
         self._table = MaxComputeSource(parse_tables(url), columns, partitions=False)
         self.outages = self._table.outages
         self.names: list[str] = retrying(lambda: self._table.schema.names, Patience(RETRY_SECONDS))
+
+    @property
+    @override
+    def schema(self) -> pa.Schema:
+        return pa.schema([(name, pa.string()) for name in self.names])
 
     @override
     def parts(self) -> list[Part]:
@@ -354,9 +360,8 @@ class TableRecords(Source):
     @override
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         for batch in self._table.read(split):
-            columns = [map(str, column.to_pylist()) for column in batch.columns]
-            packed = [pickle.dumps(list(record)) for record in zip(*columns, strict=True)]
-            yield pa.record_batch([pa.array(packed, pa.binary())], schema=self.schema)
+            columns = [pa.array(map(str, column.to_pylist()), pa.string()) for column in batch.columns]
+            yield pa.record_batch(columns, schema=self.schema)
 
     def fingerprint(self) -> str:
         """What changes when the table does."""

@@ -17,11 +17,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from karvan import distributed
 from karvan.checkpoint import is_imported
 from karvan.checkpoint.object_store.files import read_bytes
 from karvan.cluster.loader.context import LoaderContext
-from karvan.cluster.loader_stream.stream import LoaderStream
-from karvan.cluster.task_stream.loaded_data import LoadedData
+from karvan.cluster.loader_stream.stream import LoaderStream, from_loaders
 from karvan.compat.cuda_fallback import device_of
 from karvan.compat.persia.batches import (
     PersiaBatch,
@@ -271,8 +271,13 @@ class EmbeddingCtx(BaseCtx):
         for batch in context.loader(data):
             yield PersiaTrainingBatch(batch)
 
-    def stream(self, data: LoaderStream | LoadedData) -> LoaderStream:
-        """The batches of loaders, which this context leaves at its end, so that they can end."""
+    def stream(self, **options: Any) -> LoaderStream:
+        """The batches of loaders, which this context leaves at its end, so that they can end.
+
+        options: of `from_loaders`.
+        """
+        ids = None if distributed.current().workers is None else list(self.slots.slots_config)
+        data = from_loaders(ids=ids, **options)
         if not isinstance(data, LoaderStream):
             raise unsupported("A job with sharding: dynamic", "use sharding: static.")
         self._stack.callback(data.close)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from karvan import distributed
-from karvan.cluster.loader_stream.stream import from_loaders
 from karvan.compat.persia.batches import PersiaTrainingBatch, non_ids_of
 from karvan.compat.persia.config import EmbeddingConfig, Tuning, unsupported, warn_of_tuning
 from karvan.compat.persia.contexts import (
@@ -327,10 +326,8 @@ class FirstTrainCtx(EmbeddingCtx):
         if self._checkpoint is not None:
             self.load_embedding(self._checkpoint)
             self._checkpoint = None
-        workers = distributed.current().workers
         wait_for_roles(Role.LOADER)
-        ids = None if workers is None else list(self.slots.slots_config)
-        for batch in self.stream(from_loaders(prefetch=self._queue, ids=ids)):
+        for batch in self.stream(prefetch=self._queue):
             yield PersiaTrainingBatch(batch)
 
     def prepare_features(self, batch: PersiaTrainingBatch) -> Any:

@@ -46,11 +46,7 @@ class SGD(Optimizer):
     @override
     def native(self, weight_bound: float | None) -> SparseOptimizer:
         return persia.sgd(
-            None,
-            self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            weight_bound=weight_bound,
+            None, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, weight_bound=weight_bound
         )
 
 
