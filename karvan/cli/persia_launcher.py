@@ -19,13 +19,15 @@ from typing import NoReturn
 import typer
 
 from karvan.cli.main import main as run_command
-from karvan.compat.persia.bridge.connection import join_job, wait_for_roles
-from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
-from karvan.compat.persia.bridge.embedding_config import publish_slots, read_slots
-from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
-from karvan.compat.persia.bridge.global_config import read_global_config
-from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE
-from karvan.compat.persia.logger import log_level
+from karvan.compat.persia.config import (
+    EMBEDDING_CONFIG,
+    GLOBAL_CONFIG,
+    publish_slots,
+    read_global_config,
+    read_slots,
+)
+from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, wait_for_roles
+from karvan.compat.persia.utils import log_level
 from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role

@@ -18,17 +18,19 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import karvan as kv
-from karvan.compat.elasticai_api.common.data_shard_service import (
+from karvan.compat.elasticai_api.proto import elasticai_api_pb2
+from karvan.compat.elasticdl.common import TaskType
+from karvan.compat.elasticdl.controller import (
+    DistributedOptimizer,
+    ElasticDataset,
+    RecordIOReader,
+    create_elastic_controller,
+)
+from karvan.compat.elasticdl.data_shards import (
     DataShardService,
     RecordIndexService,
     build_data_shard_service,
 )
-from karvan.compat.elasticai_api.io.recordio_reader import RecordIOReader
-from karvan.compat.elasticai_api.proto import elasticai_api_pb2
-from karvan.compat.elasticai_api.pytorch.controller import create_elastic_controller
-from karvan.compat.elasticai_api.pytorch.dataset import ElasticDataset
-from karvan.compat.elasticai_api.pytorch.optimizer import DistributedOptimizer
-from karvan.compat.elasticdl.constants import TaskType
 from karvan.compat.imports import SYSTEMS, import_aliases
 from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.wire import Server
@@ -414,7 +416,7 @@ def test_an_image_folder_gives_the_samples_of_leased_records(tmp_path, monkeypat
         "        return self.samples[index]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from karvan.compat.elasticai_api.pytorch.dataset import ElasticImageFolder
+    from karvan.compat.elasticdl.controller import ElasticImageFolder
 
     images = ElasticImageFolder("digits")
     assert (len(images), images[4]) == (10, ("digits/4.png", 1))

@@ -15,9 +15,8 @@ from support_paths import support_path
 import karvan as kv
 from karvan.compat.elasticdl.callbacks import LearningRateScheduler
 from karvan.compat.elasticdl.contract import ContractError, ModelContract
-from karvan.compat.elasticdl.feed_step import FeedStep, numbers_of
 from karvan.compat.elasticdl.flags import environment_of, parse
-from karvan.compat.elasticdl.readers import open_data, parse_params
+from karvan.compat.elasticdl.readers import FeedStep, numbers_of, open_data, parse_params
 from karvan.compat.imports import SYSTEMS, import_aliases
 
 

@@ -9,8 +9,7 @@ import torch
 from elasticdl_zoo import LOCAL, elasticdl, own_modules, zoo_of
 
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.feed_step import FeedStep
-from karvan.compat.elasticdl.readers import open_data
+from karvan.compat.elasticdl.readers import FeedStep, open_data
 
 # Importing it takes seconds, which processes that run other tests need not spend.
 pytestmark = pytest.mark.skipif(find_spec("odps") is None, reason="needs pyodps")

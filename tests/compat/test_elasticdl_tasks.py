@@ -12,7 +12,7 @@ import torch
 from elasticdl_zoo import LOCAL, csv_of, elasticdl, own_modules, zoo_of
 
 import karvan as kv
-from karvan.compat.elasticai_api.common.data_shard_service import build_data_shard_service
+from karvan.compat.elasticdl.data_shards import build_data_shard_service
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService

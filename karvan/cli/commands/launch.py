@@ -163,12 +163,11 @@ def follow(
 
 def _with_its_configuration(spec: JobSpec) -> JobSpec:
     """A job of PERSIA with the limits of its global_config.yml; a wrong file is an error before it starts."""
-    from karvan.compat.persia.bridge.embedding_config import VARIABLE, read_slots
-    from karvan.compat.persia.bridge.global_config import with_global_config
+    from karvan.compat.persia.config import EMBEDDING_CONFIG, read_slots, with_global_config
     from karvan.compat.unsupported import UnsupportedError
 
     try:
-        read_slots(spec.roles.trainers.env.get(VARIABLE))
+        read_slots(spec.roles.trainers.env.get(EMBEDDING_CONFIG))
         return with_global_config(spec)
     except UnsupportedError as error:
         raise CommandError(str(error)) from error

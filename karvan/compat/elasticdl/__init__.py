@@ -5,7 +5,7 @@
 """
 
 from karvan.compat.elasticdl.callbacks import LearningRateScheduler, MaxStepsStopping, SavedModelExporter
-from karvan.compat.elasticdl.constants import DistributionStrategy, Mode, TaskType
+from karvan.compat.elasticdl.common import DistributionStrategy, Mode, TaskType
 from karvan.compat.elasticdl.ps_client import PSClient
 from karvan.compat.elasticdl.readers import AbstractDataReader, Metadata, Task
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,31 @@ import torch
 from torch import nn
 
 from karvan.argument_checks import listed
-from karvan.compat.elasticdl.python.elasticdl.layers.table_names import new_model
 from karvan.compat.unsupported import UsageError
+
+_counts: Counter[str] = Counter()
+
+
+def table_name(kind: str, given: str | None) -> str:
+    """The name that was given, or that of the kind with the number of layers before."""
+    if given is not None:
+        return given
+    number = _counts[kind]
+    _counts[kind] += 1
+    return f"{kind}_{number}" if number else kind
+
+
+@contextmanager
+def new_model() -> Iterator[None]:
+    """Within it numbers begin at 0, so that a model has the same names whenever it is made."""
+    before = _counts.copy()
+    _counts.clear()
+    try:
+        yield
+    finally:
+        _counts.clear()
+        _counts.update(before)
+
 
 _OF_THE_MODEL = ("model", "net", "module")
 _OF_PARAMETERS = ("parameters", "params")
@@ -180,3 +206,11 @@ def _import(zoo: Path, module: str) -> Any:
             del sys.modules[name]  # of another model zoo
     importlib.invalidate_caches()
     return importlib.import_module(module)
+
+
+class BasePredictionOutputsProcessor(ABC):
+    """What `predict` calls with the predictions of every batch."""
+
+    @abstractmethod
+    def process(self, predictions: Any, worker_id: int) -> None:
+        """Take predictions, a tensor or several by name, on the CPU."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from karvan.compat.elasticdl.constants import DistributionStrategy
+from karvan.compat.elasticdl.common import DistributionStrategy
 from karvan.compat.elasticdl.contract import ContractError, FunctionNames
 
 # Of pods, images and volumes: processes of a job are those of this machine.
@@ -51,15 +51,8 @@ _REFUSED = {
 }
 # Of models that the commands train, which a program of --job_command does not get.
 _OF_THE_PROGRAM = (
-    *(
-        "training_data",
-        "validation_data",
-        "minibatch_size",
-        "model_zoo",
-        "model_def",
-        "num_ps_pods",
-        "log_level",
-    ),
+    *("training_data", "validation_data", "minibatch_size", "model_zoo", "model_def", "num_ps_pods"),
+    "log_level",
     *("checkpoint_dir", "checkpoint_steps", "keep_checkpoint_max", "output", "data_reader_params"),
 )
 _NO_PODS = "the job runs in processes of this machine, without pods and images"
@@ -71,11 +64,7 @@ _SWITCHES = (  # the value may be left out
 _DEFAULTS: Mapping[str, Any] = {"num_workers": 2, "num_ps_pods": 1, "job_name": "elasticdl"}
 _INITIAL = ("--checkpoint_dir_for_init", "--checkpoint_filename_for_init")  # the second is its former name
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_STRATEGIES = (
-    DistributionStrategy.LOCAL,
-    DistributionStrategy.PARAMETER_SERVER,
-    DistributionStrategy.ALLREDUCE,
-)
+_STRATEGIES = tuple(text for name, text in vars(DistributionStrategy).items() if name.isupper())
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -196,16 +185,8 @@ def _of_pods(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def function_names(flags: argparse.Namespace) -> FunctionNames:
     """What the parts of the contract are called."""
-    processor = getattr(flags, "prediction_outputs_processor", FunctionNames.prediction_outputs_processor)
-    return FunctionNames(
-        feed=flags.feed,
-        loss=flags.loss,
-        optimizer=flags.optimizer,
-        eval_metrics_fn=flags.eval_metrics_fn,
-        callbacks=flags.callbacks,
-        custom_data_reader=flags.custom_data_reader,
-        prediction_outputs_processor=processor,
-    )
+    usual = vars(FunctionNames())
+    return FunctionNames(**{name: getattr(flags, name, usual[name]) for name in usual})
 
 
 def environment_of(text: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.python.elasticdl.layers.initializers import initialiser_of
+from karvan.compat.elasticdl.layers import initialiser_of
 from karvan.compat.unsupported import UnsupportedError
 from karvan.dense.client import owner_of_parameter, split_state
 from karvan.dense.optimizer_spec import describe
@@ -414,3 +414,8 @@ def _ids(values: Any) -> Tensor:
             f"Embedding ids must be whole numbers in a list, got {tuple(ids.shape)} {ids.dtype}."
         )
     return ids.to(torch.int64)
+
+
+def build_channel(addr: str) -> str:
+    """The address, for `PSClient([build_channel(addr)])`."""
+    return addr

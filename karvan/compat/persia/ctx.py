@@ -5,21 +5,23 @@
 | `DataCtx` | `kv.LoaderContext` |
 | `TrainCtx` | `kv.TrainContext` of the net together with its tables |
 | `EmbeddingCtx`, `eval_ctx()` | `kv.EvalContext`, that of the enclosing `TrainCtx` if there is one |
-| `TrainCtx(sparse_optimizer=…)` | the first generation's: see `first_generation.py` |
+| `TrainCtx(sparse_optimizer=…)` | the first generation's: see `FirstTrainCtx` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch
-from karvan.compat.persia.bridge.connection import connect
-from karvan.compat.persia.bridge.contexts import (
+from karvan import distributed
+from karvan.compat.persia.batches import PersiaTrainingBatch, non_ids_of
+from karvan.compat.persia.config import EmbeddingConfig, Tuning, unsupported, warn_of_tuning
+from karvan.compat.persia.contexts import (
     THREADS,
     BaseCtx,
     DataCtx,
@@ -29,15 +31,15 @@ from karvan.compat.persia.bridge.contexts import (
     check_filenames,
     cnt_ctx,
 )
-from karvan.compat.persia.bridge.contexts import prepare_feature as _prepare_feature
-from karvan.compat.persia.bridge.embedded_model import EmbeddedModel
-from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
-from karvan.compat.persia.distributed import DistributedBaseOption, get_default_distributed_option
-from karvan.compat.persia.embedding import EmbeddingConfig
-from karvan.compat.persia.embedding.optim import Optimizer
-from karvan.compat.persia.env import get_rank, get_world_size
-from karvan.compat.persia.first_generation import FirstTrainCtx
+from karvan.compat.persia.contexts import prepare_feature as _prepare_feature
+from karvan.compat.persia.embedding import EmbeddedModel, Optimizer
+from karvan.compat.persia.env import connect, get_rank, get_world_size, wait_for_roles
+from karvan.dense.communication import DenseReduce
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.job.roles import Role
+from karvan.presets import persia
 from karvan.train import EvalContext, TrainContext
+from karvan.train.step.device_placement import device_of
 
 __all__ = [
     "BaseCtx",
@@ -255,3 +257,203 @@ def init_backend(
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+_LISTENS = "trainers ask for their batches, and listen at no port."
+
+
+class FirstTrainCtx(EmbeddingCtx):
+    """Trains rows; the net, its optimizer and the scale of the loss are the program's.
+
+        scaler.scale(loss).backward()
+        finite = ctx.on_after_backward(scaler.get_scale(), batch_idx)
+        scaler.step(dense_optimizer)
+
+    The rows' gradients wait in Karvan's engine from the backward on; `on_after_backward` has the optimizer of
+    the rows apply them.
+
+    grad_scaler: the program's, if it scales its loss. data_queue_size: batches requested in advance.
+    """
+
+    def __init__(
+        self,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        emb_initialization: tuple[float, float] = persia.INITIAL_RANGE,
+        admit_probability: float = 1.0,
+        sparse_optimizer: Optimizer | None = None,
+        weight_bound: float = persia.WEIGHT_BOUND,
+        *,
+        port: int | None = None,
+        data_queue_size: int = 10,
+        device_id: int | None = None,
+        embedding_checkpoint: str | None = None,
+    ) -> None:
+        if not isinstance(sparse_optimizer, Optimizer):
+            raise TypeError(
+                "TrainCtx expects a sparse_optimizer of persia.sparse.optim, "
+                f"got {type(sparse_optimizer).__name__}."
+            )
+        warn_of_tuning(Tuning("port", port, None, _LISTENS))
+        super().__init__(
+            PreprocessMode.TRAIN,
+            None,
+            EmbeddingConfig(emb_initialization, admit_probability, weight_bound),
+            device_id=device_id,
+        )
+        self._scaler = grad_scaler
+        self._rows = sparse_optimizer
+        self._optimizer: SparseOptimizer | None = None
+        self._queue = data_queue_size
+        self._checkpoint = embedding_checkpoint
+
+    def _open(self, staleness: int | None, prefetch: int) -> tuple[Any, EmbeddedModel]:
+        connect(staleness)
+        if distributed.current().world_size > 1:
+            raise unsupported(
+                "TrainCtx of the first generation with several trainers",
+                "pass model, embedding_optimizer and dense_optimizer, as the second generation does.",
+            )
+        config = self.embedding_config
+        embedded = EmbeddedModel(nn.Identity(), self.slots, config, called=False)
+        self._optimizer = self._rows.native(config.bound)
+        self._optimizer.attach(embedded)
+        embedded.train()
+        return nullcontext(embedded), embedded
+
+    def data_loader(self) -> Iterator[PersiaTrainingBatch]:
+        """The batches that the job's loaders send; one epoch."""
+        self.open(1)
+        if self._checkpoint is not None:
+            self.load_embedding(self._checkpoint)
+            self._checkpoint = None
+        wait_for_roles(Role.LOADER)
+        for batch in self.stream(prefetch=self._queue):
+            yield PersiaTrainingBatch(batch)
+
+    def prepare_features(self, batch: PersiaTrainingBatch) -> Any:
+        """((numbers, vectors), target) of a batch; several targets are a list."""
+        _, embedded = self.open(1)
+        engine = embedded.embeddings
+        engine.gradient_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        with embedded.features_only():
+            _, vectors = embedded(batch.columns)
+        device = self.device or device_of(embedded)
+        targets = batch.labels(device)
+        dense = [each.to(device) for each in non_ids_of(batch.columns)]
+        sparse = [each.to(device) for each in vectors]
+        return (dense, sparse), targets[0] if len(targets) == 1 else targets
+
+    def on_after_backward(self, loss_scale: float, batch_idx: int, emb_grad_check_interval: int = 20) -> bool:
+        """Apply the rows' gradients, divided by the scale of the loss; False if some are not finite.
+
+        Then the slots that have them are skipped; all are if the loss is scaled, because a scaler skips the
+        dense step as well. Gradients are checked for every batch.
+        """
+        if batch_idx < 0 or emb_grad_check_interval < 1:
+            raise ValueError(
+                "on_after_backward expects a batch_idx from 0 on and an interval from 1 on, "
+                f"got {batch_idx} and {emb_grad_check_interval}."
+            )
+        _, embedded = self.open(1)
+        used = embedded.embeddings.gradient_scale
+        if loss_scale != used:
+            raise ValueError(
+                f"on_after_backward expects the scale that the loss had when its features were prepared, "
+                f"{used}, got {loss_scale}: pass the scaler to TrainCtx(grad_scaler=…), and update it after "
+                "on_after_backward."
+            )
+        assert self._optimizer is not None
+        finite = self._optimizer.gradients_finite()
+        if finite or self._scaler is None:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return finite
+
+    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[Tensor] | None]:
+        """The second generation's."""
+        raise unsupported("forward of the first generation", "use prepare_features, and call the model.")
+
+    def backward(self, loss: Tensor, embedding_gradient_check_frequency: int = 20) -> Tensor:
+        """The second generation's."""
+        raise unsupported("backward of the first generation", "use on_after_backward.")
+
+
+_BACKENDS = ("nccl", "gloo")
+_METHODS = ("tcp", "file")
+_MEETING = "trainers meet through the registry of their job, or as torchrun says."
+_DENSE_REDUCES: dict[str, DenseReduce] = {"gradient_allreduce": "mean"}
+_NEIGHBOURS = "trainers average with some neighbours; the nearest is kv.TrainContext(average_every=n)."
+_REFUSED = {
+    "bytegrad": "it sends gradients in 8 bits; the nearest is kv.TrainContext(dense_reduce='bf16').",
+    "qadam": "it sends the momentum of its own Adam in 8 bits; the nearest is "
+    "kv.TrainContext(dense_reduce='powersgd').",
+    "decentralized": _NEIGHBOURS,
+    "low_precision_decentralized": _NEIGHBOURS,
+    "async": "trainers average their parameters in the background; the nearest is "
+    "kv.TrainContext(average_every=n), or mode async of a job.",
+}
+
+
+class DistributedBaseOption:
+    """How the dense gradients of trainers become one."""
+
+    dense_reduce: DenseReduce = "mean"
+
+    def __init__(self, master_port: int, master_addr: str | None = None) -> None:
+        self.master_port = master_port
+        self.master_addr = master_addr
+        warn_of_tuning(
+            Tuning("master_port", master_port, 23456, _MEETING),
+            Tuning("master_addr", master_addr, None, _MEETING),
+        )
+
+
+class DDPOption(DistributedBaseOption):
+    """The mean of all gradients, by torch's DistributedDataParallel.
+
+    Karvan chooses the backend by where tensors are: nccl for those on GPUs, gloo for others.
+    """
+
+    def __init__(
+        self,
+        initialization_method: str = "tcp",
+        backend: str = "nccl",
+        *,
+        master_port: int = 23456,
+        master_addr: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(master_port, master_addr)
+        initialization_method = options.pop("init_method", initialization_method)
+        if backend not in _BACKENDS:
+            raise ValueError(f"DDPOption expects a backend of {', '.join(_BACKENDS)}, got {backend!r}.")
+        if initialization_method not in _METHODS:
+            raise ValueError(
+                f"DDPOption expects an initialization_method of {', '.join(_METHODS)}, "
+                f"got {initialization_method!r}."
+            )
+        if options:
+            raise unsupported(f"DDPOption({', '.join(options)})", _MEETING)
+        self.backend = backend
+        self.initialization_method = initialization_method
+
+
+class BaguaDistributedOption(DistributedBaseOption):
+    """An algorithm of Bagua that Karvan has: gradient_allreduce."""
+
+    def __init__(self, algorithm: str, **options: Any) -> None:
+        super().__init__(options.pop("master_port", 23456), options.pop("master_addr", None))
+        if algorithm in _REFUSED:
+            raise unsupported(f"BaguaDistributedOption({algorithm!r})", _REFUSED[algorithm])
+        if algorithm not in _DENSE_REDUCES:
+            known = ", ".join([*_DENSE_REDUCES, *_REFUSED])
+            raise ValueError(f"BaguaDistributedOption expects one of {known}, got {algorithm!r}.")
+        if options:
+            raise unsupported(f"BaguaDistributedOption({', '.join(options)})", "torch chooses its buckets.")
+        self.algorithm = algorithm
+        self.dense_reduce = _DENSE_REDUCES[algorithm]
+
+
+def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
+    """The mean of all gradients."""
+    return DDPOption(backend="gloo" if device_id is None or not torch.cuda.is_available() else "nccl")

@@ -9,13 +9,17 @@ from typing import Any
 
 from karvan import distributed
 from karvan.argument_checks import check_counts
-from karvan.cluster.loader_stream.stream import LoadedBatch, from_loaders
-from karvan.compat.persia.bridge.batch_layout import PersiaTrainingBatch, local_batch
-from karvan.compat.persia.bridge.connection import join_job, wait_for_roles
-from karvan.compat.persia.bridge.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
-from karvan.compat.persia.bridge.unsupported import Tuning, unsupported, warn_of_tuning
-from karvan.compat.persia.embedding.data import PersiaBatch
-from karvan.compat.persia.prelude import PersiaBatchDataSender, PyPersiaBatchData
+from karvan.cluster.loader_stream.stream import LoadedBatch
+from karvan.compat.persia.batches import (
+    PersiaBatch,
+    PersiaBatchDataSender,
+    PersiaTrainingBatch,
+    PyPersiaBatchData,
+    local_batch,
+)
+from karvan.compat.persia.config import Tuning, unsupported, warn_of_tuning
+from karvan.compat.persia.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.env import join_job, wait_for_roles
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 
@@ -155,21 +159,13 @@ class DataLoader:
                 "PERSIA_NATS_URL, the address of the job's registry. An IterableDataset gives batches of "
                 "this process."
             )
-        workers = distributed.current().workers
         wait_for_roles(Role.LOADER)
         if not JobEnvironment.read().counts.get(Role.LOADER):
             raise RuntimeError(
                 "StreamingDataset gives the batches that data-loaders send, and the job has none: expected "
                 "roles.loaders and loader_entry, or persia-launcher data-loader."
             )
-        return context.stream(
-            from_loaders(
-                ordered=self._ordered,
-                prefetch=self.dataset.buffer_size,
-                timeout=self._timeout,
-                ids=None if workers is None else list(context.slots.slots_config),
-            )
-        )
+        return context.stream(ordered=self._ordered, prefetch=self.dataset.buffer_size, timeout=self._timeout)
 
 
 # Names of the first generation, one of them as its code spells it.

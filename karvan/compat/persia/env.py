@@ -1,11 +1,21 @@
-"""`persia.env`: the place of this process among those of its kind, from the variables of PERSIA or Karvan."""
+"""`persia.env`: the place of this process among those of its kind, its job, and its services.
+
+The place comes from the variables of PERSIA or Karvan. A job has a registry, which stands for NATS. A
+launched job tells each process how many others there are. Processes that were started one by one ask the
+registry, at which every process says how many of its role there are.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 
-from karvan.job.environment import JobEnvironment
+from karvan import distributed
+from karvan.compat.persia.config import read_global_config
+from karvan.discovery.directory import Directory
+from karvan.job.environment import JobEnvironment, count_name, set_variables
 from karvan.job.roles import Role
+from karvan.wire import Security, WireError
 
 PERSIA_SKIP_CHECK_DATA = os.environ.get("PERSIA_SKIP_CHECK_DATA", "0") not in ("", "0")
 PERSIA_LAUNCHER_VERBOSE = os.environ.get("PERSIA_LAUNCHER_VERBOSE", "0") not in ("", "0")
@@ -64,3 +74,89 @@ def reload_env() -> None:
 def _job() -> JobEnvironment:
     job = JobEnvironment.read()
     return JobEnvironment() if job.role is Role.TRAINER else job
+
+
+_DEFAULT = "embedding_worker:8887"  # of the services of PERSIA's docker compose
+
+
+def get_embedding_worker_services() -> list[str]:
+    """The addresses of embedding workers: of EMBEDDING_WORKER_SERVICE, of the job, or PERSIA's default."""
+    named = os.environ.get("EMBEDDING_WORKER_SERVICE", "")
+    if named:
+        return [address.strip() for address in named.split(",") if address.strip()]
+    return list(JobEnvironment.read().addresses.get(Role.EMBEDDING_WORKER, ())) or [_DEFAULT]
+
+
+_log = logging.getLogger("karvan.compat")
+
+_ADDRESSES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
+_ATTEMPT = 3.0  # seconds after which the wait for a role is logged, once
+_FOUND_WITHIN = 600.0  # seconds for the processes of a job to be started
+
+
+def join_job() -> bool:
+    """Whether this process belongs to a job; variables of PERSIA are then set as Karvan's, too."""
+    job = JobEnvironment.read()
+    if not job.registry and (address := _registry_address()):
+        set_variables(os.environ, {"registry": address})
+    job = JobEnvironment.read()
+    if job.registry and job.role is Role.TRAINER and not job.process and "RANK" in os.environ:
+        # A launcher that is not Karvan's knows the rank alone.
+        set_variables(os.environ, {"index": int(os.environ["RANK"]), "count": get_world_size()})
+    return bool(job.registry) or bool(job.addresses)
+
+
+def _registry_address() -> str:
+    for name in _ADDRESSES:
+        address = os.environ.get(name, "").strip().removeprefix("nats://").rstrip("/")
+        if not address:
+            continue
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(
+                f"{name} expects the host:port of the job's registry, which stands for NATS, such as "
+                f"localhost:4222, got {address!r}."
+            )
+        return address
+    return ""
+
+
+def wait_for_roles(*roles: Role) -> None:
+    """Wait until the job has processes of these roles, and set how many, unless a launcher has done so."""
+    job = JobEnvironment.read()
+    unknown = [role for role in roles if role not in job.counts]
+    if not job.registry or not unknown:
+        return
+    directory = Directory(job.master, Security.from_environment())
+    try:
+        for role in unknown:
+            try:
+                count = directory.count(role, _ATTEMPT)
+            except WireError:
+                _log.warning(
+                    "Waiting for the first %s at the registry %s, of PERSIA_NATS_URL.", role, job.registry
+                )
+                count = directory.count(role, _FOUND_WITHIN)
+            set_variables(os.environ, {count_name(role): count})
+    finally:
+        directory.close()
+
+
+def connect(staleness: int | None) -> None:
+    """Connect to the job, unless the program has done so itself.
+
+    staleness: batches between a lookup and its gradient, at most; None: as the job says. Without servers
+    every lookup sees all gradients before it, as with 1.
+    """
+    current = distributed.current()
+    capacity = read_global_config().capacity
+    if current.chosen and current.settings.kind != "memory":  # which is also what `disconnect` leaves
+        return
+    if join_job():
+        wait_for_roles(Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
+        mode = None if staleness is None else "sync" if staleness == 1 else "hybrid"
+        distributed.connect("remote", mode=mode, staleness=staleness)
+    elif get_world_size() > 1:
+        distributed.connect("sharded", capacity=capacity)
+    elif current.settings.capacity != capacity:
+        distributed.connect("memory", capacity=capacity)

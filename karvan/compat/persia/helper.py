@@ -14,9 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from karvan import distributed
-from karvan.compat.persia.bridge.embedding_config import VARIABLE as EMBEDDING_CONFIG
-from karvan.compat.persia.bridge.global_config import VARIABLE as GLOBAL_CONFIG
-from karvan.compat.persia.bridge.global_config import read_global_config
+from karvan.compat.persia.config import EMBEDDING_CONFIG, GLOBAL_CONFIG, read_global_config
 from karvan.compat.persia.utils import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment, variable

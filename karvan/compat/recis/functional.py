@@ -47,10 +47,7 @@ def fused_uint64_mod_gpu(values: Sequence[Tensor], mods: Sequence[int] | Tensor)
 
 
 def fused_multi_hash(
-    inputs: Sequence[Tensor],
-    muls: Sequence[Tensor],
-    primes: Sequence[Tensor],
-    bucket_nums: Sequence[Tensor],
+    inputs: Sequence[Tensor], muls: Sequence[Tensor], primes: Sequence[Tensor], bucket_nums: Sequence[Tensor]
 ) -> list[Tensor]:
     """For each input, one after the other, its remainders by all of its factors, primes and buckets."""
     return [

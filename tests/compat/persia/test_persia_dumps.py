@@ -114,7 +114,7 @@ def main(parameter):
 
 
 def test_folders_of_dumps_are_read_from_the_program(tmp_path, monkeypatch):
-    from persia.bridge.dumps import dump_targets
+    from persia.dumps import dump_targets
 
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("TEST_DUMPS", "from-environment")

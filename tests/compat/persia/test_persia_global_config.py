@@ -19,7 +19,7 @@ def apply(tmp_path, monkeypatch):
     """Has the job use a configuration; gives what a process of a role reads from its variables."""
 
     def write(content, role=Role.EMBEDDING_WORKER):
-        from persia.bridge.global_config import read_global_config
+        from persia.config import read_global_config
 
         path = tmp_path / "global_config.yml"
         path.write_text(yaml.safe_dump(content))
@@ -189,7 +189,7 @@ def test_names_of_earlier_versions_mean_those_of_now(apply):
 
 
 def test_slots_of_earlier_versions_warn_once_for_a_key(configure):
-    from persia.bridge.embedding_config import read_slots
+    from persia.config import read_slots
 
     slot = {"dim": 4, "index_prefix": 5, "capacity": 100_000}
     configure(
@@ -202,7 +202,7 @@ def test_slots_of_earlier_versions_warn_once_for_a_key(configure):
 
 
 def test_a_launched_job_has_the_limits_of_its_configuration(configure, tmp_path, monkeypatch):
-    from persia.bridge.global_config import with_global_config
+    from persia.config import with_global_config
 
     (tmp_path / "limits.yml").write_text(
         yaml.safe_dump({**LIMIT, "embedding_worker_config": {"forward_buffer_size": 9}})

@@ -96,7 +96,7 @@ def test_a_loader_without_a_job_says_what_it_needs():
 
 @pytest.mark.parametrize("name", ["PERSIA_NATS_URL", "PERSIA_NATS_IP"])
 def test_the_registry_stands_for_nats(name, monkeypatch):
-    from persia.bridge.connection import join_job
+    from persia.env import join_job
 
     monkeypatch.setenv("KARVAN_REGISTRY", "")
     assert not join_job()

@@ -1,1 +1,0 @@
-"""The names of elasticai_api, over Karvan: elastic data shards for loops of plain PyTorch."""

@@ -1,1 +1,0 @@
-"""Data shards, under the paths of elasticai_api."""

@@ -1,1 +1,0 @@
-"""Files of records, under the paths of elasticai_api."""

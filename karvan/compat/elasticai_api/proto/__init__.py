@@ -1,1 +1,0 @@
-"""Types of tasks, under the paths of elasticai_api."""

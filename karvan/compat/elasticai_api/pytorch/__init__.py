@@ -1,1 +1,0 @@
-"""What loops of PyTorch use, under the paths of elasticai_api."""

@@ -1,1 +1,0 @@
-"""Logging and addresses, under the paths of elasticai_api."""

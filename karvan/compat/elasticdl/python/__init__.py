@@ -1,1 +1,0 @@
-"""The modules of ElasticDL under their own paths; what they have is in `karvan/compat/elasticdl`."""

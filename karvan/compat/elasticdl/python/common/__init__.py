@@ -1,1 +1,0 @@
-"""Constants and logging, under the paths of ElasticDL."""

@@ -1,1 +1,0 @@
-"""Readers of data, under the paths of ElasticDL."""

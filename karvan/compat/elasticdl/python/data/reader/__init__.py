@@ -1,1 +1,0 @@
-"""The contract of readers, under the paths of ElasticDL."""

@@ -1,1 +1,0 @@
-"""Callbacks, under the paths of ElasticDL."""

@@ -1,1 +1,0 @@
-"""Layers, under the paths of ElasticDL."""

@@ -1,1 +1,0 @@
-"""What workers use, under the paths of ElasticDL."""

@@ -1,1 +1,0 @@
-"""The names of elasticdl_client: constants; its commands are those of `karvan run --as elasticdl`."""

@@ -1,5 +1,0 @@
-"""See `karvan/compat/elasticdl/constants.py`."""
-
-from karvan.compat.elasticdl.constants import DistributionStrategy
-
-__all__ = ["DistributionStrategy"]

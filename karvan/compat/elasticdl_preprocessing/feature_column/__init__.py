@@ -1,1 +1,0 @@
-"""Feature columns, under the paths of ElasticDL's preprocessing library."""

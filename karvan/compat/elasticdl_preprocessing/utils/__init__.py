@@ -1,1 +1,0 @@
-"""Statistics of features, under the paths of ElasticDL's preprocessing library."""

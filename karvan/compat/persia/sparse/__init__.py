@@ -1,1 +1,0 @@
-"""`persia.sparse`: the first generation's name of `persia.embedding`."""
