@@ -19,7 +19,7 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint docs docs-release stubs bench wheels clean
+.PHONY: help demo test test-native test-python test-slow lint size docs docs-release stubs bench wheels clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ lint: $(VENV)/.dev  ## style and types
 	@$(BIN)/ruff check --quiet $(CHECKED)
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
+
+size:  ## the size of each room of the package beside its budget: lines of code and files
+	@$(PYTHON) tools/size.py
 
 docs: $(VENV)/.docs  ## the documentation as a site, to out/site; checks its links, pictures and spelling
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

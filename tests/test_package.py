@@ -77,6 +77,21 @@ def _part(module):
     return module.split(".")[1] if "." in module else "__init__"
 
 
+def test_each_room_stays_within_its_budget():
+    sys.path.insert(0, str(ROOT / "tools"))
+    from size import ROOMS, sizes
+
+    named = [part for room in ROOMS.values() for part in room["parts"]]
+    assert len(named) == len({*named}), "a part is in two rooms"
+    assert {*named} <= {*LAYER_OF}, "a room has a part that no layer has"
+    above = {
+        room: (size.code, size.files)
+        for room, size in sizes().items()
+        if size.code > 1.03 * ROOMS[room]["code"] or size.files > 1.03 * ROOMS[room]["files"]
+    }
+    assert above == {}, "code lines and files of rooms above their budget + 3 %: see tools/layers.toml"
+
+
 def test_imports_point_down_the_layers():
     wrong = [
         f"{module} imports {target}"

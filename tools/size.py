@@ -8,68 +8,67 @@ import io
 import sys
 import tokenize
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ROOT = Path(__file__).parent.parent
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+}
+ROOMS: dict[str, dict[str, Any]] = tomllib.loads((_ROOT / "tools" / "layers.toml").read_text())["rooms"]
 
 
 class Size(NamedTuple):
-    """The size of a room: lines of code, all lines, and files."""
+    """The size of a room: lines of code, files, and all lines."""
 
-    code: int = 0
-    lines: int = 0
-    files: int = 0
+    code: int
+    files: int
+    lines: int
 
-
-def rooms() -> Mapping[str, Mapping[str, object]]:
-    """Room → its parts, and its budget of code and files."""
-    table: Mapping[str, Mapping[str, object]] = tomllib.loads((_ROOT / "tools" / "layers.toml").read_text())["rooms"]
-    return table
+    def plus(self, code: int, files: int, lines: int) -> "Size":
+        """Both together."""
+        return Size(self.code + code, self.files + files, self.lines + lines)
 
 
-def sizes(package: Path = _ROOT / "karvan") -> dict[str, Size]:
+def sizes() -> dict[str, Size]:
     """The size of each room; a module that no room names belongs to the room `base`."""
-    room_of = {part: room for room, content in rooms().items() for part in content["parts"]}  # type: ignore[attr-defined]
-    total = dict.fromkeys(rooms(), Size())
+    package = _ROOT / "karvan"
+    room_of = {part: room for room, content in ROOMS.items() for part in content["parts"]}
+    made = dict.fromkeys(ROOMS, Size(0, 0, 0))
     for path in package.rglob("*.py"):
         room = room_of.get(path.relative_to(package).with_suffix("").parts[0], "base")
-        code, lines = _count(path.read_text())
-        before = total[room]
-        total[room] = Size(before.code + code, before.lines + lines, before.files + 1)
-    return total
+        text = path.read_text()
+        made[room] = made[room].plus(_code(text), 1, text.count("\n"))
+    return made
 
 
-def _count(text: str) -> tuple[int, int]:
-    """The lines of code, and all lines, of a module."""
-    tree = ast.parse(text)
-    code: set[int] = set()
+def _code(text: str) -> int:
+    """The lines of code of a module."""
+    lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NO_CODE:
-            code.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                code.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(code), text.count("\n")
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
 
 
 def main() -> int:
     """Print the table; 1 if a room is above its budget."""
-    total, above = Size(), 0
+    total, above = Size(0, 0, 0), False
     print(f"{'room':12} {'code':>7} {'budget':>7} {'files':>6} {'budget':>7} {'lines':>8}")
     for room, size in sizes().items():
-        budget = rooms()[room]
-        over = size.code > budget["code"] or size.files > budget["files"]  # type: ignore[operator]
-        above += over
-        row = f"{room:12} {size.code:7,} {budget['code']:7,} {size.files:6} {budget['files']:7} {size.lines:8,}"
-        print(row + ("  above its budget" if over else ""))
-        total = Size(*(a + b for a, b in zip(total, size, strict=True)))
-    code, files = (sum(int(str(each[what])) for each in rooms().values()) for what in ("code", "files"))
+        code, files = ROOMS[room]["code"], ROOMS[room]["files"]
+        over = size.code > code or size.files > files
+        note = "  above its budget" if over else ""
+        print(f"{room:12} {size.code:7,} {code:7,} {size.files:6} {files:7} {size.lines:8,}{note}")
+        total, above = total.plus(*size), above or over
+    code, files = (sum(room[what] for room in ROOMS.values()) for what in ("code", "files"))
     print(f"{'sum':12} {total.code:7,} {code:7,} {total.files:6} {files:7} {total.lines:8,}")
-    return min(above, 1)
+    return int(above)
 
 
 if __name__ == "__main__":
