@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from slow_hashes import MASK, signed, slow_farm, slow_murmur
 
 from karvan import _native, ids
-from karvan.store.exchange.messages import hashes_of
+from karvan.store.messages import hashes_of
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 

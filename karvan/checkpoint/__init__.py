@@ -14,8 +14,8 @@ from karvan.checkpoint.foreign.persia import import_persia
 from karvan.checkpoint.foreign.recis import import_recis
 from karvan.checkpoint.foreign.writing import ImportReport
 from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
-from karvan.checkpoint.io.pending_save import Pending
 from karvan.checkpoint.manager import Checkpoints, find, resume_at, save, start
+from karvan.checkpoint.pending_save import Pending
 from karvan.checkpoint.survey import Survey, is_imported, survey
 from karvan.checkpoint.warm_start import WarmStart, warm_start
 from karvan.public_names import publish

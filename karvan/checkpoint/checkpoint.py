@@ -26,8 +26,8 @@ from karvan.checkpoint.format.table_arrays import (
     read_extras,
     tables_of,
 )
-from karvan.checkpoint.io.table_files import Layer, TableReader
 from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.table_files import Layer, TableReader
 from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path

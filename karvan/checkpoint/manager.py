@@ -15,9 +15,8 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
 from karvan.checkpoint.format.manifest import Base, is_taken
 from karvan.checkpoint.format.table_arrays import Model, tables_of
-from karvan.checkpoint.io.pending_save import WRITERS, Pending, Report, check_writers
-from karvan.checkpoint.io.writer import Versions, Writing, capture_on_all, check_target, explaining
 from karvan.checkpoint.object_store.files import lease_object, upload
+from karvan.checkpoint.pending_save import WRITERS, Pending, Report, check_writers
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.recovery import newest_step, resume
 from karvan.checkpoint.survey import (
@@ -32,6 +31,7 @@ from karvan.checkpoint.survey import (
     readable,
     step_of,
 )
+from karvan.checkpoint.writer import Versions, Writing, capture_on_all, check_target, explaining
 from karvan.distributed import CollectiveChannel
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path, shown

@@ -1,7 +1,7 @@
 """`Identity`: distinguishes data sets, for example yesterday's from today's.
 
 The id is a hash of the parts' names, their numbers of records, and the content: all of it up to 64 MiB,
-or blocks at equal distances if it is larger (see `fingerprint.py`). So yesterday's `part-0.parquet` and
+or blocks at equal distances if it is larger. So yesterday's `part-0.parquet` and
 today's differ even if they have equally many records, and so does data before and after a correction. Names
 of folders do not count, so that a data set may be moved, except for those of partitions, such as
 `day=2026-01-31`.

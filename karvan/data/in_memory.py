@@ -51,7 +51,7 @@ class TableSource:
         yield from self._table.slice(split.first, split.count).to_batches()
 
     def fingerprint(self) -> str:
-        """A hash of the rows; see `fingerprint.py`."""
+        """A hash of the rows; see `identity.py`."""
         return fingerprint_table(self._table)
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
 from karvan.dense.wire_format import Array, tensors_message
 from karvan.distributed import Connection, RankError
-from karvan.distributed.clients.step_commits import OwnCommits
+from karvan.distributed.step_commits import OwnCommits
 from karvan.embedding import EmbeddingEngine
 
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
@@ -186,7 +186,7 @@ class RemoteDense(LocalDense):
 # Dense parameters on parameter servers, of trainers that come and go (mode async with sharding: dynamic).
 #
 # As in `remote.py`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage what
-# it pushes, and apply it when the trainer commits its step (`distributed/clients/own_commits.py`): together
+# it pushes, and apply it when the trainer commits its step (`distributed/step_commits.py`): together
 # with the gradients of rows, at all servers or at none.
 #
 # Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those who

@@ -7,7 +7,7 @@ from typing import Any
 
 from karvan.dense.step_policies import Answer
 from karvan.dense.wire_format import Array, state_message, state_of, tensors_message, tensors_of
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.wire import Message
 
 

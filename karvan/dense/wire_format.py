@@ -1,7 +1,7 @@
 """Dense parameters on the wire: tensors as one array of float32, with their names and shapes in the head.
 
 States, which also have other dtypes and numbers, are one array of bytes: the tree as JSON, followed by its
-tensors (`checkpoint/format/state_bytes.py`).
+tensors (`checkpoint/format/state_tree.py`).
 """
 
 from __future__ import annotations

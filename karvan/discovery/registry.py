@@ -15,7 +15,7 @@ has a limit, so that the list of members stays small.
 The registry also holds the generation of the job. Only its own process can change it (`begin_generation`, by
 the launcher); members and services ask for it, and a member of a generation that has not started is refused.
 
-It also serves the rendezvous of the job's trainers: see `rendezvous_store.py`.
+It also serves the rendezvous of the job's trainers: see `rendezvous.py`.
 """
 
 from __future__ import annotations

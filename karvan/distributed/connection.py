@@ -48,9 +48,9 @@ from karvan.torch_internals import PrefixStore, Store, default_group, default_st
 
 if TYPE_CHECKING:
     from karvan.discovery.membership import Membership
-    from karvan.distributed.clients.embedding_workers import Workers
-    from karvan.distributed.clients.parameter_servers import Servers
     from karvan.distributed.elastic import ElasticGroup
+    from karvan.distributed.embedding_workers import Workers
+    from karvan.distributed.parameter_servers import Servers
     from karvan.distributed.wire_store import WireStore
 
 _log = logging.getLogger("karvan.distributed")
@@ -129,8 +129,8 @@ class Connection:
     def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
         """Find servers and workers at these addresses, or as the environment says; a collective."""
         from karvan.discovery.membership import member_from_environment
-        from karvan.distributed.clients.embedding_workers import find_workers
-        from karvan.distributed.clients.parameter_servers import (
+        from karvan.distributed.embedding_workers import find_workers
+        from karvan.distributed.parameter_servers import (
             find_servers,  # imports Flight, for which other connections need not wait
         )
 

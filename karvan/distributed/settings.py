@@ -22,7 +22,7 @@ class ConnectionSettings:
     """The settings of a connection; see `connect`.
 
     elastic: trainers of the run come and go. They are members, whose numbers and run the job's master gives
-    out; servers stage their updates until their step is committed (`clients/step_commits.py`).
+    out; servers stage their updates until their step is committed (`step_commits.py`).
     """
 
     kind: str = "memory"

@@ -6,7 +6,7 @@ dies**, and the master with it: the launcher starts both again, and the new mast
 job.
 
 With a running Ray cluster, the master is not a process of this machine but a detached actor, which Ray
-restarts on any node (`engines/ray/master/actor.py`).
+restarts on any node (`engines/ray/master.py`).
 """
 
 from __future__ import annotations

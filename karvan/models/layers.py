@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from karvan.devices.recording import record
+from karvan.devices import record
 from karvan.torch_internals import addmm_relu, foreach_copy
 
 # The forward and the backward pass of linear layers with ReLU in 16 bits, as few torch calls.

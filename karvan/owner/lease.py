@@ -14,7 +14,7 @@ Protocol:
 - Losing. An owner that was paused for longer than its lease finds another's id in the file, and raises
   `LeaseLostError` before its next save.
 - Release. The file is removed. The file of a killed process is replaced as above.
-- URLs. A folder that stands for a URL has an object there as well, for other machines (`lease_object.py`).
+- URLs. A folder that stands for a URL has an object there as well, for other machines.
 - Successors. The master of a job that is restarted takes the lease with the id of the one before, which it
   replaces at once, wherever that ran; processes of the job know the lease by its id, and notice nothing. A
   master that was not dead finds another process in the file, and has lost its lease. So does a trainer of an

@@ -104,7 +104,7 @@ LOADER_CALLS = table_of(
 )
 
 
-# The calls of a loader that reads leased tasks; `cluster/task_reading/service.py` has the protocol.
+# The calls of a loader that reads leased tasks; `cluster/loader/task_service.py` has the protocol.
 
 
 TASK_READING_HELLO = Fields({"loader": _INDEX})

@@ -1,4 +1,4 @@
-"""The calls of a parameter server about rows; those about dense parameters are in `dense.py`."""
+"""The calls of a parameter server about rows, dense parameters and commits of steps."""
 
 from __future__ import annotations
 

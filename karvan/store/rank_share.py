@@ -18,7 +18,7 @@ from typing_extensions import override
 from karvan import distributed
 from karvan.distributed.settings import WIRES
 from karvan.store.base import LocalTable, Store
-from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.store.messages import hashes_of, owners_of
 from karvan.store.types import Capture, Keys, Push, Rule, TableSpec, Vectors
 
 

@@ -21,12 +21,12 @@ from typing_extensions import override
 
 from karvan import distributed
 from karvan.native import _native, output_buffers
-from karvan.store.exchange import messages
-from karvan.store.exchange.messages import Routed, cut, floats, words
-from karvan.store.exchange.row_owner import Answered, Owner, Summed
+from karvan.store import messages
 from karvan.store.memory import MemoryStore
+from karvan.store.messages import Routed, cut, floats, words
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.rank_share import RankShare
+from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import (
     Counts,
     FeatureSpec,

@@ -5,7 +5,7 @@ import pytest
 
 import karvan as kv
 from karvan.cluster.parameter_server.service import ParameterServer
-from karvan.store.exchange.messages import rule_to_json, spec_to_json, words
+from karvan.store.messages import rule_to_json, spec_to_json, words
 from karvan.wire import Client, RefusedError, Server
 
 HELLO = {

@@ -14,7 +14,7 @@ from neighbour import needs_root, run_as_neighbour
 
 import karvan as kv
 from karvan.cluster.parameter_server.service import ParameterServer
-from karvan.store.exchange.messages import spec_to_json
+from karvan.store.messages import spec_to_json
 from karvan.wire import Client, Server
 
 HELLO = {

@@ -14,8 +14,8 @@ from task_loaders import Numbers, shared_data, task_loaders
 import karvan as kv
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.task_service import TaskReadingService
 from karvan.cluster.role_process import RoleSettings
-from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done
 from karvan.data.loading.splits import permutation
 from karvan.discovery.registry import Registry

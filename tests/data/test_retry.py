@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from pyarrow import csv, feather
 
 import karvan as kv
+from karvan.data import retry
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import find
-from karvan.data.retry import patience
-from karvan.data.retry.patience import FileOutages
+from karvan.data.retry import FileOutages
 
 ROWS = 400
 FORMATS = ["parquet", "csv", "arrow", "orc", "tfrecord", "tfrecord.gz", "recordio"]
@@ -57,8 +57,8 @@ def written(tmp_path_factory):
 def _short_pauses():
     """Many small outages are tried here, and none needs time to end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patience, "_FIRST_PAUSE", 0.001)
-        patch.setattr(patience, "_LONGEST_PAUSE", 0.05)
+        patch.setattr(retry, "_FIRST_PAUSE", 0.001)
+        patch.setattr(retry, "_LONGEST_PAUSE", 0.05)
         yield
 
 

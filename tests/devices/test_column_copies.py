@@ -4,8 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan import Batch, Ragged
-from karvan.devices import ColumnCopies, check_device, copy_columns, data_device, exact_device, tensors_of
-from karvan.devices.column_copies import ALIGNMENT, Packing
+from karvan.devices import (
+    ALIGNMENT,
+    ColumnCopies,
+    Packing,
+    check_device,
+    copy_columns,
+    data_device,
+    exact_device,
+    tensors_of,
+)
 from karvan.ragged import IdsReference, NestedRagged, OptionalRagged, OptionalText
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from karvan.store.cuda.sharded.owner import Sections
 from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.sharded.store import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
-from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.store.messages import hashes_of, owners_of
 from karvan.store.program import FeatureTensors, LookupProgram, OutputLayout
 from karvan.store.types import FeatureSpec, Push, Rule, TableSpec
 

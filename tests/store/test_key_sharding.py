@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import MASK64, mix
 
-from karvan.store.exchange.messages import counters_of, first_hash_of, hashes_of, owners_of
+from karvan.store.messages import counters_of, first_hash_of, hashes_of, owners_of
 
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50)
 RANKS = st.integers(1, 200)

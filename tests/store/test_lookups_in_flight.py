@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import karvan as kv
 from karvan import _native
 from karvan.store import LookupContext, MemoryStore, Rows
-from karvan.store.exchange.messages import words
-from karvan.store.exchange.row_owner import Owner
+from karvan.store.messages import words
+from karvan.store.row_owner import Owner
 
 KEYS = 12
 MIN_COUNT = 3

@@ -13,7 +13,7 @@ from test_message_layout import as_message
 
 import karvan as kv
 from karvan.store import LookupContext, MemoryStore, Push, Rows, Rule
-from karvan.store.exchange.row_owner import Owner
+from karvan.store.row_owner import Owner
 
 DIM = 2
 LR = 0.5  # and gradients in eighths: all sums are exact, in any order

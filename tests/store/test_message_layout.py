@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.store.exchange import messages as layout
+from karvan.store import messages as layout
 
 
 @st.composite

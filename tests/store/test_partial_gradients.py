@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from test_message_layout import as_message
 
 import karvan as kv
-from karvan.store import MemoryStore
-from karvan.store.exchange import messages
+from karvan.store import MemoryStore, messages
 
 DIMS = [1, 3]
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.discovery.directory import StaticDirectory
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.store.remote.staleness_window import LookupsInFlight
 from karvan.wire import Security
 

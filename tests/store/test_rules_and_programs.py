@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from karvan import _native
 from karvan.native.rules import FLOATS, RULES
 from karvan.store import LookupProgram, Rule
-from karvan.store.exchange.messages import rule_from_json, rule_to_json
+from karvan.store.messages import rule_from_json, rule_to_json
 from karvan.store.types import RULE_NUMBERS, FeatureSpec
 
 NUMBERS = [field.name for field in fields(Rule) if field.type == "float"]

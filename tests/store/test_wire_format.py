@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.store import TableSpec
-from karvan.store.exchange.messages import (
+from karvan.store.messages import (
     from_wire,
     rule_from_json,
     rule_to_json,

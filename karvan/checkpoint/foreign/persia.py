@@ -2,7 +2,7 @@
 
     embedding_dump_done          YAML: num_shards, num_internal_shards; written last
     s0/embedding_dump_done       the same for each embedding parameter server
-    s0/replica_0_shard_0.emb, …  its rows, see `persia_nodes.py`; ids: see `persia_groups.py`
+    s0/replica_0_shard_0.emb, …  its rows
     dense.pt                     the state dict of the net, if `dump_checkpoint` has saved it
 
 PERSIA saves neither a step nor the number of Adam's steps nor the state of the dense optimizer.
@@ -40,7 +40,7 @@ from karvan.checkpoint.foreign.writing import (
 )
 from karvan.checkpoint.format.safetensors_file import unread_error
 from karvan.job.checkpoint_url import plain_path
-from karvan.settings.schema import SettingsError, read_tree
+from karvan.settings import SettingsError, read_tree
 from karvan.store import Rows
 
 # `embedding_config.yml` of PERSIA: which table an id in a checkpoint belongs to, and its id there.

@@ -1,6 +1,6 @@
 """Checkpoints of RecIS: rows with their optimizer state, dense tensors, optimizer and step.
 
-Files: see `recis_files.py`, and `model.pt` with the dense state dict, `extra.pt` with the step and the dense
+Files: those of its tables, and `model.pt` with the dense state dict, `extra.pt` with the step and the dense
 optimizer. Positions of data (`io_state_*.pt`) have no meaning here.
 """
 

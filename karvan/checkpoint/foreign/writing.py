@@ -28,14 +28,14 @@ from karvan.checkpoint.format.atomic_folder import HiddenFolder
 from karvan.checkpoint.format.manifest import Manifest, row_bytes
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
 from karvan.checkpoint.format.state_tree import encode
-from karvan.checkpoint.io.pending_save import Writers
-from karvan.checkpoint.io.table_files import ShareSource, joined, put_table
-from karvan.checkpoint.io.writer import explaining, publish_folder
 from karvan.checkpoint.object_store.step_objects import UploadFolder
+from karvan.checkpoint.pending_save import Writers
+from karvan.checkpoint.table_files import ShareSource, joined, put_table
+from karvan.checkpoint.writer import explaining, publish_folder
 from karvan.embedding import Table
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.store import Rows, TableSpec
-from karvan.store.exchange.messages import hashes_of
+from karvan.store.messages import hashes_of
 from karvan.store.types import Capture, Counts, Keys, Vectors
 
 # `Contents`: what a checkpoint of another system has, in Karvan's terms; its rows are read in pieces.

@@ -21,7 +21,7 @@ from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
 from karvan.checkpoint.object_store.files import has_file, read_bytes
 from karvan.job.checkpoint_url import url_of
-from karvan.store.exchange.messages import first_hash_of, hashes_of
+from karvan.store.messages import first_hash_of, hashes_of
 from karvan.store.types import Keys
 from karvan.wire.errors import RefusedError
 from karvan.wire.schema import Fields, Integer, ListOf, MapOf, Nullable, OneOf, Plain, Text, shown
@@ -116,7 +116,7 @@ class TableEntry:
     rows: int
     parts: list[PartEntry]
     extras: list[FileEntry | None]  # by the ranks that have saved it; empty if there are none
-    # By parameter server: how many updates of a run its rows contain; see cluster/update_counts.py.
+    # By parameter server: how many updates of a run its rows contain; see `UpdateCounts`.
     updates: list[dict[str, Any] | None] = field(default_factory=list)
 
     @property

@@ -17,7 +17,7 @@ from karvan.checkpoint.format.manifest import WHOLE, PartEntry, Range, TableEntr
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, read_arrays, read_header, stored
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Rows
-from karvan.store.exchange.messages import counters_of, hashes_of
+from karvan.store.messages import counters_of, hashes_of
 from karvan.store.types import Keys
 
 Model: TypeAlias = nn.Module | Iterable[nn.Module] | None

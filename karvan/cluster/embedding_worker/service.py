@@ -40,12 +40,12 @@ from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding, TrainerSession
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
-from karvan.distributed.clients.parameter_servers import Servers, find_servers
+from karvan.distributed.parameter_servers import Servers, find_servers
 from karvan.job.environment import JobEnvironment
 from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
 from karvan.protocol.parameter_server import expect_trainer
 from karvan.ragged import Batch, Ragged
-from karvan.store.exchange.messages import to_wire
+from karvan.store.messages import to_wire
 from karvan.store.remote.workers import pack_layouts
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from karvan.clock import clock
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
 from karvan.native import _native
-from karvan.store.exchange.messages import from_wire, to_wire
+from karvan.store.messages import from_wire, to_wire
 from karvan.store.remote.servers import ServerLookup, begin_pull
 from karvan.store.types import LookupContext
 from karvan.wire import Array, RefusedError, Reply

@@ -21,11 +21,11 @@ from typing import Any
 
 from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.loader.epoch_source import serve
+from karvan.cluster.loader.id_forwarding import ANSWER_WITHIN
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.task_service import TaskReadingService
 from karvan.cluster.role_process import RoleSettings, generations_of
-from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
-from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read
 from karvan.data.columns.declarations import column_from_settings
 from karvan.data.read import is_leased

@@ -29,12 +29,11 @@ from typing import Any
 from karvan.checkpoint.transforms import has_state, name_of
 from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.loader.epoch_source import Batches, as_batch, serve
-from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_name
+from karvan.cluster.loader.id_forwarding import ANSWER_WITHIN, IdReceiver, SplitIds, split_by_name
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
+from karvan.cluster.loader.task_service import TaskReadingService
 from karvan.cluster.role_process import RoleSettings, generations_of, listening
-from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
-from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read
 from karvan.data.columns.kinds import ColumnKind
 from karvan.job.environment import JobEnvironment

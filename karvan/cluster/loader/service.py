@@ -29,7 +29,7 @@ embedding workers, reading resumes earlier, at the oldest batch that a trainer i
 such batches are held again, for a worker that is replaced at the same time, or later.
 
 **A trainer restarts**, in a new session. It may need batches that were handed out before: reading then
-goes back. A newer generation of trainers (`generations.py`) starts with empty queues; older ones are refused.
+goes back. A newer generation of trainers starts with empty queues; older ones are refused.
 
 **Reading fails.** Batches read before are still handed out, then every trainer gets the error.
 """

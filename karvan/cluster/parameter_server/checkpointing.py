@@ -29,8 +29,8 @@ from karvan.checkpoint.format.atomic_folder import try_writing
 from karvan.checkpoint.format.manifest import Manifest, pieces, share_of
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
 from karvan.checkpoint.format.table_arrays import Extra, folder_of, join, own_extra, read_extras
-from karvan.checkpoint.io.pending_save import Writers
-from karvan.checkpoint.io.table_files import ShareSource, put_table
+from karvan.checkpoint.pending_save import Writers
+from karvan.checkpoint.table_files import ShareSource, put_table
 from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 from karvan.native import _native
 from karvan.store import Capture, MemoryStore, Rows, TableSpec

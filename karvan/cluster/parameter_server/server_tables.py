@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
-from karvan.store.exchange.messages import rule_from_json, spec_from_json
 from karvan.store.memory import MemoryTable
+from karvan.store.messages import rule_from_json, spec_from_json
 from karvan.system_limits import available_memory
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema import expect_array

@@ -23,8 +23,8 @@ from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
-from karvan.cluster.parameter_server.elastic.own_steps import OwnStepBatches
-from karvan.cluster.parameter_server.elastic.requests import ElasticBatches
+from karvan.cluster.parameter_server.elastic_requests import ElasticBatches
+from karvan.cluster.parameter_server.own_steps import OwnStepBatches
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
@@ -32,7 +32,7 @@ from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.outages import is_out_of_memory, is_temporary, mark
 from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO, expect_trainer
-from karvan.store.exchange.row_owner import Owner
+from karvan.store.row_owner import Owner
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _log = logging.getLogger("karvan.cluster")

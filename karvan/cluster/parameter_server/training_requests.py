@@ -17,8 +17,8 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import _native
 from karvan.protocol.parameter_server import COMMIT_CALLS, passes_of
-from karvan.store.exchange.messages import floats, from_wire, rule_from_json, to_wire
-from karvan.store.exchange.row_owner import Answered, Owner, Summed
+from karvan.store.messages import floats, from_wire, rule_from_json, to_wire
+from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema import expect_array

@@ -104,7 +104,7 @@ class PSClient:
             raise ContractError(
                 f"PSClient expects worker_id from 0 to num_workers - 1, got {worker_id} of {num_workers}."
             )
-        from karvan.distributed.clients.parameter_servers import find_servers  # imports Arrow Flight
+        from karvan.distributed.parameter_servers import find_servers  # imports Arrow Flight
 
         dense = DenseSettings(lr_staleness_modulation, grads_to_wait, tolerance)
         hello = {

@@ -27,16 +27,16 @@ from karvan.job.environment import JobEnvironment, set_variables
 from karvan.job.roles import Role
 from karvan.launch.job_spec import JobSpec
 from karvan.presets import persia
-from karvan.settings.schema import (
+from karvan.settings import (
     Count,
     CountOrZero,
     Positive,
     Section,
     SettingsError,
     checked_settings,
+    parse,
     read_tree,
 )
-from karvan.settings.yaml_text import parse
 from karvan.wire import Security
 
 

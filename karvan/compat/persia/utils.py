@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from karvan.argument_checks import check_counts
-from karvan.settings.yaml_text import parse
+from karvan.settings import parse
 
 
 def setup_seed(seed: int) -> None:

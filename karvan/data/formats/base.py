@@ -31,7 +31,7 @@ from karvan.data.columns.value_limits import whole_numbers
 from karvan.data.errors import DataError, located
 from karvan.data.formats.paths import Files
 from karvan.data.identity import fingerprint_files
-from karvan.data.retry.patience import FileOutages
+from karvan.data.retry import FileOutages
 from karvan.data.source import Part, Split
 from karvan.threads import map_on_threads
 
@@ -233,7 +233,7 @@ class FileSource(ABC):
             return self._readers.pop((path, max(stops))) if stops else None
 
     def fingerprint(self) -> str:
-        """A hash of the bytes; see `fingerprint.py`."""
+        """A hash of the bytes; see `karvan/data/identity.py`."""
         return fingerprint_files(self._files.filesystem, self._files.paths)
 
     @abstractmethod

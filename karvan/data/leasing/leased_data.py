@@ -1,6 +1,6 @@
 """What `Trainer.fit` expects of data whose records are leased, whoever reads them.
 
-`SharedData` is read by the trainer itself; that of `karvan/cluster/task_stream/` by the loaders of the job.
+`SharedData` is read by the trainer itself; that of `karvan/cluster/streams/` by the loaders of the job.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ records of a batch are done when the caller says so (`acknowledge`), in the orde
 dies, the records that it has not acknowledged are leased by others.
 
 An error of reading, decoding or the transform is raised to the caller, who acknowledges what is done and then
-reports it (`failure_reports.py`).
+reports it (`dataset.py`).
 """
 
 from __future__ import annotations

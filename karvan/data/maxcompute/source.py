@@ -21,7 +21,7 @@ from karvan.argument_checks import listed
 from karvan.data.errors import DataError
 from karvan.data.identity import fingerprint_table, spread, text_hash
 from karvan.data.maxcompute.table_url import DamagedAnswerError, EndedSessionError, TableURL
-from karvan.data.retry.patience import is_outage
+from karvan.data.retry import is_outage
 from karvan.data.source import Part, Source, Split
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ import pyarrow as pa
 from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.identity import Identity
-from karvan.data.retry.broker import BrokerOutage
-from karvan.data.retry.patience import RETRY_SECONDS
+from karvan.data.retry import RETRY_SECONDS, BrokerOutage
 from karvan.data.source import Part, Split
 from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
 from karvan.ragged import Batch

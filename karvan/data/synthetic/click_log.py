@@ -14,7 +14,7 @@ in any format: records are drawn in chunks of fixed size, each from its own gene
 | `recency` | float32 | context, exponential: hours since the last visit |
 | `history` | list of int64 | items, half of them of the user's favourite category |
 
-The planted model is in `planted_model.py`.
+The planted model is below.
 """
 
 from __future__ import annotations

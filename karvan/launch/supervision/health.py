@@ -1,6 +1,6 @@
 """Finds unhealthy processes of a job and kills them, so that they are restarted.
 
-A process is unhealthy if its heartbeats stop, if it is alive but blocks the others (`stalls.py`), or if it
+A process is unhealthy if its heartbeats stop, if it is alive but blocks the others, or if it
 does not finish its start. One that was present at a master that died, and does not come to the next one, has
 stopped meanwhile. Before a process is killed it is asked for the stacks of its threads, with SIGQUIT; a
 process that has joined the registry writes them even if its interpreter hangs. It is killed as soon as they

@@ -18,8 +18,8 @@ events:
       the same checkpoint
     too many deaths within a window      the job fails with code 1, or with 75 if that was the last code
     all trainers have ended with 0       the job is done
-    Ctrl-C, SIGTERM                      the job stops, with code 130 or 143 (`shutdown.py`)
-    Ctrl-Z                               all stop, and continue with `fg` (`suspending.py`)
+    Ctrl-C, SIGTERM                      the job stops, with code 130 or 143
+    Ctrl-Z                               all stop, and continue with `fg` (`processes.py`)
     the master dies                      the next one adopts the running processes (`job_state.py`)
 
 A rollback kills all trainers, starts the next generation, then the servers that are not running and all

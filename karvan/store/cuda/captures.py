@@ -26,7 +26,7 @@ from karvan.store.types import Capture, Keys, Rows
 # `SavedRows`: copies of rows that a capture has not read before they changed, in page-locked memory.
 #
 # Kernels write there directly, and count the places on the device. The host knows an upper bound of that
-# number without waiting, as it does of rows (`rows/bounds.py`), and has memory for it.
+# number without waiting, as it does of rows (`rows/arena.py`), and has memory for it.
 
 
 _CHUNK_BYTES = 8 << 20
@@ -132,7 +132,7 @@ class SavedRows:
 # out what they have copied. A gather and a save never overlap: each is queued with the lock held, and waits
 # on the device for the newest of the other kind. As a save comes before each change on the same stream, a
 # gather never reads a row that is changing; training waits for one gather at most. Its host thread waits for
-# none, but perhaps for the number of rows that it has saved so far (`saved_rows.py`).
+# none, but perhaps for the number of rows that it has saved so far.
 #
 # Saved rows are in page-locked memory at first. Whoever reads the capture sorts them by the range of the list
 # that they belong to, into other memory; so does the thread that trains when there are too many.

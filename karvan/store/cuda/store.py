@@ -6,7 +6,7 @@ Results are the same from run to run: sums have the order of the batch.
 
 Kernels read all addresses and sizes from descriptors in device memory, so the launches of a step are the same
 for every batch of about the same shape, and are replayed as CUDA graphs. The host never waits to learn how
-many rows there are: it works with upper bounds (`rows/bounds.py`). Rows of one layout are numbered over all
+many rows there are: it works with upper bounds (`rows/arena.py`). Rows of one layout are numbered over all
 tables, and note the version of their birth: by it a gradient of an erased row is recognised even if its
 number belongs to another key, or another table, by now.
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.native import _native, output_buffers
-from karvan.store.exchange import messages
-from karvan.store.exchange.messages import cut, floats, from_wire, to_wire, words
+from karvan.store import messages
+from karvan.store.messages import cut, floats, from_wire, to_wire, words
 from karvan.store.program import LookupProgram
 from karvan.store.remote.staleness_window import Countdown, LookupsInFlight, PendingLookup
 from karvan.store.types import LookupContext

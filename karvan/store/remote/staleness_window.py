@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.store.program import LookupProgram
 from karvan.store.types import LookupContext
 from karvan.wire import Reply

@@ -27,11 +27,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.distributed import Connection
-from karvan.distributed.clients.step_commits import StepCommits
+from karvan.distributed.step_commits import StepCommits
 from karvan.native import _native
 from karvan.ragged import IdsReference
 from karvan.store.base import SharedStore
-from karvan.store.exchange.messages import hashes_of, owners_of, rule_to_json, spec_to_json
+from karvan.store.messages import hashes_of, owners_of, rule_to_json, spec_to_json
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.remote.servers import ServerBatches, ServerLookup
 from karvan.store.remote.staged_updates import StagedUpdates

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.distributed import Connection
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.outages import is_temporary
 from karvan.store.base import StoredTable
-from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.store.messages import hashes_of, owners_of
 from karvan.store.remote.staleness_window import LookupsInFlight
 from karvan.store.types import Capture, Keys, Rows, TableSpec
 from karvan.wire import Message, WireError
@@ -47,9 +47,9 @@ class RemoteCaptures:
     def lost_updates(self) -> int:
         """How many updates of all trainers are not in the rows, because servers have restarted.
 
-        A push to two servers is two updates. Servers count the updates in their rows
-        (`cluster/update_counts.py`). Of other trainers only the number of updates at the last save is known,
-        so the result is the same on all trainers once a fit has ended with its save.
+         A push to two servers is two updates. Servers count the updates in their rows
+        . Of other trainers only the number of updates at the last save is known,
+         so the result is the same on all trainers once a fit has ended with its save.
         """
         if not self._servers.reloads:
             return 0

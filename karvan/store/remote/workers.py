@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.distributed.clients.embedding_workers import Workers
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.embedding_workers import Workers
+from karvan.distributed.parameter_servers import Servers
 from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference
-from karvan.store.exchange.messages import from_wire, to_wire
+from karvan.store.messages import from_wire, to_wire
 from karvan.store.program import LookupProgram, OutputLayout, RowIndex
 from karvan.store.remote.staleness_window import Countdown, LookupsInFlight, PendingLookup
 from karvan.store.types import LookupContext

@@ -11,7 +11,7 @@ from karvan import checkpoint as checkpoints
 from karvan import distributed
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.io.pending_save import Report, no_report
+from karvan.checkpoint.pending_save import Report, no_report
 from karvan.data.identity import Identity
 from karvan.job.checkpoint_url import local_path
 from karvan.owner import Ownership

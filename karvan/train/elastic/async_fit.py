@@ -26,7 +26,7 @@ from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.dense.remote import ElasticDense
-from karvan.distributed.clients.step_commits import Tally
+from karvan.distributed.step_commits import Tally
 from karvan.exit_codes import note_training
 from karvan.outages import mark
 from karvan.train.elastic.elastic_fit import ElasticFit

@@ -3,7 +3,7 @@
 It takes this trainer's batches, computes their gradients once, however often trainers have to agree anew, and
 reports the records of committed steps to the master.
 
-A batch that raises an error is no batch of the step: its bad record is reported (`bad_records.py`), all that
+A batch that raises an error is no batch of the step: its bad record is reported (`leased_work.py`), all that
 is leased and not trained returns to the master, and the trainer takes part in the step without a batch.
 """
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from karvan.dense.wire_format import all_finite
-from karvan.distributed.clients.parameter_servers import Servers
-from karvan.distributed.clients.step_commits import StagedPart, StepCommits
 from karvan.distributed.elastic import ElasticGroup, ordered_sum
+from karvan.distributed.parameter_servers import Servers
+from karvan.distributed.step_commits import StagedPart, StepCommits
 from karvan.train.elastic.step_batches import StepPlan
 from karvan.train.step.optimizer_step import OptimizerStep
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, blaming
-from karvan.distributed.clients.step_commits import OwnCommits, SentCommit, Tally
 from karvan.distributed.elastic import ElasticGroup
+from karvan.distributed.step_commits import OwnCommits, SentCommit, Tally
 from karvan.train.elastic.joint_step import Agreement, Contribution
 from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
 from karvan.train.elastic.step_batches import LeasedSteps, TakenBatch
@@ -124,7 +124,7 @@ class OwnSteps:
     def train_next(self) -> TrainedBatch | None:
         """Train one more batch, up to its commit, which `finish` waits for; None if there is none for now.
 
-        A batch that raises an error is none: its bad record is reported (`bad_records.py`), and all that is
+        A batch that raises an error is none: its bad record is reported (`leased_work.py`), and all that is
         leased and not trained returns to the master.
         """
         assert self._sent is None

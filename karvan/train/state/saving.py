@@ -19,8 +19,8 @@ from karvan.activity import activity
 from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.io.pending_save import Report, log_failure, no_report
 from karvan.checkpoint.object_store.files import lease_object
+from karvan.checkpoint.pending_save import Report, log_failure, no_report
 from karvan.checkpoint.recovery import check_resume
 from karvan.checkpoint.survey import folders
 from karvan.distributed import Connection
@@ -215,7 +215,7 @@ T = TypeVar("T")
 class SaveSettings:
     """Save every so many steps, every so many seconds, or both; None for neither. The end is always saved.
 
-    tolerate, retry_seconds: see `failed_saves.py`.
+    tolerate, retry_seconds: see `FailedSaves`.
     """
 
     every: int | None = None

@@ -19,8 +19,8 @@ from torch import zeros
 import karvan as kv
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.dense.wire_format import state_message, tensors_message, tensors_of
-from karvan.distributed.clients.step_commits import OwnCommits
-from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.distributed.step_commits import OwnCommits
+from karvan.store.messages import hashes_of, owners_of
 from karvan.wire import RefusedError, Server
 
 SPEC = spec_of("t", init=kv.init.Constant(0.0))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from karvan.cluster.parameter_server.service import ParameterServer
-from karvan.store.exchange.messages import hashes_of, owners_of
+from karvan.store.messages import hashes_of, owners_of
 from karvan.wire import RefusedError, Server
 
 SPEC = spec_of("t")

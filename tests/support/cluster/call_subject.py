@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 
 import karvan as kv
-from karvan.store.exchange.messages import rule_to_json, spec_to_json
+from karvan.store.messages import rule_to_json, spec_to_json
 from karvan.wire import Message
 from karvan.wire.message import pack, read, write
 from karvan.wire.schema import hello_fields

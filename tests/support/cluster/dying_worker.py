@@ -8,7 +8,7 @@ import os
 import signal
 
 from karvan.cluster.role_process import RoleSettings, factory_of, serve
-from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.parameter_servers import Servers
 from karvan.job.roles import Role
 
 peer = Servers.peer

@@ -8,7 +8,7 @@ import numpy as np
 
 import karvan as kv
 from karvan.protocol.parameter_server import SERVER_CALLS
-from karvan.store.exchange.messages import hashes_of, owners_of, rule_to_json, spec_to_json, words
+from karvan.store.messages import hashes_of, owners_of, rule_to_json, spec_to_json, words
 from karvan.wire import Client
 
 DIM = 2

@@ -13,8 +13,8 @@ from task_loaders import Numbers, shared_data
 from karvan.cluster.batch_messages import pack as pack_batch
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.loader.task_service import TaskReadingService
 from karvan.cluster.parameter_server.service import ParameterServer
-from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.discovery.registry import Registry
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.master.job_service import JobService

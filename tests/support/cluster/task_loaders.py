@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from karvan.cluster.task_reading.service import TaskReadingService
-from karvan.cluster.task_stream.loaded_data import LoadedData
-from karvan.cluster.task_stream.loader_connection import LoaderAccess
+from karvan.cluster.loader.task_service import TaskReadingService
+from karvan.cluster.streams.loaded_data import LoadedData
+from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.shared_data import SharedData

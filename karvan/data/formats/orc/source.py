@@ -2,7 +2,7 @@
 
 The format has no checksums: damage is detected where it breaks the encoding or the counts of records, which
 is more likely in compressed files. In numbers the ORC library detects it by itself; strings, lists and other
-types with lengths in the file can crash it, and are decoded in another process (`isolated_decode.py`).
+types with lengths in the file can crash it, and are decoded in another process.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 A chunk of gzip may decompress to 32 MiB, or to 32 times its size if that is more: a few bytes must not fill
 the memory. What compresses better is stored without compression.
 
-All numbers are little-endian, and Snappy is its stream of frames (`snappy_frames.py`). The number of records
+All numbers are little-endian, and Snappy is its stream of frames (`compression.py`). The number of records
 has no checksum; it is compared with the records in the data. An early Python writer and PaddlePaddle's C++
 writer use the same magic number with the fields in another order; the error for such files explains that.
 """

@@ -27,8 +27,7 @@ from karvan.launch.engines.base import Needs, Process, amount_text
 # loaders
 #
 # Only processes that a job has for all its time are in groups, because a group cannot grow: trainers of an
-# elastic job that come and go, and a process that needs nobody near or far, are placed one by one
-# (`nodes.py`).
+# elastic job that come and go, and a process that needs nobody near or far, are placed one by one.
 
 
 Member = tuple[Role, int]
@@ -58,7 +57,7 @@ def plan_groups(replicas: Mapping[Role, int]) -> list[GroupPlan]:
     return plans
 
 
-# `PlacementGroups`: the placement groups of a job (`group_plan.py`) in a Ray cluster.
+# `PlacementGroups`: the placement groups of a job in a Ray cluster.
 #
 # A group has room for all its processes before the first one of them starts, and keeps it while a process is
 # restarted. If a node dies, Ray moves its bundles to others; the processes of a group that are alive stay
@@ -148,7 +147,7 @@ class PlacementGroups:
 
 # Where processes run: servers and embedding workers on different nodes, a trainer on the node of its loader.
 #
-# Processes that a job has for all its time are in placement groups (`groups.py`). Others are placed one by
+# Processes that a job has for all its time are in placement groups. Others are placed one by
 # one, by node affinity: a trainer of an elastic job near a loader. These are wishes: if the node that is
 # preferred has no room, Ray takes another one.
 #

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from karvan.devices.recording import record
+from karvan.devices import record
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import GroupShape
 from karvan.store.cuda.batch.buffers import LookupBuffers

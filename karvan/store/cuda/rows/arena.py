@@ -74,7 +74,7 @@ class RowLayout(NamedTuple):
 
 
 class RowWatcher(Protocol):
-    """Copies rows in the background, and must be called before they change (`captures/pending_rows.py`)."""
+    """Copies rows in the background, and must be called before they change (`captures.py`)."""
 
     def save(self, rows: torch.Tensor, most: int, work: torch.Tensor | None = None) -> None:
         """These distinct rows change or become free next, by work that is queued on the current stream.

@@ -26,7 +26,7 @@ from karvan.store.cuda.kernels.routing import average_runs
 from karvan.store.cuda.kernels.sums import sum_pieces
 from karvan.store.cuda.kernels.sums import write_sums as _write_sums
 from karvan.store.cuda.store import CudaStore
-from karvan.store.exchange.messages import words
+from karvan.store.messages import words
 from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
 from karvan.store.types import FeatureSpec, LookupContext, Rule
 

@@ -8,7 +8,7 @@ in the order of ranks, so results are the same from run to run.
 
 The sizes of messages depend on the batch, so the host waits for the device once a batch, in `prepare`, which
 the feed calls ahead on its own thread. Which tables have gradients is exchanged between the hosts, without
-the device. Between GPUs nothing else waits (`transport.py`).
+the device. Between GPUs nothing else waits.
 
 As in `CudaStore`, a gradient that is not finite skips its row, not its table: the same row on all ranks, as
 one rank owns it.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.devices.recording import record
+from karvan.devices import record
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.batch_ids import BatchLayout, FeatureIds, GroupLayout
 from karvan.store.cuda.batch.buffers import LookupBuffers

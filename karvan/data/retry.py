@@ -1,9 +1,4 @@
-"""`Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
-
-The first failure is logged as a warning at once, then one warning follows every half minute, however many
-threads are affected, and one when the outage is over. Pauses double from a tenth of a second up to five
-seconds.
-"""
+"""Data sources that are temporarily unavailable: detection of outages, and reading that continues."""
 
 from __future__ import annotations
 
@@ -13,15 +8,25 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
+from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import Files
+from karvan.data.source import Part, Source, Split, place_of
 from karvan.outages import is_temporary
+
+# `Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
+#
+# The first failure is logged as a warning at once, then one warning follows every half minute, however many
+# threads are affected, and one when the outage is over. Pauses double from a tenth of a second up to five
+# seconds.
+
 
 _log = logging.getLogger("karvan.data")
 
@@ -194,3 +199,177 @@ def _is_of_client(error: BaseException) -> bool:
 def _is_missing(error: BaseException) -> bool:
     known = (each for each in _causes(error) if isinstance(each, FileNotFoundError | DataError))
     return any(isinstance(each, FileNotFoundError) or "no such file" in str(each) for each in known)
+
+
+# `RetryingSource`: a source that waits for outages to end.
+#
+# A split that an outage interrupts is resumed after the last record that was handed out, so no record is lost
+# or read twice. Other errors are raised at once, and so is the error of an outage that lasts longer than
+# `retry_seconds`, marked as `temporary`.
+
+
+_DOUBTFUL = 3  # attempts after which an error that may be an outage is treated as damage
+
+T = TypeVar("T")
+
+
+class Outages(Protocol):
+    """What a source's attribute `outages` is, if it has one: it knows the outages of its storage."""
+
+    def is_outage(self, error: BaseException, path: str) -> bool | None:
+        """Whether an error of reading a part is an outage; None if it is doubtful."""
+
+
+class RetryingSource(Source):
+    """Wraps a source. `close` ends waiting, from any thread."""
+
+    def __init__(self, source: Source, seconds: float) -> None:
+        self._source = source
+        self._outages: Outages | None = getattr(source, "outages", None)
+        self._patience = Patience(seconds)
+
+    def close(self) -> None:
+        """No more records are needed."""
+        self._patience.end()
+
+    @property
+    @override
+    def schema(self) -> pa.Schema:
+        return retrying(lambda: self._source.schema, self._patience)
+
+    @override
+    def parts(self) -> list[Part]:
+        return retrying(self._source.parts, self._patience)
+
+    def place_of(self, path: str, record: int) -> str:
+        """Where a record is, for errors."""
+        return place_of(self._source, path, record)
+
+    @override
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        done = 0
+        failure = _Failure()
+        while True:
+            try:
+                for batch in self._source.read(Split(split.path, split.first + done, split.count - done)):
+                    if failure.count:
+                        self._patience.succeeded()
+                        failure = _Failure()
+                    done += len(batch)
+                    yield batch
+                return
+            except Exception as error:
+                outage = self._is_outage(error, split.path)
+                if outage is False or not failure.wait(error, outage, self._patience):
+                    raise
+
+    def _is_outage(self, error: Exception, path: str) -> bool | None:
+        return is_outage(error) if self._outages is None else self._outages.is_outage(error, path)
+
+
+class _Failure:
+    """Consecutive failures of one thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._since = time.monotonic()
+        self._doubtful = 0
+
+    def wait(self, error: BaseException, outage: bool | None, patience: Patience) -> bool:
+        """Wait for the next attempt; False if time is up, and then the error of an outage is temporary."""
+        if not self.count:
+            self._since = time.monotonic()
+        self._doubtful = self._doubtful + 1 if outage is None else 0
+        if self._doubtful >= _DOUBTFUL:
+            return False
+        self.count += 1
+        waited = patience.wait(error, self.count - 1, self._since)
+        if not waited and isinstance(error, DataError):
+            error.temporary = True
+        return waited
+
+
+def retrying(work: Callable[[], T], patience: Patience) -> T:
+    """The result of `work`, which is repeated during an outage."""
+    failure = _Failure()
+    while True:
+        try:
+            result = work()
+        except Exception as error:
+            if not is_outage(error) or not failure.wait(error, True, patience):
+                raise
+        else:
+            if failure.count:
+                patience.succeeded()
+            return result
+
+
+# Outages of Kafka brokers, as librdkafka reports them, which reconnects by itself.
+#
+# librdkafka reports a lost broker to a callback and then retries forever without logging. `BrokerOutage`
+# warns at the first report, and stops waiting after `retry_seconds`, unless a message has arrived or the
+# brokers answer a request. Positions are those of messages that were handed out, so no message is lost or
+# delivered twice.
+
+
+_CODES = ("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_MSG_TIMED_OUT", "_NODE_UPDATE")
+
+
+class BrokerOutage:
+    """Whether the brokers of a consumer are unreachable, and for how long."""
+
+    def __init__(self, kafka: Any, topics: str, seconds: float) -> None:
+        self._kafka = kafka
+        self._topics = topics
+        self._patience = Patience(seconds)
+        self._codes = {getattr(kafka.KafkaError, name) for name in _CODES if hasattr(kafka.KafkaError, name)}
+        self._since: float | None = None
+        self._error = ""
+
+    def is_outage(self, error: Any) -> bool:
+        """Whether a Kafka error means that brokers cannot be reached."""
+        return error.code() in self._codes or bool(error.retriable())
+
+    def note(self, error: Any) -> None:
+        """Record that a broker was lost; called by librdkafka, or for an error that arrived as a message."""
+        if self._since is None and self.is_outage(error):
+            self._error = str(error.str())
+            self._since = time.monotonic()
+            _log.warning(
+                "Kafka topics %s: %s. Retrying for up to %g seconds.",
+                self._topics,
+                self._error,
+                self._patience.seconds,
+            )
+
+    def clear(self) -> None:
+        """The brokers answer: the outage, if there was one, is over."""
+        since, self._since = self._since, None
+        if since is not None:
+            _log.warning("Kafka answers again, after %.0f seconds.", time.monotonic() - since)
+
+    def check(self, ask: Callable[[], object]) -> None:
+        """After `retry_seconds` without a message: raise, unless the brokers answer a request."""
+        if self._since is None or time.monotonic() < self._since + self._patience.seconds:
+            return
+        try:
+            ask()
+        except self._kafka.KafkaException as error:
+            raise DataError(
+                f"Kafka was unreachable for {self._patience.seconds:g} seconds: {self._error}",
+                path=self._topics,
+                temporary=True,
+            ) from error
+        self.clear()
+
+    def ask(self, request: Callable[[], T], path: str, failure: str) -> T:
+        """The answer to a request, which is repeated during an outage; `failure` begins the error's text."""
+
+        def send() -> T:
+            try:
+                return request()
+            except self._kafka.KafkaException as error:
+                temporary = self.is_outage(error.args[0])
+                raise DataError(f"{failure}: {error}", path=path, temporary=temporary) from error
+
+        return retrying(send, self._patience)

@@ -1,30 +1,89 @@
-"""Copies of columns to a GPU: one large copy for all of a batch's columns, that no thread waits for.
-
-A batch has tens of columns of up to three tensors each. They are packed into one buffer in page-locked memory
-(`packing.py`), which takes a single copy on the current stream; the tensors on the GPU are slices of one
-buffer. Torch reuses page-locked memory when the copy out of it has ended, so nothing here waits for a copy.
-
-`ColumnCopies` makes them on a stream of its own, beside the computation:
-
-    copies = ColumnCopies(torch.device("cuda:0"))
-    in_flight = copies.start(batch)   # on any thread
-    batch = in_flight.receive()       # on the thread that computes: its stream waits for the copy, not it
-
-Columns that are on the GPU already stay as they are. Tensors that cannot be packed, such as sparse ones, are
-copied one by one.
-"""
+"""Which device, and copies of a batch's columns to it."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from karvan.distributed.gpu import missing_cuda
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
+
+# A device by its name: an error where this machine does not have it.
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device; raises if this machine does not have it."""
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device expects "cpu", "cuda" or "cuda:1", got {device!r}.') from error
+    if made.type != "cuda":
+        return made
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r} expects a GPU and a torch that is built with CUDA, but "
+            f"{missing_cuda()}: omit device, or use device='cpu'."
+        )
+    if made.index is not None and made.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device={str(device)!r} expects that GPU, but there are {count}, counted from 0.")
+    return made
+
+
+def exact_device(device: torch.device | str) -> torch.device:
+    """The device with its index; raises if this machine does not have it.
+
+    With its index, because other threads have their own current GPU, by default the first.
+    """
+    made = check_device(device)
+    if made.type == "cuda" and made.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return made
+
+
+def data_device(device: torch.device | str | None) -> torch.device | None:
+    """The GPU that batches of data go to, with its index; None if they stay on the CPU."""
+    if device is None:
+        return None
+    made = exact_device(device)
+    if made.type not in ("cpu", "cuda"):
+        raise ValueError(f'Batches go to "cpu", "cuda" or a certain GPU, such as "cuda:1", got {device!r}.')
+    return made if made.type == "cuda" else None
+
+
+def require_cpu_batches(data: Any) -> None:
+    """Raise if the batches of this data arrive on a GPU: they are to be sent to other processes."""
+    device = getattr(data, "device", None)
+    if isinstance(device, torch.device) and device.type != "cpu":
+        raise ValueError(
+            f"A loader sends its batches to trainers, so it expects them on the CPU, got data with device="
+            f"'{device}': read it without device. A trainer can move them: "
+            "kv.data.Stream(kv.data.from_loaders(), device=…)."
+        )
+
+
+# Copies of columns to a GPU: one large copy for all of a batch's columns, that no thread waits for.
+#
+# A batch has tens of columns of up to three tensors each. They are packed into one buffer in page-locked
+# memory, which takes a single copy on the current stream; the tensors on the GPU are slices
+# of one buffer. Torch reuses page-locked memory when the copy out of it has ended, so nothing here waits for
+# a copy.
+#
+# `ColumnCopies` makes them on a stream of its own, beside the computation:
+#
+#     copies = ColumnCopies(torch.device("cuda:0"))
+#     in_flight = copies.start(batch)   # on any thread
+#     batch = in_flight.receive()       # on the thread that computes: its stream waits for the copy, not it
+#
+# Columns that are on the GPU already stay as they are. Tensors that cannot be packed, such as sparse ones,
+# are copied one by one.
+
 
 # Tensors of different types and shapes in one buffer of bytes.
 #
@@ -222,3 +281,40 @@ def map_tensors(entry: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(entry, Tensor):
         return change(entry)
     return entry.map(change) if isinstance(entry, Ragged | NestedRagged) else entry
+
+
+# Recording of CUDA graphs: launches that are queued once, to be replayed by one call each time.
+
+
+def record(
+    stream: torch.cuda.Stream | None, work: Callable[[], None], pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of what `work` queues, which is not run. Its kernels have run before: that loads them.
+
+    stream: one that only recordings use. pool: of `torch.cuda.graph_pool_handle()`, for graphs that share
+    memory. Unlike `torch.cuda.graph`, it does not wait for the device, and the memory that torch holds for
+    later stays: work whose memory moves is recorded again.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with _no_collection(), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the recording is invalid, which the error explains
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While a graph is recorded, no garbage is collected: finalizers may wait for the device."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -26,7 +26,7 @@ from karvan.checkpoint.format.table_arrays import (
 )
 from karvan.checkpoint.object_store.files import make_folder
 from karvan.store import Capture, Rows, TableSpec
-from karvan.store.exchange.messages import hashes_of
+from karvan.store.messages import hashes_of
 from karvan.store.types import Keys
 
 # Reads the rows of a table from a checkpoint and those it builds on, however they are divided into parts.

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
-from karvan.cluster.parameter_server.elastic.row_updates import (
+from karvan.cluster.parameter_server.row_updates import (
     HeldLookup,
     JointUpdates,
     RowUpdates,
@@ -44,8 +44,8 @@ from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import _native
 from karvan.outages import mark
 from karvan.protocol.parameter_server import passes_of
-from karvan.store.exchange.messages import floats, from_wire, to_wire
-from karvan.store.exchange.row_owner import Owner
+from karvan.store.messages import floats, from_wire, to_wire
+from karvan.store.row_owner import Owner
 from karvan.store.types import LookupContext, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema import expect_array

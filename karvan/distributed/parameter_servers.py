@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from karvan.discovery.directory import Addresses, find_role
-from karvan.distributed.clients.step_commits import NoCommits, OwnCommits, StepCommits
+from karvan.distributed.step_commits import NoCommits, OwnCommits, StepCommits
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.job.sync_modes import MODES

@@ -30,10 +30,10 @@ from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.id_forwarding import BatchName, require_ids
 from karvan.cluster.loader.statistics import ask_loaders
-from karvan.cluster.loader_stream import loader_channel
-from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
-from karvan.cluster.task_stream.loaded_data import LoadedData
-from karvan.cluster.task_stream.loader_connection import LoaderAccess
+from karvan.cluster.streams import loader_channel
+from karvan.cluster.streams.loaded_data import LoadedData
+from karvan.cluster.streams.loader_channel import ChannelSettings, LoaderChannel, leave_all
+from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment

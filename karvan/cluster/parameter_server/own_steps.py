@@ -25,10 +25,10 @@ from typing_extensions import override
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
-from karvan.cluster.parameter_server.elastic.requests import ElasticBatches
+from karvan.cluster.parameter_server.elastic_requests import ElasticBatches
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.dense.wire_format import dense_tensor, tensors_of
-from karvan.store.exchange.row_owner import Owner
+from karvan.store.row_owner import Owner
 from karvan.wire import Message, RefusedError, Request
 
 _MOST_STAGED = 64  # gradients of dense parameters of one member; more than a step has models

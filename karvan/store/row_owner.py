@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.native import _native, output_buffers
-from karvan.store.exchange import messages
-from karvan.store.exchange.messages import Numbers, features, floats, words
+from karvan.store import messages
 from karvan.store.memory import MemoryStore
+from karvan.store.messages import Numbers, features, floats, words
 from karvan.store.program import LookupPlan, LookupProgram
 from karvan.store.types import FeatureSpec, Keys, LookupContext, Push, Rule, Vectors
 

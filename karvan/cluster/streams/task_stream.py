@@ -18,13 +18,13 @@ from karvan import distributed
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.task_stream.loader_connection import (
+from karvan.cluster.streams.loader_connection import (
     LoaderAccess,
     LoaderConnection,
     LoaderLostError,
     ask_any,
 )
-from karvan.cluster.task_stream.task_queue import TaskQueue
+from karvan.cluster.streams.task_queue import TaskQueue
 from karvan.data.leasing.record_search import SearchResult, search_with
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead, after, places_of
 from karvan.data.loading.read_jobs import Order

@@ -40,9 +40,8 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.cluster.batch_messages import pack
-from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_name
+from karvan.cluster.loader.id_forwarding import IdReceiver, SendTo, SplitIds, TaskIds, split_by_name
 from karvan.cluster.loader.statistics import LoaderStatistics
-from karvan.cluster.task_reading.id_sending import SendTo, TaskIds
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import task_from
 from karvan.data.leasing.shared_data import SharedData

@@ -29,11 +29,11 @@ from karvan.checkpoint.format.manifest import Base, Manifest
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays, write_file
 from karvan.checkpoint.format.state_tree import encode
 from karvan.checkpoint.format.table_arrays import own_extra, parts_for
-from karvan.checkpoint.io.pending_save import WRITERS, Pending, Report, Writers, no_report
-from karvan.checkpoint.io.table_files import ShareSource, joined, put_table
 from karvan.checkpoint.object_store.files import has_file, is_there
 from karvan.checkpoint.object_store.step_objects import UploadFolder
+from karvan.checkpoint.pending_save import WRITERS, Pending, Report, Writers, no_report
 from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.table_files import ShareSource, joined, put_table
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.collectives import RankHeartbeats
 from karvan.distributed.settings import IN_PROCESS

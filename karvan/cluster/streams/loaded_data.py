@@ -18,10 +18,10 @@ from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.loader.id_forwarding import require_ids
 from karvan.cluster.loader.statistics import ask_loaders
-from karvan.cluster.task_reading.service import DataDescription
-from karvan.cluster.task_stream.loader_connection import LoaderAccess, ask_all, ask_one
-from karvan.cluster.task_stream.stream import LoadedRecordSearch, ReceivedBatch, TaskStream, resender
-from karvan.cluster.task_stream.task_queue import LeasedQueue, PlannedQueue, TaskQueue
+from karvan.cluster.loader.task_service import DataDescription
+from karvan.cluster.streams.loader_connection import LoaderAccess, ask_all, ask_one
+from karvan.cluster.streams.task_queue import LeasedQueue, PlannedQueue, TaskQueue
+from karvan.cluster.streams.task_stream import LoadedRecordSearch, ReceivedBatch, TaskStream, resender
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.loader import planned_numbers

@@ -1,6 +1,6 @@
 """`RowUpdates`: how lookups and the pushes of a committed step change a server's rows; one way for each mode.
 
-`JointUpdates`, for mode sync: lookups change nothing (`table_reads.py`). A commit looks the keys of all parts
+`JointUpdates`, for mode sync: lookups change nothing. A commit looks the keys of all parts
 up again, together and in the order of the parts, this time inserting rows, counting uses and evicting; then
 it adds their gradients up in this order and makes one update. So the tables depend on the committed parts and
 their order alone, not on who looked them up, when, or how often, and are those of a run with a fixed number
@@ -26,8 +26,8 @@ from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.native import _native, output_buffers
 from karvan.store import TableSpec
-from karvan.store.exchange.messages import floats, rule_from_json
-from karvan.store.exchange.row_owner import Answered, Owner, Summed
+from karvan.store.messages import floats, rule_from_json
+from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, LookupContext, Vectors
 from karvan.wire import RefusedError
 

@@ -1,1 +1,0 @@
-"""Writing and reading checkpoints: saves in flight, shares of ranks, locks."""

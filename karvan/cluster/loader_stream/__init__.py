@@ -1,1 +1,0 @@
-"""The batches of a job's loaders, for a trainer."""

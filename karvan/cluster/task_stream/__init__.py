@@ -1,1 +1,0 @@
-"""Leased records that the loaders of a job read, for a trainer."""

@@ -1,1 +1,0 @@
-"""A rank's clients of parameter servers and embedding workers."""
