@@ -6,7 +6,7 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -81,20 +81,26 @@ def _process_group() -> Iterator[None]:
 
     At the end the environment is as before, and what was connected within it is disconnected.
     """
-    alone = "WORLD_SIZE" not in os.environ
-    before = {name: os.environ.get(name) for name in _SINGLE}
     grouped, connected = dist.is_initialized(), current().chosen
-    if alone:
-        os.environ.update(_SINGLE)
+    with environment({} if "WORLD_SIZE" in os.environ else _SINGLE):
+        try:
+            yield
+        finally:
+            if not connected and current().chosen:
+                disconnect()
+            if not grouped and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it, the environment has these variables; at its end, each of them is as before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if not connected and current().chosen:
-            disconnect()
-        if not grouped and dist.is_initialized():
-            dist.destroy_process_group()
-        for name, value in before.items() if alone else ():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value

@@ -16,8 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.flags import environment_of, parse, parse_job_command
 from karvan.compat.elasticdl.readers import account_variables
 from karvan.compat.elasticdl.training import checkpoint_folder
+from karvan.compat.programs import environment
 from karvan.exit_codes import OK
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.launcher import Launcher
@@ -34,6 +34,7 @@ from karvan.launch.role_commands import commands_of
 from karvan.settings import SettingsError
 
 COMMANDS = ("train", "evaluate", "predict")
+_WORKER = Path(__file__).with_name("worker.py")
 
 
 def run(command: str, words: Sequence[str]) -> int:
@@ -42,7 +43,7 @@ def run(command: str, words: Sequence[str]) -> int:
         return launch_program(parse_job_command(words))
     flags = parse(command, words)
     code = OK
-    with _environment(environment_of(flags.envs)):
+    with environment(environment_of(flags.envs)):
         if flags.distribution_strategy == DistributionStrategy.LOCAL:
             _run_here(command, flags)
         else:
@@ -70,24 +71,8 @@ def work(arguments: Sequence[str]) -> None:
 
 
 def _run_here(command: str, flags: argparse.Namespace) -> None:
-    with _environment(account_variables(os.environ)):
+    with environment(account_variables(os.environ)):
         training.run(command, flags)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-_WORKER = Path(__file__).with_name("worker.py")
 
 
 def launch(command: str, flags: argparse.Namespace, words: Sequence[str]) -> int:

@@ -183,12 +183,6 @@ def _of_pods(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, reason
 
 
-def function_names(flags: argparse.Namespace) -> FunctionNames:
-    """What the parts of the contract are called."""
-    usual = vars(FunctionNames())
-    return FunctionNames(**{name: getattr(flags, name, usual[name]) for name in usual})
-
-
 def environment_of(text: str) -> dict[str, str]:
     """The variables of --envs, "a=1,b=2"; a value may have commas."""
     found: dict[str, str] = {}

@@ -43,6 +43,8 @@ class LayerInput(NamedTuple):
 class FeatureLayer(nn.Module):
     """Runs a feature's steps; the result of a dense tensor is one of the same shape."""
 
+    computes_in: torch.dtype | None = None  # to which inputs are cast; None: as they are
+
     def __init__(self, feature: Feature, name: str | None = None) -> None:
         super().__init__()
         self.name = name
@@ -50,20 +52,19 @@ class FeatureLayer(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """The result; see `LayerInput`."""
-        given = self._prepared(layer_input(inputs))
-        made = self._engine({COLUMN: given.entry})[COLUMN]
-        if given.shape is None:
+        entry, shape = layer_input(inputs)
+        if self.computes_in is not None:
+            entry = with_values(entry, values_of(entry).to(self.computes_in))
+        made = self._engine({COLUMN: entry})[COLUMN]
+        if shape is None:
             return made
         values = values_of(made)
-        if values.numel() != torch.Size(given.shape).numel():
+        if values.numel() != torch.Size(shape).numel():
             raise ValueError(
                 f"{type(self).__name__} expects a number everywhere, got NaN or an empty text: replace them "
                 "before, or pass a kv.Ragged without them."
             )
-        return values.reshape(given.shape)
-
-    def _prepared(self, given: LayerInput) -> LayerInput:
-        return given
+        return values.reshape(shape)
 
 
 def layer_input(inputs: Any) -> LayerInput:
@@ -161,6 +162,8 @@ class LogRound(FeatureLayer):
     base: of the logarithm, e without one.
     """
 
+    computes_in = torch.float64
+
     def __init__(
         self, num_bins: int, default_value: int = 0, base: float | None = None, name: str | None = None
     ) -> None:
@@ -168,12 +171,11 @@ class LogRound(FeatureLayer):
         super().__init__(steps, name)
         self.num_bins = num_bins
 
-    def _prepared(self, given: LayerInput) -> LayerInput:
-        return given._replace(entry=with_values(given.entry, values_of(given.entry).to(torch.float64)))
-
 
 class Normalizer(FeatureLayer):
     """(x - subtractor) / divisor, as float32."""
+
+    computes_in = torch.float32
 
     def __init__(self, subtractor: float, divisor: float, name: str | None = None) -> None:
         if divisor == 0:
@@ -181,9 +183,6 @@ class Normalizer(FeatureLayer):
         if divisor < 0:
             raise UnsupportedError(f"Normalizer(divisor={divisor})", "expected one above 0.")
         super().__init__(Feature(COLUMN).normalise(float(subtractor), float(divisor)), name)
-
-    def _prepared(self, given: LayerInput) -> LayerInput:
-        return given._replace(entry=with_values(given.entry, values_of(given.entry).to(torch.float32)))
 
 
 class RoundIdentity(FeatureLayer):

@@ -19,8 +19,7 @@ from karvan import checkpoint
 from karvan.checkpoint import Checkpoints
 from karvan.compat.elasticdl.callbacks import fit_options
 from karvan.compat.elasticdl.common import Mode
-from karvan.compat.elasticdl.contract import ContractError, ModelContract
-from karvan.compat.elasticdl.flags import function_names
+from karvan.compat.elasticdl.contract import ContractError, FunctionNames, ModelContract
 from karvan.compat.elasticdl.layers import row_optimizer
 from karvan.compat.elasticdl.readers import FeedStep, open_data, parse_params
 from karvan.distributed import current
@@ -39,9 +38,14 @@ _NO_END = sys.maxsize  # epochs
 def run(command: str, flags: argparse.Namespace) -> None:
     """Run a command in this process, under its connection."""
     logging.basicConfig(level=flags.log_level, format="%(asctime)s %(levelname)s %(message)s")
-    params = parse_params("--model_params", flags.model_params)
-    contract = ModelContract(flags.model_zoo, flags.model_def, params, function_names(flags))
-    {"train": train, "evaluate": evaluate, "predict": predict}[command](flags, contract)
+    {"train": train, "evaluate": evaluate, "predict": predict}[command](flags, contract_of(flags))
+
+
+def contract_of(flags: argparse.Namespace) -> ModelContract:
+    """The contract of the module that flags name; they may have other names for its parts, too."""
+    params, usual = parse_params("--model_params", flags.model_params), vars(FunctionNames())
+    names = FunctionNames(**{name: getattr(flags, name, usual[name]) for name in usual})
+    return ModelContract(flags.model_zoo, flags.model_def, params, names)
 
 
 def train(flags: argparse.Namespace, contract: ModelContract) -> None:
@@ -129,8 +133,7 @@ def export(flags: argparse.Namespace) -> None:
     """Save the model of the newest checkpoint into --output, if that is another folder."""
     if not (flags.output and flags.checkpoint_dir):
         return
-    params = parse_params("--model_params", flags.model_params)
-    contract = ModelContract(flags.model_zoo, flags.model_def, params, function_names(flags))
+    contract = contract_of(flags)
     trainer = Trainer(ContractModel(contract.make_model()), _no_loss)
     loaded = trainer.load(flags.checkpoint_dir)
     checkpoint.save(flags.output, {"model": trainer.model.state_dict()}, trainer.model, step=loaded.step)

@@ -83,16 +83,14 @@ class Foreign(Section):
 Settings = TypeVar("Settings", bound=Foreign)
 
 
-def chosen_file(path: str | os.PathLike[str], name: str) -> Path:
-    """The path of a configuration file, which has to exist; name: what PERSIA calls it."""
+def read_once(kind: type[Settings], path: str | os.PathLike[str], name: str) -> Settings:
+    """The settings of a file, which has to exist; name: what PERSIA calls it.
+
+    The same text is parsed once in a process.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected {name} at {path}, which does not exist.")
-    return Path(path)
-
-
-def read_once(kind: type[Settings], path: Path) -> Settings:
-    """The settings of a file; the same text is parsed once in a process."""
-    made: Settings = _read(kind, path, path.read_bytes())
+    made: Settings = _read(kind, Path(path), Path(path).read_bytes())
     return made
 
 
@@ -256,7 +254,7 @@ def read_slots(path: str | os.PathLike[str] | None = None) -> Slots:
     """The slots of a file; without one, of that of PERSIA_EMBEDDING_CONFIG, or of what is published."""
     chosen = path or os.environ.get(EMBEDDING_CONFIG)
     if chosen:
-        return read_once(Slots, chosen_file(chosen, "embedding_config.yml"))
+        return read_once(Slots, chosen, "embedding_config.yml")
     with _job_store() as store:
         if store is not None and store.check([_PUBLISHED]):
             return _parsed(store.get(_PUBLISHED))
@@ -437,7 +435,7 @@ class GlobalConfig(Foreign):
 def read_global_config(path: str | os.PathLike[str] | None = None) -> GlobalConfig:
     """The configuration in a file, or in that of PERSIA_GLOBAL_CONFIG; without both, the defaults."""
     chosen = path or os.environ.get(GLOBAL_CONFIG)
-    return read_once(GlobalConfig, chosen_file(chosen, "global_config.yml")) if chosen else GlobalConfig()
+    return read_once(GlobalConfig, chosen, "global_config.yml") if chosen else GlobalConfig()
 
 
 def with_global_config(spec: JobSpec) -> JobSpec:
