@@ -22,6 +22,7 @@ from karvan.cli.commands import (
     role,
     run,
     train,
+    version,
 )
 from karvan.cli.errors import INTERRUPTED, OK, PIPE_CLOSED, USAGE, code_of, print_error, show
 from karvan.cli.help_page import HelpedCommand, HelpedGroup
@@ -40,7 +41,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        doctor.version(None)
+        version.version(None)
         raise typer.Exit
 
 
@@ -69,7 +70,7 @@ _GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
     "Learn": (demo.demo,),
     "Train": (train.train, evaluate.evaluate, predict.predict, inspect.inspect, plot.plot),
     "Jobs": (launch.launch, jobs.status, jobs.logs, jobs.scale, jobs.stop, role.role),
-    "Tools": (doctor.doctor, bench.bench, import_checkpoint.import_checkpoint, run.run, doctor.version),
+    "Tools": (doctor.doctor, bench.bench, import_checkpoint.import_checkpoint, run.run, version.version),
 }
 _SETTINGS = {run.run: run.SETTINGS}
 

@@ -28,7 +28,8 @@ from karvan.dense.client import AsyncDense, merge_states, split_state
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
-from karvan.dense.wire_format import Array, tensors_message
+from karvan.dense.tensor_checks import Array
+from karvan.dense.wire_format import tensors_message
 from karvan.distributed import Connection, RankError
 from karvan.distributed.step_commits import OwnCommits
 from karvan.embedding import EmbeddingEngine

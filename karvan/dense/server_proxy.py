@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from karvan.dense.step_policies import Answer
-from karvan.dense.wire_format import Array, state_message, state_of, tensors_message, tensors_of
+from karvan.dense.tensor_checks import Array
+from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
 from karvan.distributed.parameter_servers import Servers
 from karvan.wire import Message
 

@@ -44,13 +44,13 @@ from karvan.owner.record import LeaseLostError, OwnerError, OwnerRecord
 # `SharedLease`: a lease as an object at a URL, for runs on machines that share no file system.
 #
 # Object stores replace an object as a whole, and nobody is told about it. So a lease there is weaker than a
-# file of which exactly one process can be the creator: - Taking. An owner that runs on this machine is an
-# `OwnerError`. Any other is watched, like the owner of a   file: if the object changes, it runs; if it does
-# not for its `seconds`, it is replaced. The new owner writes   its record, waits a moment and reads it
-# again: of several that have written, only the last one finds its   own. One that writes later than that
-# moment takes the folder from the first, which notices: - Renewing. Six times within its `seconds` the owner
-# reads the object, and writes it again. If it finds   another owner, it has lost its lease. It also reads
-# before every save.
+# file of which exactly one process can be the creator:
+# - Taking. An owner that runs on this machine is an `OwnerError`. Any other is watched, like the owner of a
+#   file: if the object changes, it runs; if not for its `seconds`, it is replaced. The new owner writes
+#   its record, waits a moment and reads it again: of several that have written, only the last one finds its
+#   own. One that writes later than that moment takes the folder from the first, which notices:
+# - Renewing. Six times within its `seconds` the owner reads the object, and writes it again. If it finds
+#   another owner, it has lost its lease. It also reads before every save.
 
 
 _log = logging.getLogger(__name__)

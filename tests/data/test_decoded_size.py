@@ -45,11 +45,11 @@ def dictionary(size):
 
 READ = """
 import sys
-from karvan.data.formats import decoded_size
+from karvan.data.formats import base
 from karvan.data.formats.open_files import open_files
 from karvan.data.source import Split
-assert decoded_size.MOST == 256 << 20
-decoded_size.MOST = int(sys.argv[2]) << 20
+assert base.MOST == 256 << 20
+base.MOST = int(sys.argv[2]) << 20
 def peak():
     return int(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1]) >> 10
 before = peak()

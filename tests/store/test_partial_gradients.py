@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from test_message_layout import as_message
 
 import karvan as kv
-from karvan.store import MemoryStore, messages
+from karvan.store import MemoryStore
+from karvan.store import messages as exchange
 
 DIMS = [1, 3]
 
@@ -46,7 +47,7 @@ def test_sums_are_those_of_the_ranks_that_have_a_gradient(by_key, ranks):
         )
         for of_rank in ranks
     ]
-    found = messages.sums(messages, counts, DIMS, flat, by_key)
+    found = exchange.sums(messages, counts, DIMS, flat, by_key)
     for slot, (keys, values) in enumerate(found):
         expected = {}
         for of_rank in ranks:
@@ -91,7 +92,7 @@ def test_gradients_are_packed_in_the_order_of_the_keys_that_were_sent(ids, ranks
     random.shuffle(keys)
     sent = [keys[rank::ranks] for rank in range(ranks)]
     packed = torch.empty(3 * len(keys))
-    messages.pack(
+    exchange.pack(
         [as_message([each]) for each in sent],
         [[len(each)] for each in sent],
         [3],

@@ -124,8 +124,8 @@ def _dim(path: Path, slots: dict[str, Any], group: str, members: list[str]) -> i
 #
 # All numbers are little-endian. The list:
 #
-#     count u64, first u32, last u32, free u32, end u32      how many entries, and links     nodes u32
-# how many nodes follow, as many as may ever be used
+#  count u64, first u32, last u32, free u32, end u32      how many entries, and links
+#  nodes u32                                              how many nodes follow, as many as may ever be used
 #
 # A node, of 9 bytes if it is free:
 #

@@ -52,9 +52,9 @@ from karvan.wire.schema import expect_array
 
 # `Members`: which trainers of an elastic run a server has heard of, and whose calls it refuses.
 #
-#     fence      a member may be gone. Whatever still comes from it is refused, but what it has staged stays,
-# so                that the others can find out how far it came, and commit its last step where it has not.
-# abandon    it is settled what a member has done: the server drops the rest
+#  fence      a member may be gone. Whatever still comes from it is refused, but what it has staged stays, so
+#             that the others can find out how far it came, and commit its last step where it has not.
+#  abandon    it is settled what a member has done: the server drops the rest
 #
 # A trainer that was only silent may wake at any moment. From the fence on it cannot commit anything that the
 # others decide against meanwhile. And as soon as one of the others has entered a newer round than it knows

@@ -22,12 +22,12 @@ from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses
 
 # Finds processes that are alive but make no progress and block the job, from their heartbeats.
 #
-#     a trainer                            is stalled if it has a task (fit, evaluate), has made no progress
-# for                                            `stall_timeout` seconds, and does not wait for another role.
-# One                                            that waits for other trainers is not stalled, as long as one
-# of                                            them does not wait     a loader, an embedding worker, a
-# is stalled if it has made no progress for as long, another process       parameter server
-# has waited for it for as long, and it waits for no process itself
+#  a trainer                            is stalled if it has a task (fit, evaluate), has made no progress for
+#                                         `stall_timeout` seconds, and does not wait for another role. One
+#                                         that waits for other trainers is not stalled, as long as one of
+#                                         them does not wait
+#  a loader, an embedding worker, a     is stalled if it has made no progress for as long, another process
+#    parameter server                     has waited for it for as long, and it waits for no process itself
 #
 # A process that waits for another one is blocked by it, and is not killed. A trainer without a task runs the
 # user's code, which may take any time; so may a source that no process waits for. Parameter servers and

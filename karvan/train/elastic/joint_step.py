@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.dense.wire_format import all_finite
+from karvan.dense.tensor_checks import all_finite
 from karvan.distributed.elastic import ElasticGroup, ordered_sum
 from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import StagedPart, StepCommits

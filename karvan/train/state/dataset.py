@@ -7,8 +7,7 @@ checkpoint compares:
 |---|---|---|
 | the same | nothing to do, unless more epochs or steps are requested | continue where it stopped |
 | other | train on it: model, rows, optimizers, schedules, step continue, epochs count from 0 | an error |
-| other, but trained to its end before | as if it were the same, with a warning | an
-error |
+| other, but trained to its end before | as if it were the same, with a warning | an error |
 
 Data without an identity (a list, a torch DataLoader) is taken as the same, because it cannot be compared;
 `data_name` of `fit` gives it one. Data that grows (a Kafka topic) continues at its position in both cases.

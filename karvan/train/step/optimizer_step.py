@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from karvan.argument_checks import check_integers
 from karvan.dense.step_policies import LocalDense, Outcome
-from karvan.dense.wire_format import all_finite, largest_magnitude
+from karvan.dense.tensor_checks import all_finite, largest_magnitude
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.torch_internals import has_step_hooks

@@ -1,8 +1,8 @@
 """`RoleActor`: owns the process of a role, on a node of a Ray cluster.
 
 The actor starts the process with the local engine of its node, in a temporary folder. The process's keeper
-ends it, with all that it has started, as soon as the actor's worker process dies, and removes the folder
-(`actor_folder.py`). A master talks to the actor:
+ends it, with all that it has started, as soon as the actor's worker process dies, and removes the folder.
+A master talks to the actor:
 
     describe     where the actor is; the answer says that there was room for it
     start        run a process; repeated by a master that adopts the actor, which has one, or none yet

@@ -21,10 +21,9 @@ from karvan.launch.engines.base import Needs, Process, amount_text
 
 # Which placement groups a job has: servers spread over nodes, trainers packed with their loader.
 #
-#     parameter-servers, embedding-workers    SPREAD: a bundle for each process, on different nodes if
-# possible     loader-I                                PACK: loader I, and the trainers that read from it, on
-# one node if                                             possible: trainer J belongs to loader J modulo the
-# loaders
+#  parameter-servers, embedding-workers    SPREAD: a bundle for each process, on different nodes if possible
+#  loader-I                                PACK: loader I, and the trainers that read from it, on one node if
+#                                          possible: trainer J belongs to loader J modulo the loaders
 #
 # Only processes that a job has for all its time are in groups, because a group cannot grow: trainers of an
 # elastic job that come and go, and a process that needs nobody near or far, are placed one by one.
