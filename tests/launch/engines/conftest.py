@@ -22,6 +22,9 @@ def shared_ray(tmp_path_factory):
     with shared_cluster(base / "ray-cluster") as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in token_settings(cluster.token).items():
             patch.setenv(name, value)
+        from ray._private.authentication_test_utils import reset_auth_token_state
+
+        reset_auth_token_state()  # Ray may have read the environment before
         yield cluster
 
 
