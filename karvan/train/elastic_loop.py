@@ -36,6 +36,7 @@ from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.clock import clock
 from karvan.distributed import RankError, current
 from karvan.distributed.elastic import ElasticGroup, ordered_sum
+from karvan.train.step.data_parallel import flat_gradients, set_gradients
 from karvan.train.step.optimizer_step import engines_of
 
 _log = logging.getLogger("karvan.train")
@@ -219,7 +220,7 @@ class ElasticLoop:
             self._add_batch()
             self._summed = self._sum(idle=False)
             assert self._summed is not None, "a step of one batch of each trainer has them all"
-        self._set_gradients(self._summed)
+        set_gradients(self._parameters, self._summed / _counts(self._summed).batches)
         self._own_settings = _change(optimizer, self._settings)
 
     def _check_call(self, args: Any, options: Any) -> None:
@@ -307,26 +308,11 @@ class ElasticLoop:
 
     def _flat(self, batches: int) -> Tensor:
         """All gradients, whether each exists, and the counts."""
-        pieces, exists = [], torch.zeros(len(self._parameters))
-        for index, parameter in enumerate(self._parameters):
-            if batches and parameter.grad is not None:
-                if parameter.grad.layout != torch.strided:
-                    raise TypeError(f"ElasticLoop expects dense gradients, got {parameter.grad.layout}.")
-                pieces.append(parameter.grad.detach().reshape(-1).to("cpu", torch.float32))
-                exists[index] = 1.0
-            else:
-                pieces.append(torch.zeros(parameter.numel()))
+        for parameter in self._parameters if batches else ():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise TypeError(f"ElasticLoop expects dense gradients, got {parameter.grad.layout}.")
         counts = _Counts(batches, self._samples if batches else 0, 0, 0)
-        return torch.cat([*pieces, exists, torch.tensor(counts, dtype=torch.float32)])
-
-    def _set_gradients(self, total: Tensor) -> None:
-        mean = total / _counts(total).batches
-        exists = total[-_COUNTS - len(self._parameters) : -_COUNTS]
-        first = 0
-        for parameter, there in zip(self._parameters, exists.tolist(), strict=True):
-            piece = mean[first : first + parameter.numel()]
-            first += parameter.numel()
-            parameter.grad = piece.reshape(parameter.shape).to(parameter) if there else None
+        return flat_gradients(self._parameters, counts, none=not batches)
 
     # A new round
 

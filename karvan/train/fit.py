@@ -26,14 +26,14 @@ from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
 from karvan.train.reporting.banner import show_banner
 from karvan.train.reporting.reporter import Reporter
-from karvan.train.reporting.results import FitResult, Losses, ReportWindow, StepLogs, TrainingCounts
+from karvan.train.reporting.results import FitResult, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
 from karvan.train.state.randomness import set_random_state
 from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.step_outcomes import Skips, StepOutcomes
-from karvan.train.step.step_routine import StepBatches
+from karvan.train.step.step_routine import see_nothing
 from karvan.train.stopping import Goal, Stopping
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
@@ -251,7 +251,9 @@ class Fit:
         step = parts.setup.routine.begin(group, self._epoch)
         with closing(parts.setup.dense.attempts()) as attempts:
             for attempt in attempts:
-                losses = self._compute(step, first=attempt == 0)
+                # Metrics see the outputs of the first attempt.
+                see = see_nothing if attempt else parts.count
+                losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, see)
                 if (taken := parts.setup.routine.apply(step)) is not None:
                     break
         self._epoch.trained(group, samples)
@@ -269,20 +271,6 @@ class Fit:
             self._trainer,
             StepLogs(counts.step, counts.epoch, samples, means, outcome),
         )
-
-    def _compute(self, step: StepBatches, first: bool) -> Losses:
-        """The gradients of a step; metrics see the outputs of the first attempt."""
-        parts, routine = self._parts, self._parts.setup.routine
-        losses = Losses()
-        for made in step.passes():
-            self._placement.receive(made.batch)
-            routine.forward(made, made.batch, parts.loss)
-            routine.backward(made)
-            if made.losses is not None:
-                for metric in parts.metrics.values() if first else ():
-                    metric.update(made.output, made.batch)
-                losses.add(routine.losses_of(made, parts.metrics), made.weight)
-        return losses
 
     def _evaluate(self) -> None:
         parts, counts = self._parts, self._counts

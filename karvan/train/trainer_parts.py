@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -51,6 +52,11 @@ class TrainerParts:
     nonfinite: str
     run: RunProgress
     stop_request: StopRequest
+
+    def count(self, output: Any, batch: Any) -> None:
+        """Count the output for a batch in all metrics."""
+        for metric in self.metrics.values():
+            metric.update(output, batch)
 
     @property
     def model(self) -> nn.Module:

@@ -27,7 +27,6 @@ from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep, 
 from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
 from karvan.train.elastic.step_batches import BatchDealer, LeasedSteps, PlannedSteps, TakenBatch
 from karvan.train.feed.batch_source import FedBatch
-from karvan.train.reporting.results import Losses
 from karvan.train.state.gathering import gather_state, require_merge
 from karvan.train.state.randomness import seed_random
 from karvan.train.step.optimizer_step import engines_of
@@ -128,10 +127,9 @@ class GroupSteps:
         self._group = group
         self._of_step = of_step = work.of_step
         self._stopped = stopped
-        self._placement = parts.setup.runs.placement
         self._engines = engines_of(parts.model)
         self._joint = JointStep(group, parts.setup.update, parts.connection.servers)
-        place = partial(self._placement.place, training=True)
+        place = partial(parts.setup.runs.placement.place, training=True)
         prefetch = parts.setup.runs.prefetch
         self._batches: BatchDealer = (
             LeasedSteps(data, client, group, parts.counts, place, prefetch)
@@ -224,14 +222,10 @@ class GroupSteps:
             engine.step = parts.counts.step  # that of all trainers
         if self._of_step is not None:  # generators belong to the batch, not to the trainer
             seed_random(self.work.seed, parts.counts.epoch, number)
-        samples, losses = taken.samples, Losses()
-        for made in routine.begin([FedBatch(taken.batch, None, samples, samples)]).passes():
-            self._placement.receive(made.batch)
-            routine.forward(made, made.batch, parts.loss)
-            routine.backward(made, 1.0 / samples)
-            if made.losses is not None:
-                self._metrics.read(number, made.output, made.batch)
-                losses.add(routine.losses_of(made, parts.metrics), 1.0)
+        samples = taken.samples
+        step = routine.begin([FedBatch(taken.batch, None, samples, samples)])
+        read = partial(self._metrics.read, number)
+        losses = routine.gradients(step, parts.loss, parts.metrics, read, 1.0 / samples)
         self.work.bad.computed = True
         done = {} if self._of_step is not None else taken.done
         return StepBatch(

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from karvan.dense.tensor_checks import all_finite
@@ -28,6 +27,7 @@ from karvan.distributed.elastic import ElasticGroup, ordered_sum
 from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import StagedPart, StepCommits
 from karvan.train.elastic.step_batches import StepPlan
+from karvan.train.step.data_parallel import flat_gradients, set_gradients
 from karvan.train.step.optimizer_step import OptimizerStep
 
 
@@ -130,7 +130,6 @@ class JointStep:
         self._group = group
         self._update = update
         self._parameters = [each for each in update.parameters() if each.requires_grad]
-        self._sizes = [parameter.numel() for parameter in self._parameters]
         self._mine: dict[int, Tensor] = {}  # the gradients of this trainer's batches, by number
         self._total: Tensor | None = None  # the sum over all trainers, once it is known
         commits = None if servers is None else servers.commits
@@ -156,15 +155,7 @@ class JointStep:
             before = len(self._commits.staged(self._step))
             tables = self._update.stage_rows()
             self._staged[number] = self._commits.staged(self._step)[before:]
-        pieces = []
-        exists = torch.zeros(len(self._parameters))
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                pieces.append(torch.zeros(parameter.numel()))
-            else:
-                pieces.append(parameter.grad.detach().reshape(-1).to("cpu", torch.float32))
-                exists[index] = 1.0
-        self._mine[number] = flat = torch.cat([*pieces, exists])
+        self._mine[number] = flat = flat_gradients(self._parameters)
         self._update.forget()
         pushes = [list(each.part) for each in self._staged.get(number, ())]
         finite = finite and all_finite([flat])
@@ -195,7 +186,7 @@ class JointStep:
             assert self._total is not None
             self._commit(agreement, taken)  # servers apply it while this trainer makes the dense step
             if taken:
-                self._set_gradients(self._total / agreement.samples)
+                set_gradients(self._parameters, self._total / agreement.samples)
                 self._update.count_tables({table for each in agreement.batches for table in each.tables})
             self._update.finish(taken)
         self._mine, self._total, self._staged = {}, None, {}
@@ -227,9 +218,3 @@ class JointStep:
         if self._commits is not None:
             for member in sorted(members):
                 self._commits.abandon(member)
-
-    def _set_gradients(self, mean: Tensor) -> None:
-        *gradients, exists = torch.split(mean, [*self._sizes, len(self._sizes)])
-        for parameter, gradient, has in zip(self._parameters, gradients, exists.tolist(), strict=True):
-            shaped = gradient.view(parameter.shape).to(parameter.device, parameter.dtype)
-            parameter.grad = shaped if has else None

@@ -29,10 +29,8 @@ from karvan.train.elastic.joint_step import Agreement, Contribution
 from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
 from karvan.train.elastic.step_batches import LeasedSteps, TakenBatch
 from karvan.train.feed.batch_source import FedBatch
-from karvan.train.reporting.results import Losses
 from karvan.train.state.gathering import gather_state
 from karvan.train.step.optimizer_step import engines_of
-from karvan.train.step.step_routine import StepBatches
 from karvan.train.trainer_parts import TrainerParts
 
 
@@ -143,7 +141,8 @@ class OwnSteps:
         step = routine.begin([FedBatch(taken.batch, None, taken.samples, taken.samples)])
         parts.setup.dense.fresh()
         with blaming(taken.records):
-            losses = self._gradients(step)
+            losses = routine.gradients(step, parts.loss, parts.metrics, parts.count)
+        self.work.bad.computed = True
         made_step = bool(routine.apply(step))
         done, confirmed = taken.done, self.work.records.confirmed
         self._unconfirmed = {each: its for each, its in self._unconfirmed.items() if each > confirmed}
@@ -151,20 +150,6 @@ class OwnSteps:
         counts = {"samples": taken.samples, "skipped": int(not made_step)}
         self._sent = self._commits.commit_own(counts, self._acknowledged()), number, done
         return TrainedBatch(taken.batch, taken.samples, losses.means(), made_step)
-
-    def _gradients(self, step: StepBatches) -> Losses:
-        """Compute the gradients of a batch; its losses."""
-        parts, routine, losses = self._parts, self._parts.setup.routine, Losses()
-        for made in step.passes():
-            parts.setup.runs.placement.receive(made.batch)
-            routine.forward(made, made.batch, parts.loss)
-            routine.backward(made)
-            if made.losses is not None:
-                for metric in parts.metrics.values():
-                    metric.update(made.output, made.batch)
-                losses.add(routine.losses_of(made, parts.metrics), made.weight)
-        self.work.bad.computed = True
-        return losses
 
     def _acknowledged(self) -> dict[str, int]:
         """The records of committed batches that the master may not know, by token, for JSON."""

@@ -185,29 +185,6 @@ class TrainingCounts:
         vars(self).update(state)
 
 
-class Losses:
-    """The weighted mean of each loss over the passes of a step."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self.weight = 0.0
-
-    def add(self, losses: Mapping[str, Tensor], weight: float) -> None:
-        """Count the losses of a pass."""
-        for name, loss in losses.items():
-            value = loss if weight == 1 else loss * weight
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self.weight += weight
-
-    def means(self) -> dict[str, Tensor]:
-        """The means; a NaN if nothing was counted."""
-        if not self.weight:
-            return {"loss": torch.tensor(torch.nan)}
-        if self.weight == 1:
-            return dict(self._sums)
-        return {name: total / self.weight for name, total in self._sums.items()}
-
-
 class ReportWindow:
     """The mean of each loss since the last report."""
 

@@ -217,6 +217,29 @@ def make_reduction(communication: DenseCommunication, model: nn.Module) -> Reduc
     return Reduction() if half is None else HalfReduction(half)
 
 
+def flat_gradients(
+    parameters: Sequence[Tensor], counts: Sequence[float] = (), *, none: bool = False
+) -> Tensor:
+    """All gradients one after the other, whether each exists, and some counts; none: as if none existed."""
+    gradients = [None if none else parameter.grad for parameter in parameters]
+    pieces = [
+        torch.zeros(parameter.numel())
+        if gradient is None
+        else gradient.detach().reshape(-1).to("cpu", torch.float32)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+    rest = [*(float(gradient is not None) for gradient in gradients), *counts]
+    return torch.cat([*pieces, torch.tensor(rest, dtype=torch.float32)])
+
+
+def set_gradients(parameters: Sequence[Tensor], flat: Tensor) -> None:
+    """Give parameters the gradients of `flat_gradients`, or of a mean of several."""
+    sizes = [parameter.numel() for parameter in parameters]
+    *gradients, exists, _ = torch.split(flat, [*sizes, len(sizes), len(flat) - sum(sizes) - len(sizes)])
+    for parameter, gradient, has in zip(parameters, gradients, exists.tolist(), strict=True):
+        parameter.grad = gradient.view(parameter.shape).to(parameter) if has else None
+
+
 class Parallel:
     """For a model of one process, or one that has nothing to average."""
 

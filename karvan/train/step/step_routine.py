@@ -6,10 +6,11 @@ inside of `forward`, in its precision, and that of a custom loop between `forwar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from karvan.train.losses import LogitCheck, named, nothing_of, total
@@ -72,6 +73,33 @@ class StepPass:
         return self.index == len(self.step.group) - 1
 
 
+class LossMeans:
+    """The weighted mean of each loss over the passes of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def add(self, losses: Mapping[str, Tensor], weight: float) -> None:
+        """Count the losses of a pass."""
+        for name, loss in losses.items():
+            value = loss if weight == 1 else loss * weight
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self.weight += weight
+
+    def means(self) -> dict[str, Tensor]:
+        """The means; a NaN if nothing was counted."""
+        if not self.weight:
+            return {"loss": torch.tensor(torch.nan)}
+        if self.weight == 1:
+            return dict(self._sums)
+        return {name: total / self.weight for name, total in self._sums.items()}
+
+
+def see_nothing(output: Any, batch: Any) -> None:
+    """Nobody needs the outputs of a step."""
+
+
 @dataclass(frozen=True)
 class StepRoutine:
     """Makes steps with these parts."""
@@ -87,6 +115,28 @@ class StepRoutine:
     def begin(self, group: list[FedBatch], epoch: Epoch | None = None) -> StepBatches:
         """A step of these batches."""
         return StepBatches(group, *self.passes.weights(group), epoch)
+
+    def gradients(
+        self,
+        step: StepBatches,
+        loss: Loss,
+        metrics: Iterable[str],
+        see: Callable[[Any, Any], None] = see_nothing,
+        divisor: float | None = None,
+    ) -> LossMeans:
+        """Compute the gradients of a step, batch by batch; its losses.
+
+        see: gets the output of each batch that has samples, and the batch. metrics: see `losses_of`.
+        """
+        losses = LossMeans()
+        for made in step.passes():
+            self.placement.receive(made.batch)
+            self.forward(made, made.batch, loss)
+            self.backward(made, divisor)
+            if made.losses is not None:
+                see(made.output, made.batch)
+                losses.add(self.losses_of(made, metrics), made.weight)
+        return losses
 
     def forward(self, step_pass: StepPass, batch: Any, loss: Loss | None = None) -> None:
         """Compute the output for a batch on the model's device, and its loss unless that comes later."""
