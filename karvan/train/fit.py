@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -46,6 +46,9 @@ class Begin(NamedTuple):
     drop_unfinished: bool = False
     data_name: str | None = None
     new_settings: bool = False
+
+
+_Resumed: TypeAlias = tuple[Checkpoint, tuple[Mapping[str, Any], bool]] | None
 
 
 def needed_metrics(parts: TrainerParts) -> NeededMetrics:
@@ -101,6 +104,7 @@ class Fit:
         )
         self._outcomes = StepOutcomes(self._skips, parts.counts)
         self._alone = parts.connection.world_size == 1
+        self._first = True  # whether it shows progress; of ranks, only those of the first are seen
         self._unsaved = False
         self._saved_first = False  # whether there is a checkpoint from before the first evaluation
         self._evaluation_due = False  # whether an evaluation of this step comes next
@@ -169,14 +173,7 @@ class Fit:
         self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
         self._epoch.may_be_empty = self._identity is not None and self._identity.grows
         self._transforms.use(self._data, self._goal.eval_data)
-        resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
-        if resumed is None:
-            parts.setup.update.forget()
-            self._begin_alone()
-        else:
-            self._load(*resumed[1])
-        self._transforms.match_loaders()
-        self._transforms.require_fitted(parts.model)
+        resumed = self._resume()
         self._transforms.require_equal(parts.connection.main, parts.model)
         parts.run.columns = self._transforms.columns
         parts.setup.dense.begin()
@@ -188,21 +185,37 @@ class Fit:
         self._reporter = Reporter(parts, None if last is None else last - counts.start_step)
         parts.progress.begin(counts.step, last)
         stack.callback(parts.progress.end)
-        show_banner(parts, self._data, self._identity, resumes=resumed is not None)
-        if resumed is not None:
-            found, (_, other) = resumed
-            record = dataset.record_of(found)
-            parts.progress.say(dataset.announcement(found, record, self._identity, other, self._before))
-            if self._has_all():
-                parts.progress.say(
-                    dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
-                )
+        self._announce(resumed)
         parts.loggers.open(counts.step)
         stack.callback(parts.loggers.close)
         if not self._has_all() and is_own_evaluate(self._trainer):
             parts.evaluator.try_first(self._goal.eval_data, parts.metrics)
         parts.callbacks.on_fit_begin(self._trainer)
         self._stopping.ask_all()
+
+    def _resume(self) -> _Resumed:
+        """Continue from the newest checkpoint, or start without one."""
+        parts = self._parts
+        resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
+        if resumed is None:
+            parts.setup.update.forget()
+            self._begin_alone()
+        else:
+            self._load(*resumed[1])
+        self._transforms.match_loaders()
+        self._transforms.require_fitted(parts.model)
+        return resumed
+
+    def _announce(self, resumed: _Resumed) -> None:
+        """Say where the fit starts, and why it trains nothing, if so."""
+        say = self._parts.progress.say
+        show_banner(self._parts, self._data, self._identity, resumes=resumed is not None)
+        if resumed is not None:
+            found, (_, other) = resumed
+            record = dataset.record_of(found)
+            say(dataset.announcement(found, record, self._identity, other, self._before))
+            if self._has_all():
+                say(dataset.nothing_to_do(self._data, self._identity, self._goal, self._before))
 
     def _load_checkpoint(self, found: Checkpoint) -> tuple[Mapping[str, Any], bool]:
         """Fill the tables from a checkpoint; its state, and whether it is of other data than this fit's.
@@ -246,7 +259,7 @@ class Fit:
 
     def _train(self, group: list[FedBatch]) -> None:
         """One optimizer step."""
-        parts, counts = self._parts, self._counts
+        parts = self._parts
         samples = self._epoch.samples(group)
         step = parts.setup.routine.begin(group, self._epoch)
         with closing(parts.setup.dense.attempts()) as attempts:
@@ -257,42 +270,56 @@ class Fit:
                 if (taken := parts.setup.routine.apply(step)) is not None:
                     break
         self._epoch.trained(group, samples)
+        outcome = taken if isinstance(taken, Tensor) else bool(taken)
+        self._window.add(means := losses.means(), losses.weight / step.whole_weight)
+        self._note_step(samples, means, outcome, [fed.batch for fed in group])
+
+    def _note_step(
+        self, samples: int, losses: Mapping[str, Tensor], taken: bool | Tensor, batches: list[Any]
+    ) -> None:
+        """A step was made or skipped, and is in the counts."""
+        parts, counts = self._parts, self._counts
         self._trained += 1
         self._unsaved = True
         activity.advance()
-        outcome = taken if isinstance(taken, Tensor) else bool(taken)
-        if outcome is not False:  # a schedule does not wait for the device
+        if taken is not False:  # a schedule does not wait for the device
             parts.schedule.after_step()
-        self._outcomes.add(counts.step, outcome, [fed.batch for fed in group])
-        means = losses.means()
-        self._window.add(means, losses.weight / step.whole_weight)
-        parts.progress.step(counts.step)
+        self._outcomes.add(counts.step, taken, batches)
+        if self._first:
+            parts.progress.step(counts.step)
         parts.callbacks.on_step_end(
-            self._trainer,
-            StepLogs(counts.step, counts.epoch, samples, means, outcome),
+            self._trainer, StepLogs(counts.step, counts.epoch, samples, losses, taken)
         )
 
     def _evaluate(self) -> None:
-        parts, counts = self._parts, self._counts
-        assert self._goal.eval_data is not None
         self._evaluation_due = False
-        parts.setup.dense.settle()
-        before = time.monotonic()
-        try:
-            counts.evaluation = self._trainer.evaluate(self._goal.eval_data)
-        except Exception:
-            parts.saver.wait()  # what was saved before is to be complete when the program ends
-            raise
-        self._reporter.exclude(time.monotonic() - before)
-        self._reporter.evaluation(counts.evaluation)
-        self._note_evaluation()
+        self._complete_evaluation(self._evaluate_together())
         self._stopping.ask_all()
-        if parts.saver.keeps_best:  # so that the best checkpoint is the model that was evaluated
+        if self._parts.saver.keeps_best:  # so that the best checkpoint is the model that was evaluated
             self._save()
 
-    def _note_evaluation(self) -> None:
+    def _evaluate_together(self) -> dict[str, float]:
+        """The results of an evaluation; a collective."""
+        assert self._goal.eval_data is not None
+        self._parts.setup.dense.settle()
+        before = time.monotonic()
+        results = self._results(self._goal.eval_data)
+        self._reporter.exclude(time.monotonic() - before)
+        return results
+
+    def _results(self, data: Iterable[Any]) -> dict[str, float]:
+        try:
+            return self._trainer.evaluate(data)
+        except Exception:
+            self._parts.saver.wait()  # what was saved before is to be complete when the program ends
+            raise
+
+    def _complete_evaluation(self, results: Mapping[str, float]) -> None:
         """An evaluation of this step has results."""
         parts, counts = self._parts, self._counts
+        counts.evaluation = dict(results)
+        if self._first:
+            self._reporter.evaluation(counts.evaluation)
         counts.evaluated = counts.step
         self._unsaved = True
         self._needed_metrics.require_numbers(counts.evaluation, counts.step, parts.evaluator.nonfinite)
@@ -319,7 +346,7 @@ class Fit:
         self._stopping.ask_all()
 
     def _end(self) -> FitResult:
-        parts, counts = self._parts, self._counts
+        parts = self._parts
         self._outcomes.settle()
         self._reporter.training()
         if (
@@ -327,8 +354,7 @@ class Fit:
         ):  # only then do all ranks come to the same result
             self._skips.end()
         parts.setup.dense.take()
-        evaluates = self._goal.eval_data is not None and self._stopping.reason is None
-        if evaluates and counts.evaluated != counts.step:
+        if self._evaluates_at_end():
             self._save_first()
             self._evaluate()
         checks = self._placement.check
@@ -336,11 +362,18 @@ class Fit:
             checks.require_weight()
         path = parts.saver.finish(self._unsaved, self._snapshot)
         if self._unsaved:
-            self._unsaved = False
-            parts.callbacks.on_checkpoint(self._trainer, counts.step)
-        result = self._make_result(self._stopping.reason, path, self._reporter.metrics())
-        parts.callbacks.on_fit_end(self._trainer, result)
-        self._reporter.end(result, self._skips.count)
+            self._note_save()
+        return self._finish(self._make_result(self._stopping.reason, path, self._reporter.metrics()))
+
+    def _evaluates_at_end(self) -> bool:
+        due = self._goal.eval_data is not None and self._stopping.reason is None
+        return due and self._counts.evaluated != self._counts.step
+
+    def _finish(self, result: FitResult) -> FitResult:
+        """The fit has this result."""
+        self._parts.callbacks.on_fit_end(self._trainer, result)
+        if self._first:
+            self._reporter.end(result, self._skips.count)
         return result
 
     def _make_result(
@@ -366,10 +399,13 @@ class Fit:
         return saver.due(step) if self._alone else saver.due_by_steps(step) or any(fed.save for fed in group)
 
     def _save(self) -> None:
-        parts = self._parts
-        parts.saver.save(*self._snapshot())
+        if self._first:
+            self._parts.saver.save(*self._snapshot())
+        self._note_save()
+
+    def _note_save(self) -> None:
         self._unsaved = False
-        parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
+        self._parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
 
     def _snapshot(self) -> Snapshot:
         parts, counts = self._parts, self._counts
@@ -379,16 +415,26 @@ class Fit:
         return Snapshot(counts.step, self._state(), parts.model, metrics)
 
     def _state(self) -> dict[str, Any]:
-        finished = self._has_all() or self._parts.stop_request.final
-        early = finished and not self._goal.reached(self._counts)
-        data = dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
         return {
-            **train_state.take(self._parts),
+            **self._trained_state(),
             **self._epoch.state(),
             **self._transforms.state(),
-            "data": data,
+            "data": self._data_state(),
             "evaluation_due": self._evaluation_due,
         }
+
+    def _data_state(self) -> dict[str, Any]:
+        finished = self._finished()
+        early = finished and not self._goal.reached(self._counts)
+        return dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
+
+    def _finished(self) -> bool:
+        """Whether this data is trained enough, so that the next fit may use other data."""
+        return self._has_all() or self._parts.stop_request.final
+
+    def _trained_state(self) -> dict[str, Any]:
+        """What a checkpoint has of training."""
+        return train_state.take(self._parts)
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         parts, counts = self._parts, self._counts
@@ -398,16 +444,20 @@ class Fit:
         evaluates = self._goal.eval_data is not None and not other
         self._evaluation_due = evaluates and bool(saved.get("evaluation_due"))
         random = train_state.random_of(parts.connection, saved)
-        if other:
-            set_random_state(random)
-            dataset.begin_data(counts, self._before)
-            if not self._has_all():
-                parts.callbacks.on_new_data(self._trainer)
+        if not other:
+            self._load_position(saved, random)
             return
+        set_random_state(random)
+        dataset.begin_data(counts, self._before)
+        if not self._has_all():
+            parts.callbacks.on_new_data(self._trainer)
+
+    def _load_position(self, saved: Mapping[str, Any], random: Any) -> None:
+        """Continue after the batches that a checkpoint has, with these random generators."""
         if self._identity is None or not self._identity.grows:
             self._epoch.load_or_drop(saved, random, self._how.drop_unfinished)
             return
         # Without its position, all data since its beginning would be trained again.
         self._epoch.load(saved, random)
-        if self._goal.reached(counts):
-            dataset.begin_data(counts)
+        if self._goal.reached(self._counts):
+            dataset.begin_data(self._counts)

@@ -248,10 +248,6 @@ class AsyncFit(ElasticFit):
             state["ranks"] = [{**state["ranks"][0], "metrics": metrics}]
         return state
 
-    def _evaluate_together(self) -> dict[str, float]:
-        self._parts.setup.dense.settle()
-        return super()._evaluate_together()
-
     def _finish_together(self) -> dict[str, Any]:
         self._parts.setup.dense.settle()
         return super()._finish_together()

@@ -52,13 +52,12 @@ from karvan.train.elastic.group_steps import GroupSteps
 from karvan.train.elastic.joint_step import Agreement
 from karvan.train.elastic.leased_work import FitSteps, WorkSettings
 from karvan.train.fit import Begin, Fit, check_fit
-from karvan.train.reporting.banner import show_banner
 from karvan.train.reporting.reporter import Reporter
-from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
+from karvan.train.reporting.results import FitResult
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
 from karvan.train.state.randomness import set_random_state
-from karvan.train.state.saving import check_choice, chosen, owned_folder
+from karvan.train.state.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
@@ -292,29 +291,17 @@ class ElasticFit(Fit):
         self._own_folder()
         self._first = True
         parts.saver.require_writable()
-        resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
-        if resumed is None:
-            parts.setup.update.forget()
-            self._begin_alone()
-            self._steps.work.restore(None)
-        else:
-            self._load(*resumed[1])
-        self._transforms.match_loaders()
-        self._transforms.require_fitted(parts.model)
+        resumed = self._resume()
         self._begin_training()
-        show_banner(parts, self._data, self._identity, resumes=resumed is not None)
-        if resumed is not None:
-            found, (_, other) = resumed
-            record = dataset.record_of(found)
-            parts.progress.say(dataset.announcement(found, record, self._identity, other, self._before))
-            if self._has_all():
-                parts.progress.say(
-                    dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
-                )
+        self._announce(resumed)
         self._open_reports()
         if self._counts.batches == 0 and not self._over():
             self._begin_epoch()
         self._plan_end()
+
+    def _begin_alone(self) -> None:
+        super()._begin_alone()
+        self._steps.work.restore(None)
 
     def _begin_training(self) -> None:
         parts = self._parts
@@ -346,20 +333,15 @@ class ElasticFit(Fit):
         self._stack.enter_context(owned_folder(folder, connection, self._group.name))
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
-        parts, counts = self._parts, self._counts
-        counts.load_state_dict(TrainingCounts().state_dict())
-        train_state.restore(parts, saved, new_settings=self._how.new_settings)
-        self._transforms.load(saved)
-        set_random_state(train_state.random_of(parts.connection, saved))
+        super()._load(saved, other)
         if other:
-            dataset.begin_data(counts, self._before)
-            if not self._has_all():
-                parts.callbacks.on_new_data(self._trainer)
             self._steps.work.restore(None)
-            return
-        self._steps.work.restore(saved.get("work"))
-        if saved.get("evaluation_due") and self._goal.eval_data is not None:
+        if self._evaluation_due:
             self._todo.append("evaluate")
+
+    def _load_position(self, saved: Mapping[str, Any], random: Any) -> None:
+        set_random_state(random)
+        self._steps.work.restore(saved.get("work"))
 
     def _everything(self) -> dict[str, Any]:
         """What another trainer needs to train with this one."""
@@ -420,8 +402,7 @@ class ElasticFit(Fit):
     def _plan_end(self) -> None:
         """After everything else that is due: the last report, evaluation and save."""
         if self._over() and "finish" not in self._todo and self._result is None:
-            evaluates = self._goal.eval_data is not None and self._stopping.reason is None
-            if evaluates and self._counts.evaluated != self._counts.step and "evaluate" not in self._todo:
+            if self._evaluates_at_end() and "evaluate" not in self._todo:
                 self._plan_evaluation()
             self._todo += ["report", "finish"]
 
@@ -438,7 +419,13 @@ class ElasticFit(Fit):
         parts, counts = self._parts, self._counts
         agreement, taken = self._group_steps.apply(result)
         if agreement.samples:
-            self._count_step(agreement, taken)
+            note_training()
+            counts.step += 1
+            counts.batches += len(agreement.batches)
+            counts.samples += agreement.samples
+            losses = {name: torch.tensor(loss) for name, loss in agreement.losses.items()}
+            self._window.add(losses)
+            self._note_step(agreement.samples, losses, taken, [])
             if counts.step % self._reporter.period == 0:
                 self._todo.append("report")
             elif self._first and self._reporter.shows(counts.step):
@@ -455,29 +442,6 @@ class ElasticFit(Fit):
         else:
             time.sleep(_IDLE)
         self._react(agreement)
-
-    def _count_step(self, agreement: Agreement, taken: bool) -> None:
-        parts, counts = self._parts, self._counts
-        note_training()
-        counts.step += 1
-        counts.batches += len(agreement.batches)
-        counts.samples += agreement.samples
-        self._trained += 1
-        self._unsaved = True
-        activity.advance()
-        if taken:
-            self._skips.take()
-            parts.schedule.after_step()
-        else:
-            counts.skipped += 1
-            self._skips.skip(counts.step, [])
-        losses = {name: torch.tensor(loss) for name, loss in agreement.losses.items()}
-        self._window.add(losses)
-        if self._first:
-            parts.progress.step(counts.step)
-        parts.callbacks.on_step_end(
-            self._trainer, StepLogs(counts.step, counts.epoch, agreement.samples, losses, taken)
-        )
 
     def _react(self, agreement: Agreement) -> None:
         """Follow what trainers have said beside their step."""
@@ -525,21 +489,13 @@ class ElasticFit(Fit):
             self._reporter.training(metrics)
         self._window.reset()
 
-    def _evaluate_together(self) -> dict[str, float]:
-        assert self._goal.eval_data is not None
-        before = time.monotonic()
-        results = self._evaluations.results(self._goal.eval_data, self._actions + 1)
-        self._reporter.exclude(time.monotonic() - before)
-        return results
+    def _results(self, data: Iterable[Any]) -> dict[str, float]:
+        return self._evaluations.results(data, self._actions + 1)
 
     def _complete_evaluation(self, results: Mapping[str, float]) -> None:
-        parts, counts = self._parts, self._counts
-        counts.evaluation = dict(results)
         self._evaluations.end()
-        if self._first:
-            self._reporter.evaluation(counts.evaluation)
-        self._note_evaluation()
-        if parts.saver.keeps_best and "save" not in self._todo:
+        super()._complete_evaluation(results)
+        if self._parts.saver.keeps_best and "save" not in self._todo:
             self._todo.insert(0, "save")
 
     def _save_together(self) -> None:
@@ -547,10 +503,7 @@ class ElasticFit(Fit):
         self._group.channel.barrier()
 
     def _complete_save(self, result: None) -> None:
-        if self._first:
-            self._parts.saver.save(*self._snapshot())
-        self._unsaved = False
-        self._parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
+        self._save()
 
     def _finish_together(self) -> dict[str, Any]:
         self._save_together()
@@ -564,35 +517,26 @@ class ElasticFit(Fit):
         return {**first, "metrics": self._training_metrics()}
 
     def _complete_finish(self, result: Mapping[str, Any]) -> None:
-        parts = self._parts
         if self._unsaved:
-            self._unsaved = False
-            parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
+            self._note_save()
         if self._stopping.reason is None:
             self._skips.end()
         made = self._make_result(self._stopping.reason, result["checkpoint"], result["metrics"])
-        self._result = made = replace(made, bad_records=result["bad_records"])
-        parts.callbacks.on_fit_end(self._trainer, made)
-        if self._first:
-            self._reporter.end(made, self._skips.count)
+        self._result = made = self._finish(replace(made, bad_records=result["bad_records"]))
         if made.stopped == "terminate":
             self._group.leave()  # for the master, the job is not done
 
-    def _trained_state(self) -> dict[str, Any]:
-        """What a checkpoint has of training."""
-        return train_state.take(self._parts)
+    def _finished(self) -> bool:
+        return super()._finished() and not self._evaluation_due
 
     def _state(self) -> dict[str, Any]:
-        parts, evaluation_due = self._parts, "evaluate" in self._todo
-        finished = (self._has_all() or parts.stop_request.final) and not evaluation_due
-        early = finished and not self._goal.reached(self._counts)
-        data = dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
+        self._evaluation_due = "evaluate" in self._todo
         return {
             **self._trained_state(),
             **self._transforms.state(),
             "position": None,
             "epoch_random": None,
             "work": self._steps.work.position(),
-            "evaluation_due": evaluation_due,
-            "data": data,
+            "evaluation_due": self._evaluation_due,
+            "data": self._data_state(),
         }
