@@ -19,26 +19,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from karvan.activity import activity
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedData
 from karvan.dense.remote import ElasticDense
 from karvan.distributed.step_commits import Tally
 from karvan.exit_codes import note_training
 from karvan.outages import mark
 from karvan.train.elastic.elastic_fit import ElasticFit
 from karvan.train.elastic.joint_step import Agreement
-from karvan.train.elastic.leased_work import FitSteps, WorkSettings
+from karvan.train.elastic.leased_work import FitSteps
 from karvan.train.elastic.own_steps import OwnSteps, TrainedBatch, TrainedBatches
-from karvan.train.fit import Begin
 from karvan.train.reporting.results import StepLogs, TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
-from karvan.train.stopping import Goal
-from karvan.train.trainer_parts import TrainerParts
-from karvan.train.trainer_view import TrainerView
 
 _IDLE = 0.02  # seconds between two questions for a batch, while others work on the last records of an epoch
 
@@ -46,24 +39,11 @@ _IDLE = 0.02  # seconds between two questions for a batch, while others work on 
 class AsyncFit(ElasticFit):
     """Trains a Trainer's model on leased data, beside the trainers of the group."""
 
-    def __init__(
-        self,
-        trainer: TrainerView,
-        parts: TrainerParts,
-        data: LeasedData,
-        goal: Goal,
-        begin: Begin,
-        client: WorkClient,
-        work: WorkSettings,
-    ) -> None:
-        super().__init__(trainer, parts, data, goal, begin, client, work)
-        self._make_own_steps = partial(OwnSteps, parts, self._group, data, client, work, self._stopping.asked)
+    def _make_steps(self) -> FitSteps:
         self._batches = TrainedBatches()
         self._met = 0  # the step at the last meeting
         self._metric_states: list[Any] = []  # of all trainers at the last meeting
-
-    def _make_steps(self) -> FitSteps:
-        self._own_steps = self._make_own_steps()
+        self._own_steps = OwnSteps(self._leased)
         return self._own_steps
 
     # Rounds

@@ -15,7 +15,7 @@ from karvan.job.environment import JobEnvironment
 from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
 from karvan.train.elastic.leased_prediction import FitHost, LeasedPrediction
-from karvan.train.elastic.leased_work import WorkSettings
+from karvan.train.elastic.step_batches import WorkSettings
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.stopping import Goal

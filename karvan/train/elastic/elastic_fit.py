@@ -43,14 +43,16 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import records_done
-from karvan.distributed import CollectiveChannel, RankError
+from karvan.distributed import RankError
 from karvan.distributed.elastic import ElasticGroup, Standing, Standings
 from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
 from karvan.ragged import Batch
 from karvan.train.elastic.group_steps import GroupSteps
 from karvan.train.elastic.joint_step import Agreement
-from karvan.train.elastic.leased_work import FitSteps, WorkSettings
+from karvan.train.elastic.leased_work import FitSteps
+from karvan.train.elastic.step_batches import LeasedFit, WorkSettings
+from karvan.train.evaluation import EvaluationSums
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult
@@ -69,42 +71,6 @@ from karvan.train.trainer_view import TrainerView
 # kept their own results.
 
 
-class LeasedEvaluation:
-    """One evaluation; all trainers give it the same number, which no other one has since the run began."""
-
-    def __init__(self, parts: TrainerParts, data: SharedData, client: WorkClient, number: int) -> None:
-        self._evaluator = parts.evaluator
-        self._data = data
-        self._client = client
-        self._number = number
-        self._sums = parts.evaluator.begin(parts.metrics)
-        self._done: dict[int, int] = {}  # records of leased tasks, by token
-
-    def results(self, channel: CollectiveChannel) -> dict[str, float]:
-        """Evaluate what is left, and add up the results of all; a collective.
-
-        After a RankError it may be called again, in the next round.
-        """
-        with closing(self._batches()) as batches:
-            self._evaluator.add(self._sums, self._data, batches)
-        return self._evaluator.results(self._sums, channel)
-
-    def end(self) -> None:
-        """All have the results: the leases can end."""
-        if self._done:
-            self._client.acknowledge(self._done)
-
-    def _batches(self) -> Generator[Batch, None, None]:
-        # Reading begins here, when the evaluator has said which columns must have values.
-        loader = self._data.lease_evaluation(self._client, self._number)
-        try:
-            for batch in loader:
-                self._done |= records_done(loader.hand_over())
-                yield batch
-        finally:
-            loader.stop()
-
-
 class LeasedEvaluations:
     """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated."""
 
@@ -119,21 +85,40 @@ class LeasedEvaluations:
         self._client = client
         self._group = group
         self._evaluate = evaluate
-        self._current: LeasedEvaluation | None = None
+        self._current: tuple[int, EvaluationSums] | None = None  # its number, and what was evaluated
+        self._done: dict[int, int] = {}  # records of leased tasks, by token
 
     def results(self, data: Iterable[Any], number: int) -> dict[str, float]:
-        """Those of the next evaluation, or of the one that was interrupted; a collective."""
+        """Those of the next evaluation, or of the one that was interrupted; a collective.
+
+        All trainers give an evaluation the same number, which no other one has since the run began. After a
+        RankError it is called again, in the next round: it evaluates what is left.
+        """
         if not isinstance(data, SharedData):
             return self._evaluate(data)
+        evaluator = self._parts.evaluator
         if self._current is None:
-            self._current = LeasedEvaluation(self._parts, data, self._client, number)
-        return self._current.results(self._group.channel)
+            self._current = number, evaluator.begin(self._parts.metrics)
+        number, sums = self._current
+        with closing(self._batches(data, number)) as batches:
+            evaluator.add(sums, data, batches)
+        return evaluator.results(sums, self._group.channel)
 
     def end(self) -> None:
-        """All have the results."""
-        if self._current is not None:
-            self._current.end()
-            self._current = None
+        """All have the results: the leases can end."""
+        if self._done:
+            self._client.acknowledge(self._done)
+        self._current, self._done = None, {}
+
+    def _batches(self, data: SharedData, number: int) -> Generator[Batch, None, None]:
+        # Reading begins here, when the evaluator has said which columns must have values.
+        loader = data.lease_evaluation(self._client, number)
+        try:
+            for batch in loader:
+                self._done |= records_done(loader.hand_over())
+                yield batch
+        finally:
+            loader.stop()
 
 
 _log = logging.getLogger("karvan.train")
@@ -160,7 +145,7 @@ class ElasticFit(Fit):
         assert group is not None
         self._group: ElasticGroup = group
         self._evaluations = LeasedEvaluations(parts, client, group, trainer.evaluate)
-        self._make_group_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
+        self._leased = LeasedFit(parts, group, data, client, work, self._stopping.asked)
         self._client = client
         self._spec = partial(data.spec, work.most_tries, work.skip_bad_records)
         self._stack = ExitStack()
@@ -204,7 +189,7 @@ class ElasticFit(Fit):
             return self._result
 
     def _make_steps(self) -> FitSteps:
-        self._group_steps = self._make_group_steps()
+        self._group_steps = GroupSteps(self._leased)
         return self._group_steps
 
     def _go_on(self) -> None:

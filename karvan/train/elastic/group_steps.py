@@ -10,27 +10,21 @@ is leased and not trained returns to the master, and the trainer takes part in t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedData
-from karvan.data.leasing.record_search import BatchError, blaming
+from karvan.data.leasing.record_search import blaming
 from karvan.distributed import CollectiveChannel
-from karvan.distributed.elastic import ElasticGroup
 from karvan.metrics.base import Metric
 from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep, StepBatch
-from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
-from karvan.train.elastic.step_batches import BatchDealer, LeasedSteps, PlannedSteps, TakenBatch
-from karvan.train.feed.batch_source import FedBatch
+from karvan.train.elastic.leased_work import FitSteps
+from karvan.train.elastic.step_batches import LeasedFit, TakenBatch
 from karvan.train.state.gathering import gather_state, require_merge
 from karvan.train.state.randomness import seed_random
-from karvan.train.step.optimizer_step import engines_of
-from karvan.train.trainer_parts import TrainerParts
 from karvan.train.types import MetricLike
 
 # `SharedMetrics`: the training metrics of all trainers of a round, which each of them has complete.
@@ -111,33 +105,14 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-class GroupSteps:
-    """The steps of one fit; stopped: why to take no more batches, if so."""
+class GroupSteps(FitSteps):
+    """The steps of one fit that trainers make together."""
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        group: ElasticGroup,
-        data: LeasedData,
-        client: WorkClient,
-        work: WorkSettings,
-        stopped: Callable[[], object],
-    ) -> None:
-        self._parts = parts
-        self._group = group
-        self._of_step = of_step = work.of_step
-        self._stopped = stopped
-        self._engines = engines_of(parts.model)
-        self._joint = JointStep(group, parts.setup.update, parts.connection.servers)
-        place = partial(parts.setup.runs.placement.place, training=True)
-        prefetch = parts.setup.runs.prefetch
-        self._batches: BatchDealer = (
-            LeasedSteps(data, client, group, parts.counts, place, prefetch)
-            if of_step is None
-            else PlannedSteps(data, group, parts.counts, place, prefetch, of_step)
-        )
-        self.work = LeasedWork(parts, data, client, self._batches, work)
-        self._metrics = SharedMetrics(parts.metrics)
+    def __init__(self, fit: LeasedFit) -> None:
+        super().__init__(fit)
+        self._of_step = fit.work.of_step
+        self._joint = JointStep(fit.group, fit.parts.setup.update, fit.parts.connection.servers)
+        self._metrics = SharedMetrics(fit.parts.metrics)
         self._computed: dict[int, StepBatch] = {}  # batches of the step in progress, by number
 
     def agree(self, *, save: bool) -> dict[str, Any]:
@@ -203,34 +178,23 @@ class GroupSteps:
 
     def _compute(self, number: int) -> StepBatch:
         """The gradients of one of this trainer's batches, if it has one that raises no error."""
-        try:
-            taken = self._batches.take(number, self._stopped)
-            if taken is None:
-                computed = StepBatch(0)
-            else:
-                with blaming(taken.records):
-                    computed = self._gradients(number, taken)
-        except BatchError as failed:
-            self.work.set_aside(failed)
-            computed = StepBatch(0)
-        return self._joint.add(number, computed)
+        computed = self._train_batch(number, partial(self._gradients, number))
+        return self._joint.add(number, computed or StepBatch(0))
 
     def _gradients(self, number: int, taken: TakenBatch) -> StepBatch:
         """Compute the gradients of a batch."""
-        parts, routine = self._parts, self._parts.setup.routine
-        for engine in self._engines:
-            engine.step = parts.counts.step  # that of all trainers
-        if self._of_step is not None:  # generators belong to the batch, not to the trainer
-            seed_random(self.work.seed, parts.counts.epoch, number)
-        samples = taken.samples
-        step = routine.begin([FedBatch(taken.batch, None, samples, samples)])
-        read = partial(self._metrics.read, number)
-        losses = routine.gradients(step, parts.loss, parts.metrics, read, 1.0 / samples)
-        self.work.bad.computed = True
-        done = {} if self._of_step is not None else taken.done
-        return StepBatch(
-            place=0,
-            samples=samples,
-            records={str(token): count for token, count in done.items()},
-            losses={name: float(loss) for name, loss in losses.means().items()},
-        )
+        parts, samples = self._parts, taken.samples
+        with blaming(taken.records):
+            step = self._begin_batch(taken)
+            if self._of_step is not None:  # generators belong to the batch, not to the trainer
+                seed_random(self.work.seed, parts.counts.epoch, number)
+            read = partial(self._metrics.read, number)
+            losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, read, 1.0 / samples)
+            self.work.bad.computed = True
+            done = {} if self._of_step is not None else taken.done
+            return StepBatch(
+                place=0,
+                samples=samples,
+                records={str(token): count for token, count in done.items()},
+                losses={name: float(loss) for name, loss in losses.means().items()},
+            )

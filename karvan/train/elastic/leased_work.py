@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,10 +22,22 @@ from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, SearchResult
 from karvan.ragged import Batch
 from karvan.train.checks.label_values import check_of
-from karvan.train.elastic.step_batches import BatchDealer
+from karvan.train.elastic.step_batches import (
+    BatchDealer,
+    LeasedFit,
+    LeasedSteps,
+    PlannedSteps,
+    TakenBatch,
+    WorkSettings,
+)
 from karvan.train.evaluation import evaluating
+from karvan.train.feed.batch_source import FedBatch
 from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.step.optimizer_step import engines_of
+from karvan.train.step.step_routine import StepBatches
 from karvan.train.trainer_parts import TrainerParts
+
+T = TypeVar("T")
 
 # `Acknowledgements`: tells the master which records committed steps contain, behind the steps.
 #
@@ -193,18 +205,6 @@ def _same_buffers_afterwards(model: nn.Module) -> Iterator[None]:
                 setattr(module, name, buffer)
 
 
-@dataclass(frozen=True)
-class WorkSettings:
-    """How the records of a job are trained: as its job.yaml says.
-
-    of_step: how many batches a step has, whoever computes them; None: as many as there are trainers.
-    """
-
-    of_step: int | None = None
-    most_tries: int = 3
-    skip_bad_records: int = 0
-
-
 class LeasedWork:
     """The work of one fit."""
 
@@ -294,19 +294,51 @@ class LeasedWork:
         self._parts.setup.runs.placement.forget()
 
 
-class FitSteps(Protocol):
+class FitSteps(ABC):
     """How trainers of a group make steps: together (`GroupSteps`), or each on its own (`OwnSteps`)."""
 
-    work: LeasedWork
+    def __init__(self, fit: LeasedFit) -> None:
+        parts, work = fit.parts, fit.work
+        self._parts = parts
+        self._group = fit.group
+        self._stopped = fit.stopped
+        self._engines = engines_of(parts.model)
+        self._batches: BatchDealer = (
+            LeasedSteps(fit) if work.of_step is None else PlannedSteps(fit, work.of_step)
+        )
+        self.work = LeasedWork(parts, fit.data, fit.client, self._batches, work)
 
+    @abstractmethod
     def agree(self, *, save: bool) -> dict[str, Any]:
         """Make a step or meet; a collective. save: this trainer says that a checkpoint is due."""
 
+    @abstractmethod
     def missed(self) -> dict[str, Any] | None:
         """What `agree` gave to trainers that are gone, and to no other."""
 
+    @abstractmethod
     def regrouped(self) -> None:
         """Another round has begun."""
 
+    @abstractmethod
     def settle(self) -> None:
         """It is settled what trainers that are gone have done; rank 0."""
+
+    def _train_batch(self, number: int, train: Callable[[TakenBatch], T]) -> T | None:
+        """Take one of this trainer's batches and train it; None if there is none for now.
+
+        A batch that raises an error is none: its bad record is reported, and all that is leased and not
+        trained returns to the master.
+        """
+        try:
+            taken = self._batches.take(number, self._stopped)
+            return None if taken is None else train(taken)
+        except BatchError as failed:
+            self.work.set_aside(failed)
+            return None
+
+    def _begin_batch(self, taken: TakenBatch) -> StepBatches:
+        """Gradients from now on are those of a batch, which is computed alone."""
+        for engine in self._engines:
+            engine.step = self._parts.counts.step  # that of all trainers
+        return self._parts.setup.routine.begin([FedBatch(taken.batch, None, taken.samples, taken.samples)])

@@ -13,25 +13,18 @@ same. Servers add up the batches of all trainers, so that each of them knows the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedData
-from karvan.data.leasing.record_search import BatchError, blaming
-from karvan.distributed.elastic import ElasticGroup
+from karvan.data.leasing.record_search import blaming
 from karvan.distributed.step_commits import OwnCommits, SentCommit, Tally
 from karvan.train.elastic.joint_step import Agreement, Contribution
-from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
-from karvan.train.elastic.step_batches import LeasedSteps, TakenBatch
-from karvan.train.feed.batch_source import FedBatch
+from karvan.train.elastic.leased_work import FitSteps
+from karvan.train.elastic.step_batches import LeasedFit, TakenBatch
 from karvan.train.state.gathering import gather_state
-from karvan.train.step.optimizer_step import engines_of
-from karvan.train.trainer_parts import TrainerParts
 
 
 class TrainedBatch(NamedTuple):
@@ -78,30 +71,15 @@ class TrainedBatches:
         self.counted, self.left = dict(state["counted"]), state["left"]
 
 
-class OwnSteps:
-    """The batches of one trainer in one fit. stopped: why to take no more of them, if so."""
+class OwnSteps(FitSteps):
+    """The batches of one trainer in one fit."""
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        group: ElasticGroup,
-        data: LeasedData,
-        client: WorkClient,
-        work: WorkSettings,
-        stopped: Callable[[], object],
-    ) -> None:
-        self._parts = parts
-        self._group = group
-        self._stopped = stopped
-        self._engines = engines_of(parts.model)
-        servers = parts.connection.servers
+    def __init__(self, fit: LeasedFit) -> None:
+        super().__init__(fit)
+        servers = fit.parts.connection.servers
         assert servers is not None
         assert isinstance(servers.commits, OwnCommits)
         self._commits = servers.commits
-        placement = parts.setup.runs.placement
-        place, prefetch = partial(placement.place, training=True), parts.setup.runs.prefetch
-        self._batches = LeasedSteps(data, client, group, parts.counts, place, prefetch)
-        self.work = LeasedWork(parts, data, client, self._batches, work)
         self._sent: tuple[SentCommit, int, dict[int, int]] | None = None  # with its number and records
         self._unconfirmed: dict[int, dict[int, int]] = {}  # records that the master may not know, by number
         self.left_metrics: list[Any] = []  # states of those that left at the last meeting
@@ -120,25 +98,14 @@ class OwnSteps:
     # Batches
 
     def train_next(self) -> TrainedBatch | None:
-        """Train one more batch, up to its commit, which `finish` waits for; None if there is none for now.
-
-        A batch that raises an error is none: its bad record is reported (`leased_work.py`), and all that is
-        leased and not trained returns to the master.
-        """
+        """Train one more batch, up to its commit, which `finish` waits for; None if there is none for now."""
         assert self._sent is None
-        try:
-            taken = self._batches.take(0, self._stopped)
-            return None if taken is None else self._train(taken)
-        except BatchError as failed:
-            self.work.set_aside(failed)
-            return None
+        return self._train_batch(0, self._train)
 
     def _train(self, taken: TakenBatch) -> TrainedBatch:
         parts, routine = self._parts, self._parts.setup.routine
-        for engine in self._engines:
-            engine.step = parts.counts.step  # that of all trainers
+        step = self._begin_batch(taken)
         number = self._commits.begin_own()
-        step = routine.begin([FedBatch(taken.batch, None, taken.samples, taken.samples)])
         parts.setup.dense.fresh()
         with blaming(taken.records):
             losses = routine.gradients(step, parts.loss, parts.metrics, parts.count)

@@ -8,9 +8,12 @@ and they are dealt out, so that results do not depend on how many trainers there
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
@@ -20,7 +23,7 @@ from karvan.data.leasing.leased_data import LeasedBatches, LeasedData
 from karvan.data.leasing.record_search import blaming
 from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.distributed.elastic import ElasticGroup
-from karvan.train.reporting.results import TrainingCounts
+from karvan.train.trainer_parts import TrainerParts
 from karvan.train.types import samples_of
 
 # `LeasedFeed`: takes leased batches in the background while the current one computes.
@@ -122,6 +125,30 @@ class LeasedFeed:
                 self._changed.notify_all()
 
 
+@dataclass(frozen=True)
+class WorkSettings:
+    """How the records of a job are trained: as its job.yaml says.
+
+    of_step: how many batches a step has, whoever computes them; None: as many as there are trainers.
+    """
+
+    of_step: int | None = None
+    most_tries: int = 3
+    skip_bad_records: int = 0
+
+
+@dataclass(frozen=True)
+class LeasedFit:
+    """A fit on leased data. stopped: why to take no more batches, if so."""
+
+    parts: TrainerParts
+    group: ElasticGroup
+    data: LeasedData
+    client: WorkClient
+    work: WorkSettings
+    stopped: Callable[[], object]
+
+
 class StepPlan(NamedTuple):
     """The batches of a step, in order: who computes each, and a number by which its trainer knows it."""
 
@@ -137,46 +164,61 @@ class StepPlan(NamedTuple):
         ]
 
 
-class BatchDealer(Protocol):
-    """The batches of the steps of a fit."""
+class BatchDealer(ABC):
+    """The batches of the steps of a fit, from a feed for each epoch."""
+
+    def __init__(self, fit: LeasedFit) -> None:
+        runs = fit.parts.setup.runs
+        self._data = fit.data
+        self._group = fit.group
+        self._counts = fit.parts.counts
+        self._place = partial(runs.placement.place, training=True)
+        self._prefetch = runs.prefetch
+        self._feed: LeasedFeed | None = None
+        self._epoch = -1
 
     @property
+    @abstractmethod
     def ended(self) -> bool:
         """Whether all records of the epoch are done."""
 
+    @abstractmethod
     def plan(self) -> StepPlan:
         """The batches of the next step."""
 
+    @abstractmethod
     def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
         """One of this trainer's batches; None if it has none for now."""
 
+    @abstractmethod
     def regrouped(self) -> None:
         """Another round of trainers has begun."""
 
     def close(self) -> None:
         """End the threads."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    def _open(self, first: int = 0) -> LeasedFeed:
+        """The feed of the epoch; a new one begins with the batch `first`."""
+        if self._feed is None or self._epoch != self._counts.epoch:
+            self.close()
+            self._epoch = self._counts.epoch
+            self._feed = LeasedFeed(self._loader(first), self._place, self._prefetch)
+        return self._feed
+
+    @abstractmethod
+    def _loader(self, first: int) -> LeasedBatches:
+        """The records of the epoch that this trainer reads."""
 
 
 class LeasedSteps(BatchDealer):
     """A batch of each trainer, of records that it leases."""
 
-    def __init__(
-        self,
-        data: LeasedData,
-        client: WorkClient,
-        group: ElasticGroup,
-        counts: TrainingCounts,
-        place: Callable[[Any], Any],
-        prefetch: int,
-    ) -> None:
-        self._data = data
-        self._client = client
-        self._group = group
-        self._counts = counts
-        self._place = place
-        self._prefetch = prefetch
-        self._feed: LeasedFeed | None = None
-        self._epoch = -1
+    def __init__(self, fit: LeasedFit) -> None:
+        super().__init__(fit)
+        self._client = fit.client
 
     @property
     @override
@@ -198,41 +240,17 @@ class LeasedSteps(BatchDealer):
         """Leases stay."""
 
     @override
-    def close(self) -> None:
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
-
-    def _open(self) -> LeasedFeed:
-        if self._feed is None or self._epoch != self._counts.epoch:
-            self.close()
-            self._epoch = self._counts.epoch
-            loader = self._data.lease(self._client, self._epoch)
-            self._feed = LeasedFeed(loader, self._place, self._prefetch)
-        return self._feed
+    def _loader(self, first: int) -> LeasedBatches:
+        return self._data.lease(self._client, self._epoch)
 
 
 class PlannedSteps(BatchDealer):
     """The next `of_step` batches of the epoch, dealt out to the trainers of the round."""
 
-    def __init__(
-        self,
-        data: LeasedData,
-        group: ElasticGroup,
-        counts: TrainingCounts,
-        place: Callable[[Any], Any],
-        prefetch: int,
-        of_step: int,
-    ) -> None:
-        self._data = data
-        self._plan = data.plan()
-        self._group = group
-        self._counts = counts
-        self._place = place
-        self._prefetch = prefetch
+    def __init__(self, fit: LeasedFit, of_step: int) -> None:
+        super().__init__(fit)
+        self._plan = self._data.plan()
         self._of_step = of_step
-        self._feed: LeasedFeed | None = None
-        self._epoch = -1
 
     @property
     @override
@@ -249,19 +267,8 @@ class PlannedSteps(BatchDealer):
     @override
     def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
         """It waits for the batch, whatever `stopped` says: the step needs it."""
-        if self._feed is None or self._epoch != self._counts.epoch:
-            self.close()
-            self._epoch = self._counts.epoch
-            loader = self._data.planned(
-                self._plan,
-                epoch=self._epoch,
-                first=number,
-                rank=self._group.rank,
-                ranks=self._group.world_size,
-                of_step=self._of_step,
-            )
-            self._feed = LeasedFeed(loader, self._place, self._prefetch)
-        while (taken := self._feed.take(lambda: False)) is not None:
+        feed = self._open(number)
+        while (taken := feed.take(lambda: False)) is not None:
             if number in taken.done:
                 return taken
         raise RuntimeError(f"Expected batch {number} of epoch {self._epoch}, but the data has ended.")
@@ -272,7 +279,12 @@ class PlannedSteps(BatchDealer):
         self.close()
 
     @override
-    def close(self) -> None:
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
+    def _loader(self, first: int) -> LeasedBatches:
+        return self._data.planned(
+            self._plan,
+            epoch=self._epoch,
+            first=first,
+            rank=self._group.rank,
+            ranks=self._group.world_size,
+            of_step=self._of_step,
+        )
