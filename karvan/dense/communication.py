@@ -3,7 +3,7 @@
 | `average_every` | what is sent | when |
 |---|---|---|
 | 1 | gradients, as `dense_reduce` says (`karvan/train/step/data_parallel.py`) | in every step |
-| n | parameters and the state of their optimizer (`periodic_averaging.py`) | every n steps |
+| n | parameters and the state of their optimizer (`factory.py`) | every n steps |
 
 A single process sends nothing, so it accepts all of these. In mode async servers hold the parameters: there
 is nothing to average, and it is an error.

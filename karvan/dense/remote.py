@@ -26,13 +26,65 @@ from typing_extensions import override
 
 from karvan.dense.client import AsyncDense, merge_states, split_state
 from karvan.dense.optimizer_spec import describe
-from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
 from karvan.dense.tensor_checks import Array
-from karvan.dense.wire_format import tensors_message
+from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
 from karvan.distributed import Connection, RankError
+from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import OwnCommits
 from karvan.embedding import EmbeddingEngine
+from karvan.wire import Message
+
+# `DenseServerProxy`: the dense parameters of a server, called over their own channel.
+
+
+class DenseServerProxy:
+    """One server, which holds a share of a model; a `DenseServer`."""
+
+    def __init__(self, servers: Servers, server: int, model: int) -> None:
+        self._servers = servers
+        self._server = server
+        self._model = model
+
+    def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
+        """Ask for the parameters that have changed."""
+        answer = self._call("pull_dense", Message({"version": version}))
+        return int(answer.head["version"]), tensors_of(answer) if answer.arrays else None
+
+    def push_gradients(
+        self,
+        gradients: Mapping[str, Array],
+        version: int,
+        *,
+        trainer: str,
+        sequence: int,
+        lr: float | None = None,
+    ) -> Answer:
+        """Send gradients; the server steps its optimizer."""
+        head = {"version": version, "trainer": trainer, "sequence": sequence, "lr": lr}
+        answer = self._call("push_dense", tensors_message(gradients, **head))
+        return Answer(*answer.head["answer"])
+
+    def next_sequence(self, trainer: str) -> int:
+        """Ask for the number of the next push."""
+        return int(self._call("next_sequence", Message({"trainer": trainer})).head["sequence"])
+
+    def flush(self) -> int:
+        """Wait until all pushes are applied."""
+        return int(self._call("flush_dense", Message({})).head["version"])
+
+    def state(self) -> dict[str, Any]:
+        """Ask for parameters and optimizer state."""
+        return state_of(self._call("dense_state", Message({})))
+
+    def load_state(self, state: Mapping[str, Any], *, first: bool = False) -> None:
+        """Replace parameters and optimizer state."""
+        self._call("load_dense_state", state_message(state, **({"first": True} if first else {})))
+
+    def _call(self, method: str, call: Message) -> Message:
+        head = {**call.head, "model": self._model}
+        return self._servers.peer(self._server, "dense").call(method, head, call.arrays)
+
 
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,15 +23,52 @@ from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
 from karvan.train.checks.label_values import SampleChecks
-from karvan.train.exact_sum import ExactSum
-from karvan.train.exact_sum import total as exact_total
-from karvan.train.feed.batch_source import FedBatch
+from karvan.train.feed.rank_rounds import FedBatch
 from karvan.train.losses import named, total
 from karvan.train.reporting.model_reports import Reported, collecting, split_reports
 from karvan.train.state.gathering import merged
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.step.step_outcomes import nonfinite_text
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
+
+# `ExactSum`: a sum of floats without rounding, so that neither their order nor who has added them matters.
+#
+# It is a few floats that do not overlap (Shewchuk, 1997), whose sum is that of all that were added.
+
+
+class ExactSum:
+    """A sum of floats; infinities and NaN are added as usual."""
+
+    def __init__(self) -> None:
+        self._parts: list[float] = []
+        self._special = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a number."""
+        if not math.isfinite(value):
+            self._special += value
+            return
+        parts = []
+        for part in self._parts:
+            if abs(value) < abs(part):
+                value, part = part, value
+            high = value + part
+            if low := part - (high - value):
+                parts.append(low)
+            value = high
+        self._parts = [*parts, value]
+
+    def parts(self) -> list[float]:
+        """Numbers with the same sum, for `total`, here or elsewhere."""
+        return [*self._parts, self._special]
+
+
+def exact_total(parts: Iterable[float]) -> float:
+    """The sum of the parts of some sums, rounded once."""
+    listed = list(parts)
+    finite = [part for part in listed if math.isfinite(part)]
+    return math.fsum(finite) + sum(part for part in listed if not math.isfinite(part))
+
 
 # Checks the results of evaluations and predictions: that there were samples, and numbers.
 

@@ -20,12 +20,12 @@ from karvan.checkpoint import Checkpoint
 from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
+from karvan.train.callbacks import TrainerView
 from karvan.train.checks.label_values import SampleChecks
 from karvan.train.checks.preflight import NeededMetrics
-from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
-from karvan.train.reporting.banner import show_banner
-from karvan.train.reporting.reporter import Reporter
+from karvan.train.feed.rank_rounds import FedBatch
+from karvan.train.reporting.reporter import Reporter, show_banner
 from karvan.train.reporting.results import FitResult, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
@@ -36,7 +36,6 @@ from karvan.train.step.step_outcomes import Skips, StepOutcomes
 from karvan.train.step.step_routine import see_nothing
 from karvan.train.stopping import Goal, Stopping
 from karvan.train.trainer_parts import TrainerParts
-from karvan.train.trainer_view import TrainerView
 
 
 class Begin(NamedTuple):

@@ -26,15 +26,15 @@ from karvan.monitor.run_history import run_of
 from karvan.notebook import Display, html_table, in_notebook
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
-from karvan.train.checks.common_mistakes import check_data, check_trainer
 from karvan.train.checks.frozen import Patterns
 from karvan.train.checks.label_values import SampleChecks
+from karvan.train.checks.preflight import check_data, check_trainer
 from karvan.train.elastic.choice import host_of, make_fit, make_predictions
 from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin
-from karvan.train.reporting.history import History
 from karvan.train.reporting.loggers import Logger, LoggerGroup
+from karvan.train.reporting.loggers.base import History
 from karvan.train.reporting.progress import NoProgress, make_progress
 from karvan.train.reporting.results import FitResult, ReportWindow, TrainingCounts
 from karvan.train.state.dataset import remaining

@@ -13,7 +13,7 @@ from ranks_helpers import run
 
 import karvan as kv
 from karvan import distributed
-from karvan.dense.server_proxy import DenseServerProxy
+from karvan.dense.remote import DenseServerProxy
 from karvan.discovery.registry import Registry
 from karvan.job.sync_modes import ASYNC, HYBRID, SYNC, DenseSettings, choose_dense, choose_mode
 from karvan.wire import Client, RefusedError

@@ -10,7 +10,7 @@ from ranks_helpers import run
 
 import karvan as kv
 from karvan import distributed
-from karvan.dense.server_proxy import DenseServerProxy
+from karvan.dense.remote import DenseServerProxy
 
 
 @pytest.mark.parametrize(

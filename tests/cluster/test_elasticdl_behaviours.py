@@ -12,7 +12,7 @@ from test_async_mode import assert_same
 
 import karvan as kv
 from karvan import distributed
-from karvan.dense.server_proxy import DenseServerProxy
+from karvan.dense.remote import DenseServerProxy
 
 
 def test_elasticdl_12_two_gradients_make_a_version_and_a_stale_one_is_rejected(job):

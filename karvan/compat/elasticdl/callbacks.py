@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.train.callbacks import Callback
+from karvan.train.callbacks import Callback, TrainerView
 from karvan.train.reporting.results import FitResult, StepLogs
-from karvan.train.trainer_view import TrainerView
 
 _CALLED = (
     *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_train_batch_end"),

@@ -12,15 +12,15 @@ from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.distributed.elastic import ElasticGroup
 from karvan.job.environment import JobEnvironment
+from karvan.train.callbacks import TrainerView
 from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
 from karvan.train.elastic.leased_prediction import FitHost, LeasedPrediction
-from karvan.train.elastic.step_batches import WorkSettings
+from karvan.train.elastic.leased_work import WorkSettings
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
-from karvan.train.trainer_view import TrainerView
 from karvan.train.types import Prediction
 from karvan.wire import Security
 

@@ -48,10 +48,9 @@ from karvan.distributed.elastic import ElasticGroup, Standing, Standings
 from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
 from karvan.ragged import Batch
-from karvan.train.elastic.group_steps import GroupSteps
-from karvan.train.elastic.joint_step import Agreement
-from karvan.train.elastic.leased_work import FitSteps
-from karvan.train.elastic.step_batches import LeasedFit, WorkSettings
+from karvan.train.callbacks import TrainerView
+from karvan.train.elastic.group_steps import Agreement, GroupSteps
+from karvan.train.elastic.leased_work import FitSteps, LeasedFit, WorkSettings
 from karvan.train.evaluation import EvaluationSums
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.reporter import Reporter
@@ -62,7 +61,6 @@ from karvan.train.state.randomness import set_random_state
 from karvan.train.state.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
-from karvan.train.trainer_view import TrainerView
 
 # `LeasedEvaluation`: an evaluation whose records the trainers of a round lease, task by task.
 #

@@ -26,7 +26,7 @@ from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TakenRecords
 from karvan.distributed.elastic import ElasticGroup
 from karvan.ragged import Batch
-from karvan.train.elastic.step_batches import LeasedFeed, TakenBatch
+from karvan.train.elastic.leased_work import LeasedFeed, TakenBatch
 from karvan.train.evaluation import Predictor
 from karvan.train.stopping import is_terminated
 from karvan.train.trainer_parts import TrainerParts

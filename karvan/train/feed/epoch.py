@@ -16,9 +16,8 @@ from typing import Any
 from karvan.data.loading.position import kind_of, mismatch
 from karvan.distributed import Connection
 from karvan.exit_codes import note_training
-from karvan.train.feed.batch_source import FedBatch, merged_position, move_back, position_of
 from karvan.train.feed.feed import Feed, feed
-from karvan.train.feed.rank_rounds import RankRounds, never
+from karvan.train.feed.rank_rounds import FedBatch, RankRounds, merged_position, move_back, never, position_of
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.dataset import UnfinishedError
 from karvan.train.state.gathering import gather_state

@@ -25,8 +25,16 @@ from typing_extensions import override
 from karvan.activity import activity
 from karvan.data.loading.pipeline import start
 from karvan.distributed import Connection
-from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, move_back, position_of
-from karvan.train.feed.rank_rounds import RankBatchSource, RankRounds, never
+from karvan.train.feed.rank_rounds import (
+    BatchSource,
+    FedBatch,
+    RankBatchSource,
+    RankRounds,
+    Within,
+    move_back,
+    never,
+    position_of,
+)
 from karvan.train.types import same
 
 _log = logging.getLogger("karvan.train")

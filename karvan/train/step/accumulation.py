@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from karvan.argument_checks import check_integers
 
 if TYPE_CHECKING:
-    from karvan.train.feed.batch_source import FedBatch
+    from karvan.train.feed.rank_rounds import FedBatch
 
 
 @dataclass(frozen=True)

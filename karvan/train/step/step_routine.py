@@ -23,8 +23,8 @@ from karvan.train.step.precision import Precision
 from karvan.train.types import Loss, Losses
 
 if TYPE_CHECKING:
-    from karvan.train.feed.batch_source import FedBatch
     from karvan.train.feed.epoch import Epoch
+    from karvan.train.feed.rank_rounds import FedBatch
 
 
 @dataclass

@@ -19,7 +19,7 @@ from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
-from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep
+from karvan.train.elastic.group_steps import Agreement, Contribution, JointStep
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
 from karvan.train.step.precision import make_precision
 from karvan.wire import RefusedError

@@ -9,7 +9,7 @@ from cluster_helpers import serving
 
 from karvan import distributed
 from karvan.checkpoint import Checkpoint
-from karvan.dense.server_proxy import DenseServerProxy
+from karvan.dense.remote import DenseServerProxy
 
 
 def content(folder, step):

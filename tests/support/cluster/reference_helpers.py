@@ -9,7 +9,7 @@ from worker_helpers import Cluster
 
 import karvan as kv
 from karvan import distributed
-from karvan.dense.server_proxy import DenseServerProxy
+from karvan.dense.remote import DenseServerProxy
 from karvan.embedding import HashStack
 from karvan.ragged import Padded
 
