@@ -23,11 +23,11 @@ from karvan.distributed.collectives import (
     CollectiveChannel,
     GlooChannel,
     RankError,
+    RankMonitor,
     SharedMemoryChannel,
     keep_forever,
 )
 from karvan.distributed.gpu import memory_size, require_gpu
-from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import agree_on_name, closing_ports, machine_id
 from karvan.distributed.settings import (
     DEVICES,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -363,6 +363,16 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
+def _each(moment: str) -> Callable[..., None]:
+    """A method that calls the one of this name of every callback."""
+
+    def call(self: Callbacks, *given: Any) -> None:
+        for callback in self._callbacks.values():
+            getattr(callback, moment)(*given)
+
+    return call
+
+
 class Callbacks(Callback):
     """Several callbacks as one, called in their order."""
 
@@ -402,45 +412,14 @@ class Callbacks(Callback):
         """The metrics that callbacks need, by the callbacks' names."""
         return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
 
-    def on_new_data(self, trainer: TrainerView) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_new_data(trainer)
-
-    def on_fit_begin(self, trainer: TrainerView) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_fit_begin(trainer)
-
-    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_epoch_begin(trainer, epoch)
-
-    def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_step_end(trainer, logs)
-
-    def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_evaluate_end(trainer, metrics)
-
-    def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_checkpoint(trainer, step)
-
-    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_epoch_end(trainer, epoch)
-
-    def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
-        """Call it of every callback."""
-        for callback in self._callbacks.values():
-            callback.on_fit_end(trainer, result)
+    on_new_data = _each("on_new_data")
+    on_fit_begin = _each("on_fit_begin")
+    on_epoch_begin = _each("on_epoch_begin")
+    on_step_end = _each("on_step_end")
+    on_evaluate_end = _each("on_evaluate_end")
+    on_checkpoint = _each("on_checkpoint")
+    on_epoch_end = _each("on_epoch_end")
+    on_fit_end = _each("on_fit_end")
 
     def state_dict(self) -> dict[str, Any]:
         """By the names of their classes, numbered where there are several of one."""

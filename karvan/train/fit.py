@@ -115,9 +115,7 @@ class Fit:
         """Train."""
         parts = self._parts
         with ExitStack() as stack:
-            stack.enter_context(activity.task("fit"))
-            stack.enter_context(parts.stop_request.signals)
-            stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
+            self._enter(stack)
             self._begin(stack)
             if self._evaluation_due:
                 self._evaluate()
@@ -145,6 +143,12 @@ class Fit:
                     dataset.warn_nothing_new(self._identity, parts.connection)
             self._placement.forget()  # lookups made in advance are withdrawn, and are not counted
             return self._end()
+
+    def _enter(self, stack: ExitStack) -> None:
+        parts = self._parts
+        stack.enter_context(activity.task("fit"))
+        stack.enter_context(parts.stop_request.signals)
+        stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
 
     def _over(self) -> bool:
         return self._stopping.reason is not None or self._has_all()

@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-from karvan.activity import activity
 from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
@@ -46,7 +45,6 @@ from karvan.data.leasing.task_records import records_done
 from karvan.distributed import RankError
 from karvan.distributed.elastic import ElasticGroup, Standing, Standings
 from karvan.exit_codes import note_training
-from karvan.label_columns import required_labels
 from karvan.ragged import Batch
 from karvan.train.callbacks import TrainerView
 from karvan.train.elastic.group_steps import Agreement, GroupSteps
@@ -165,9 +163,7 @@ class ElasticFit(Fit):
             self._started = time.monotonic()
             if self._call < self._group.calls.passed:
                 return self._over_before()
-            stack.enter_context(activity.task("fit"))
-            stack.enter_context(parts.stop_request.signals)
-            stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
+            self._enter(stack)
             check_fit(self._trainer, parts, self._goal)
             check_choice(parts.saver, self._how.resume)
             self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
@@ -357,30 +353,29 @@ class ElasticFit(Fit):
     def _act(self) -> None:
         """Do the next thing together with the others of the round."""
         kind = self._todo[0] if self._todo else "step"
-        together: dict[str, Callable[[], Any]] = {
-            "step": lambda: self._steps.agree(save=self._first and self._parts.saver.take_time()),
-            "report": self._training_metrics,
-            "evaluate": self._evaluate_together,
-            "save": self._save_together,
-            "finish": self._finish_together,
-        }
-        self._complete(kind, together[kind]())
+        do_together, _ = self._parts_of(kind)
+        self._complete(kind, do_together())
 
     def _complete(self, kind: str, result: Any) -> None:
         """Change this trainer's state by the result of an action, which is the same for all."""
         if kind != "step":
             self._todo.pop(0)
-        completions: dict[str, Callable[[Any], None]] = {
-            "step": self._complete_step,
-            "report": self._complete_report,
-            "evaluate": self._complete_evaluation,
-            "save": self._complete_save,
-            "finish": self._complete_finish,
-        }
-        completions[kind](result)
+        _, complete = self._parts_of(kind)
+        complete(result)
         self._actions += 1
         self._last = {"kind": kind, "result": result}
         self._plan_end()
+
+    def _parts_of(self, kind: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+        """Both parts of an action: what trainers do together, and what each does with its result."""
+        actions: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+            "step": (self._step_together, self._complete_step),
+            "report": (self._training_metrics, self._complete_report),
+            "evaluate": (self._evaluate_together, self._complete_evaluation),
+            "save": (self._save_together, self._complete_save),
+            "finish": (self._finish_together, self._complete_finish),
+        }
+        return actions[kind]
 
     def _plan_end(self) -> None:
         """After everything else that is due: the last report, evaluation and save."""
@@ -397,6 +392,9 @@ class ElasticFit(Fit):
         self._todo.append("evaluate")
 
     # Steps
+
+    def _step_together(self) -> dict[str, Any]:
+        return self._steps.agree(save=self._first and self._parts.saver.take_time())
 
     def _complete_step(self, result: Mapping[str, Any]) -> None:
         parts, counts = self._parts, self._counts
