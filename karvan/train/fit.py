@@ -103,7 +103,7 @@ class Fit:
         )
         self._outcomes = StepOutcomes(self._skips, parts.counts)
         self._alone = parts.connection.world_size == 1
-        self._first = True  # whether it shows progress; of ranks, only those of the first are seen
+        self._first = True  # whether it reports and saves, which every rank does for its part
         self._unsaved = False
         self._saved_first = False  # whether there is a checkpoint from before the first evaluation
         self._evaluation_due = False  # whether an evaluation of this step comes next
