@@ -33,6 +33,7 @@ from karvan.dense.wire_format import tensors_message
 from karvan.distributed import Connection, RankError
 from karvan.distributed.step_commits import OwnCommits
 from karvan.embedding import EmbeddingEngine
+from karvan.protocol.parameter_server import STAGE_DENSE
 
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
 
@@ -210,7 +211,7 @@ class StagingServerProxy(DenseServerProxy):
         commits = self._servers.commits
         assert isinstance(commits, OwnCommits)
         head = {"version": version, "step": commits.step, "lr": lr}
-        found = int(self._call("stage_dense", tensors_message(gradients, **head)).head["version"])
+        found = self._call(STAGE_DENSE, tensors_message(gradients, **head)).head.version
         return Answer(True, found + 1, True, found - version)
 
 
