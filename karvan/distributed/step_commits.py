@@ -22,17 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
 
-from karvan.protocol.parameter_server import (
-    ABANDON,
-    COMMIT,
-    DROP,
-    FENCE,
-    MEMBERS_IN_ROUND,
-    PROGRESS,
-    TALLY,
-    CommitAnswer,
-    TallyAnswer,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.wire import Array, Client, Message, Reply
 from karvan.wire.schema import A, Call
 
@@ -170,7 +160,7 @@ class StepCommits:
     def _send_unsent(self, server: int, *, leave: int = 0) -> None:
         unsent = self._unsent[server]
         while len(unsent) > leave:
-            self._peer(server).begin(COMMIT, unsent[0], then=self._told(None))
+            self._peer(server).begin(protocol.COMMIT, unsent[0], then=self._told(None))
             self._sent(server)
 
     def _sent(self, server: int) -> None:
@@ -205,28 +195,28 @@ class StepCommits:
     def drop(self, step: int) -> None:
         """This step and later ones did not happen: servers drop their pushes, of all members."""
         self.flush()
-        self._call(DROP, {"step": step})
+        self._call(protocol.DROP, {"step": step})
 
     def members(self, round_number: int) -> list[int]:
         """The members that have trained, as any server knows them, with this one, which is in this round.
 
         A RefusedError if others are in a newer round.
         """
-        answers = self._call(MEMBERS_IN_ROUND, {"round": round_number})
+        answers = self._call(protocol.MEMBERS_IN_ROUND, {"round": round_number})
         return sorted({member for answer in answers for member in answer.head.members})
 
     def fence(self, member: int) -> None:
         """A member may be gone: servers refuse its calls from now on, and keep what it has pushed."""
-        self._call(FENCE, {"member": member})
+        self._call(protocol.FENCE, {"member": member})
 
     def abandon(self, member: int) -> None:
         """A member is gone, or this one leaves: servers drop what it has pushed and looked up."""
         self.flush()
-        self._call(ABANDON, {"member": member})
+        self._call(protocol.ABANDON, {"member": member})
 
     def progress(self) -> list[Progress]:
         """How far each server is."""
-        answers = [answer.head for answer in self._call(PROGRESS, {})]
+        answers = [answer.head for answer in self._call(protocol.PROGRESS, {})]
         return [Progress(each.committed, each.ack, each.staged) for each in answers]
 
     def _call(self, call: Call[Any, A], head: Mapping[str, Any]) -> list[Message[A]]:
@@ -264,7 +254,7 @@ class Tally(NamedTuple):
 class SentCommit:
     """A commit that is on its way to all servers."""
 
-    def __init__(self, replies: list[Reply[CommitAnswer]]) -> None:
+    def __init__(self, replies: list[Reply[protocol.CommitAnswer]]) -> None:
         self._replies = replies
 
     def wait(self) -> Tally:
@@ -309,7 +299,9 @@ class OwnCommits(StepCommits):
             "counts": dict(counts),
             "ack": ack,
         }
-        self._last = SentCommit([self._peer(server).begin(COMMIT, commit) for server in range(self._servers)])
+        self._last = SentCommit(
+            [self._peer(server).begin(protocol.COMMIT, commit) for server in range(self._servers)]
+        )
         for each in staged:
             each.release()
         return self._last
@@ -322,7 +314,7 @@ class OwnCommits(StepCommits):
 
     def ask(self, meeting: int = 0) -> Tally:
         """The tally; asks all members to come to the meeting of this number, unless it is 0."""
-        return _tally_of(*(answer.head for answer in self._call(TALLY, {"meeting": meeting})))
+        return _tally_of(*(answer.head for answer in self._call(protocol.TALLY, {"meeting": meeting})))
 
     def settle(self, member: int) -> Any:
         """A member is gone: complete its last step; returns what its commit said, None if it made none.
@@ -330,19 +322,19 @@ class OwnCommits(StepCommits):
         From now on servers refuse its calls.
         """
         self.fence(member)
-        found = [answer.head for answer in self._call(PROGRESS, {"member": member})]
+        found = [answer.head for answer in self._call(protocol.PROGRESS, {"member": member})]
         last = max(-1 if each.committed is None else each.committed for each in found)
         if last < 0:
             return None
         commit = next(each.commit for each in found if each.committed == last)
         assert commit is not None
         late = [server for server, each in enumerate(found) if each.committed != last]
-        for reply in [self._peer(server).begin(COMMIT, commit) for server in late]:
+        for reply in [self._peer(server).begin(protocol.COMMIT, commit) for server in late]:
             reply.wait()
         return commit.ack
 
 
-def _tally_of(*answers: CommitAnswer | TallyAnswer) -> Tally:
+def _tally_of(*answers: protocol.CommitAnswer | protocol.TallyAnswer) -> Tally:
     """That of the first server: all have the same, apart from steps that are being committed."""
     tally, meeting = answers[0].tally, answers[0].meeting
     assert tally is not None

@@ -42,26 +42,7 @@ from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding,
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.distributed.parameter_servers import Servers, find_servers
 from karvan.job.environment import JobEnvironment
-from karvan.protocol.embedding_worker import (
-    ABANDON_MEMBERS,
-    BACKWARD,
-    CLAIM,
-    DESCRIBE_WORKER,
-    ENGINE,
-    FORGET,
-    PUT,
-    WORKER_CALLS,
-    WORKER_HELLO,
-    Claim,
-    Engine,
-    GoneMembers,
-    LoaderHello,
-    OfEngine,
-    PushPasses,
-    Put,
-    References,
-    WorkerHello,
-)
+from karvan.protocol import embedding_worker as protocol
 from karvan.protocol.parameter_server import expect_trainer
 from karvan.ragged import Batch, Ragged
 from karvan.store.messages import to_wire
@@ -190,7 +171,7 @@ _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 class EmbeddingWorker(Service):
     """Worker number `index`; expire and most: see `IdCache`."""
 
-    hello = WORKER_HELLO
+    hello = protocol.WORKER_HELLO
 
     def __init__(
         self,
@@ -212,21 +193,21 @@ class EmbeddingWorker(Service):
         self.claims = 0
         self.backwards = 0
         self.endpoints = endpoints(
-            WORKER_CALLS,
-            Endpoint(PUT, self._put),
-            Endpoint(FORGET, self._forget),
-            Endpoint(ABANDON_MEMBERS, self._abandon),
-            Endpoint(DESCRIBE_WORKER, self._describe),
-            Endpoint(ENGINE, self._engine),
-            Endpoint(CLAIM, self._claim),
-            Endpoint(BACKWARD, self._backward),
+            protocol.WORKER_CALLS,
+            Endpoint(protocol.PUT, self._put),
+            Endpoint(protocol.FORGET, self._forget),
+            Endpoint(protocol.ABANDON_MEMBERS, self._abandon),
+            Endpoint(protocol.DESCRIBE_WORKER, self._describe),
+            Endpoint(protocol.ENGINE, self._engine),
+            Endpoint(protocol.CLAIM, self._claim),
+            Endpoint(protocol.BACKWARD, self._backward),
         )
 
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """A trainer says what it would say to a parameter server, a loader nothing."""
-        hello: WorkerHello | LoaderHello = caller.hello
-        if isinstance(hello, LoaderHello):
+        hello: protocol.WorkerHello | protocol.LoaderHello = caller.hello
+        if isinstance(hello, protocol.LoaderHello):
             return {"worker": self._index}
         given, run, worker = hello.generation, hello.run, hello.worker
         if worker != self._index:
@@ -249,7 +230,7 @@ class EmbeddingWorker(Service):
             self._open(hello)
         return {"worker": self._index}
 
-    def _open(self, hello: WorkerHello) -> TrainerSession:
+    def _open(self, hello: protocol.WorkerHello) -> TrainerSession:
         """The session of a trainer; one that was dropped is opened again."""
         trainer = hello.trainer
         if trainer not in self._sessions:
@@ -273,8 +254,8 @@ class EmbeddingWorker(Service):
     def _session(self, caller: Caller) -> Iterator[TrainerSession]:
         """The session of a trainer, while its call is executed."""
         with self._lock:
-            hello: WorkerHello | LoaderHello = caller.hello
-            if isinstance(hello, LoaderHello) or hello.run != self._run:
+            hello: protocol.WorkerHello | protocol.LoaderHello = caller.hello
+            if isinstance(hello, protocol.LoaderHello) or hello.run != self._run:
                 raise RefusedError("expected a trainer of the job's newest run, got another caller.")
             session = self._open(hello)
             session.begin_call()
@@ -285,13 +266,13 @@ class EmbeddingWorker(Service):
         finally:
             session.end_call()
 
-    def _abandon(self, call: Request[GoneMembers]) -> Message:
+    def _abandon(self, call: Request[protocol.GoneMembers]) -> Message:
         """Members of an elastic run are gone; a trainer of the same run says so."""
         with self._session(call.caller), self._lock:
             self._drop(call.head.members)
         return Message({})
 
-    def _put(self, call: Request[Put]) -> Message:
+    def _put(self, call: Request[protocol.Put]) -> Message:
         ids = unpack(call.head.batch, call.arrays)
         for feature, entry in ids.items():
             values = entry.values if isinstance(entry, Ragged) else entry
@@ -307,11 +288,11 @@ class EmbeddingWorker(Service):
                     )
         return Message({"kept": self._ids.put(call.head.reference, ids)})
 
-    def _forget(self, call: Request[References]) -> Message:
+    def _forget(self, call: Request[protocol.References]) -> Message:
         self._ids.forget(call.head.references)
         return Message({})
 
-    def _engine(self, call: Request[Engine]) -> Message:
+    def _engine(self, call: Request[protocol.Engine]) -> Message:
         head = call.head
         with self._session(call.caller) as session:
             engine = Embedding(session, head.features, head.wire)
@@ -319,11 +300,11 @@ class EmbeddingWorker(Service):
             session.engines[head.engine] = engine
         return Message({})
 
-    def _claim(self, call: Request[Claim]) -> Message:
+    def _claim(self, call: Request[protocol.Claim]) -> Message:
         with self._session(call.caller) as session:
             return self._embed(session, call)
 
-    def _embed(self, session: TrainerSession, call: Request[Claim]) -> Message:
+    def _embed(self, session: TrainerSession, call: Request[protocol.Claim]) -> Message:
         """The outputs of a batch, for its trainer."""
         head = call.head
         self._release(head.store, head.done, head.gone, session)
@@ -345,11 +326,11 @@ class EmbeddingWorker(Service):
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])
 
-    def _backward(self, call: Request[PushPasses]) -> Message:
+    def _backward(self, call: Request[protocol.PushPasses]) -> Message:
         with self._session(call.caller) as session:
             return self._push(session, call)
 
-    def _push(self, session: TrainerSession, call: Request[PushPasses]) -> Message:
+    def _push(self, session: TrainerSession, call: Request[protocol.PushPasses]) -> Message:
         """Send the gradients of a batch to the servers, and wait until they have them."""
         head = call.head
         engine = _engine_of(head, session)
@@ -408,7 +389,7 @@ class EmbeddingWorker(Service):
             self._leave()
 
 
-def _servers_for(hello: WorkerHello) -> Servers:
+def _servers_for(hello: protocol.WorkerHello) -> Servers:
     """The parameter servers, connected as the trainer would connect to them."""
     own = {name: value for name, value in hello.as_json().items() if name not in ("worker", "line")}
     try:
@@ -422,7 +403,7 @@ def _servers_for(hello: WorkerHello) -> Servers:
     return servers
 
 
-def _engine_of(head: OfEngine, session: TrainerSession) -> Embedding | None:
+def _engine_of(head: protocol.OfEngine, session: TrainerSession) -> Embedding | None:
     """The engine; None if the trainer has to send it or newer declarations of its tables first."""
     known = session.declarations >= head.declarations
     return session.engines.get(head.engine) if known else None

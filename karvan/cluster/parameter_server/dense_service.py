@@ -25,21 +25,7 @@ from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.step_policies import AsyncPolicy, Policy, SyncPolicy
 from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
 from karvan.job.sync_modes import DenseSettings
-from karvan.protocol.parameter_server import (
-    DENSE_STATE,
-    FLUSH_DENSE,
-    LOAD_DENSE_STATE,
-    NEXT_SEQUENCE,
-    PULL_DENSE,
-    PUSH_DENSE,
-    STAGE_DENSE,
-    LoadDenseState,
-    NextSequence,
-    OfModel,
-    PullDense,
-    PushDense,
-    StageDense,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.protocol.values import RunHello
 from karvan.wire import Endpoint, Message, RefusedError, Request
 
@@ -54,13 +40,13 @@ class DenseService:
         self._models: dict[int, DenseParameters] = {}
         self._lock = threading.Lock()
         self.endpoints: list[Endpoint[Any]] = [
-            Endpoint(PULL_DENSE, self._pull),
-            Endpoint(PUSH_DENSE, self._push),
-            Endpoint(STAGE_DENSE, _refuse_staging),
-            Endpoint(NEXT_SEQUENCE, self._next_sequence),
-            Endpoint(FLUSH_DENSE, self._flush),
-            Endpoint(DENSE_STATE, self._state),
-            Endpoint(LOAD_DENSE_STATE, self._load_state),
+            Endpoint(protocol.PULL_DENSE, self._pull),
+            Endpoint(protocol.PUSH_DENSE, self._push),
+            Endpoint(protocol.STAGE_DENSE, _refuse_staging),
+            Endpoint(protocol.NEXT_SEQUENCE, self._next_sequence),
+            Endpoint(protocol.FLUSH_DENSE, self._flush),
+            Endpoint(protocol.DENSE_STATE, self._state),
+            Endpoint(protocol.LOAD_DENSE_STATE, self._load_state),
         ]
 
     def begin(self, settings: DenseSettings) -> None:
@@ -107,13 +93,13 @@ class DenseService:
                 self._models[number] = DenseParameters(policy_of(self._settings))
             return self._models[number]
 
-    def _pull(self, call: Request[PullDense]) -> Message:
+    def _pull(self, call: Request[protocol.PullDense]) -> Message:
         version, parameters = self.model(call.head.model).pull(call.head.version)
         if parameters is None:
             return Message({"version": version})
         return tensors_message(parameters, version=version)
 
-    def _push(self, call: Request[PushDense]) -> Message:
+    def _push(self, call: Request[protocol.PushDense]) -> Message:
         head = call.head
         answer = self.model(call.head.model).push_gradients(
             tensors_of(head.tensors, call.arrays),
@@ -124,16 +110,16 @@ class DenseService:
         )
         return Message({"answer": astuple(answer)})
 
-    def _next_sequence(self, call: Request[NextSequence]) -> Message:
+    def _next_sequence(self, call: Request[protocol.NextSequence]) -> Message:
         return Message({"sequence": self.model(call.head.model).next_sequence(call.head.trainer)})
 
-    def _flush(self, call: Request[OfModel]) -> Message:
+    def _flush(self, call: Request[protocol.OfModel]) -> Message:
         return Message({"version": self.model(call.head.model).flush()})
 
-    def _state(self, call: Request[OfModel]) -> Message:
+    def _state(self, call: Request[protocol.OfModel]) -> Message:
         return state_message(self.model(call.head.model).state())
 
-    def _load_state(self, call: Request[LoadDenseState]) -> Message:
+    def _load_state(self, call: Request[protocol.LoadDenseState]) -> Message:
         model, state = self.model(call.head.model), state_of(call.arrays)
         try:
             model.load_state(state, first=call.head.first)
@@ -144,7 +130,7 @@ class DenseService:
         return Message({"version": model.version})
 
 
-def _refuse_staging(call: Request[StageDense]) -> Message:
+def _refuse_staging(call: Request[protocol.StageDense]) -> Message:
     raise RefusedError("expected an elastic run of mode async, got gradients to stage in another run.")
 
 

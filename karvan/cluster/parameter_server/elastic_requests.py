@@ -43,29 +43,7 @@ from karvan.cluster.parameter_server.training_requests import expect_same_keys, 
 from karvan.job.sync_modes import MODES
 from karvan.native import _native
 from karvan.outages import mark
-from karvan.protocol.parameter_server import (
-    ABANDON,
-    COMMIT,
-    DROP,
-    FENCE,
-    MEMBERS_IN_ROUND,
-    PROGRESS,
-    PULL,
-    PUSH,
-    TALLY,
-    WITHDRAW,
-    Commit,
-    Done,
-    Drop,
-    Meeting,
-    OfMember,
-    ProgressOf,
-    Pull,
-    Push,
-    Round,
-    ServerHello,
-    Withdraw,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, to_wire
 from karvan.store.row_owner import Owner
 from karvan.store.types import LookupContext, Vectors
@@ -135,7 +113,7 @@ _REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness
 
 class _Committed(NamedTuple):
     step: int
-    commit: Commit
+    commit: protocol.Commit
 
 
 class ElasticBatches:
@@ -144,7 +122,7 @@ class ElasticBatches:
     own_steps = False  # whether each member has steps of its own
 
     def __init__(
-        self, owner: Owner, tables: ServerTables, hello: ServerHello, *, counts_skips: bool = True
+        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
     ) -> None:
         mode = MODES[hello.mode]
         if hello.reload:
@@ -174,16 +152,16 @@ class ElasticBatches:
         self.pulls = 0
         self.pushes = 0  # committed
         self.endpoints = [
-            self._guarded(PULL, self._pull),
-            self._guarded(PUSH, self._push),
-            self._guarded(WITHDRAW, self._withdraw),
-            self._guarded(COMMIT, self._commit),
-            self._guarded(DROP, self._drop),
-            self._guarded(FENCE, self._fence),
-            self._guarded(ABANDON, self._abandon),
-            self._guarded(PROGRESS, self._progress),
-            self._guarded(MEMBERS_IN_ROUND, self._list_members),
-            self._guarded(TALLY, self._answer_tally),
+            self._guarded(protocol.PULL, self._pull),
+            self._guarded(protocol.PUSH, self._push),
+            self._guarded(protocol.WITHDRAW, self._withdraw),
+            self._guarded(protocol.COMMIT, self._commit),
+            self._guarded(protocol.DROP, self._drop),
+            self._guarded(protocol.FENCE, self._fence),
+            self._guarded(protocol.ABANDON, self._abandon),
+            self._guarded(protocol.PROGRESS, self._progress),
+            self._guarded(protocol.MEMBERS_IN_ROUND, self._list_members),
+            self._guarded(protocol.TALLY, self._answer_tally),
         ]
 
     @property
@@ -191,7 +169,7 @@ class ElasticBatches:
         """Lookups in flight, which captures omit."""
         return self._rows.log
 
-    def check_run(self, hello: ServerHello) -> None:
+    def check_run(self, hello: protocol.ServerHello) -> None:
         """All members of a run must have the same settings; one that was abandoned cannot come back."""
         settings = settings_of_run(hello)
         if settings != self._agreed:
@@ -200,7 +178,7 @@ class ElasticBatches:
             )
         self.expect_caller(hello)
 
-    def expect_caller(self, hello: ServerHello) -> None:
+    def expect_caller(self, hello: protocol.ServerHello) -> None:
         """A RefusedError for any call of a member that the others have fenced off or abandoned."""
         self._members.expect(hello.trainer)
 
@@ -234,7 +212,7 @@ class ElasticBatches:
 
         return Endpoint(call, execute)
 
-    def _pull(self, member: int, call: Request[Pull]) -> Message:
+    def _pull(self, member: int, call: Request[protocol.Pull]) -> Message:
         head, message = call.head, call.arrays[0]
         self._commit_first(head.commit)
         tables, counts = head.tables, head.counts
@@ -248,7 +226,7 @@ class ElasticBatches:
             self._count_pull(counts)
         return Message({}, [to_wire(vectors, head.wire)])
 
-    def _held_lookup(self, member: int, call: Request[Pull]) -> HeldLookup:
+    def _held_lookup(self, member: int, call: Request[protocol.Pull]) -> HeldLookup:
         """A lookup for training; one that is repeated gets the same answer."""
         head, message = call.head, call.arrays[0]
         tables, counts, batch = head.tables, head.counts, head.batch
@@ -269,7 +247,7 @@ class ElasticBatches:
         self.keys += sum(counts)
         self.pulls += 1
 
-    def _push(self, member: int, call: Request[Push]) -> Message:
+    def _push(self, member: int, call: Request[protocol.Push]) -> Message:
         head = call.head
         self._commit_first(head.commit)
         if head.step is None:
@@ -291,7 +269,7 @@ class ElasticBatches:
         """The last step that is committed; -1 before the first."""
         return self._committed[whose].step if whose in self._committed else -1
 
-    def _staged_push(self, member: int, step: int, call: Request[Push]) -> StagedPush:
+    def _staged_push(self, member: int, step: int, call: Request[protocol.Push]) -> StagedPush:
         head, batches = call.head, call.head.batches
         if list(head.positions) != list(range(len(batches))):
             raise RefusedError(
@@ -330,16 +308,16 @@ class ElasticBatches:
             complete=head.complete,
         )
 
-    def _commit_first(self, commit: Commit | None) -> None:
+    def _commit_first(self, commit: protocol.Commit | None) -> None:
         """The commit that a call carries comes before the call itself."""
         if commit is not None:
             self._apply(commit)
 
-    def _commit(self, member: int, call: Request[Commit]) -> Message:
+    def _commit(self, member: int, call: Request[protocol.Commit]) -> Message:
         self._apply(call.head)
         return Message({})
 
-    def _apply(self, commit: Commit) -> None:
+    def _apply(self, commit: protocol.Commit) -> None:
         """Apply a step, unless it was applied; a RefusedError changes nothing."""
         whose, step = self._whose(commit.member), commit.step
         if step <= self._committed_step(whose):
@@ -364,36 +342,36 @@ class ElasticBatches:
             self.updates.add(part.store, part.member)
         self.pushes += len(parts)
 
-    def _find_more(self, commit: Commit) -> None:
+    def _find_more(self, commit: protocol.Commit) -> None:
         """A RefusedError if something that a commit names, other than pushes, is not staged."""
         if commit.dense or commit.counts:
             raise RefusedError(
                 "expected dense parameters and counts in commits of mode async alone, got some."
             )
 
-    def _apply_more(self, commit: Commit) -> None:
+    def _apply_more(self, commit: protocol.Commit) -> None:
         """Apply what a commit has besides pushes: nothing, unless members have steps of their own."""
 
-    def _drop(self, member: int, call: Request[Drop]) -> Message:
+    def _drop(self, member: int, call: Request[protocol.Drop]) -> Message:
         whose, first = self._whose(call.head.member), call.head.step
         dropped = self._staged.drop(lambda push: push.step >= first and _is_of(push, whose))
         self._release(dropped, keep=self._lookups.values())
         return Message({})
 
-    def _fence(self, member: int, call: Request[OfMember]) -> Message:
+    def _fence(self, member: int, call: Request[protocol.OfMember]) -> Message:
         self._members.fence(call.head.member)
         return Message({})
 
-    def _list_members(self, member: int, call: Request[Round]) -> Message:
+    def _list_members(self, member: int, call: Request[protocol.Round]) -> Message:
         """The caller trains from now on, so it is one of them."""
         self._members.enter_round(call.head.round)
         self._members.note(member)
         return Message({"members": self._members.known})
 
-    def _answer_tally(self, member: int, call: Request[Meeting]) -> Message:
+    def _answer_tally(self, member: int, call: Request[protocol.Meeting]) -> Message:
         raise RefusedError("expected an elastic run of mode async, got a request for a tally in another one.")
 
-    def _abandon(self, member: int, call: Request[OfMember]) -> Message:
+    def _abandon(self, member: int, call: Request[protocol.OfMember]) -> Message:
         """A member is gone; it may be the caller itself, which leaves."""
         gone = call.head.member
         self._members.abandon(gone)
@@ -411,7 +389,7 @@ class ElasticBatches:
             self._over.forget(_who(gone, store))
         return Message({})
 
-    def _progress(self, member: int, call: Request[ProgressOf]) -> Message:
+    def _progress(self, member: int, call: Request[protocol.ProgressOf]) -> Message:
         whose = self._whose(call.head.member)
         staged = self._staged.names(lambda push: _is_of(push, whose))
         last = self._committed.get(whose)
@@ -436,14 +414,14 @@ class ElasticBatches:
         lookups = {id(each): each for push in dropped for each in push.lookups if id(each) not in kept}
         self._rows.withdraw(each for each in lookups.values() if not self._staged.uses(each))
 
-    def _withdraw(self, member: int, call: Request[Withdraw]) -> Message:
+    def _withdraw(self, member: int, call: Request[protocol.Withdraw]) -> Message:
         """A member will not train these batches: their lookups are undone."""
         head = call.head
         lookups = self._take(member, head.store, head.batches)
         self._rows.withdraw(each for each in lookups if not self._staged.uses(each))
         return Message({})
 
-    def _forget(self, member: int, head: Done) -> None:
+    def _forget(self, member: int, head: protocol.Done) -> None:
         """A member is done with lookups; those in a staged push wait for its commit."""
         done = self._take(member, head.store, head.done)
         self._rows.trained(each for each in done if not self._staged.uses(each))

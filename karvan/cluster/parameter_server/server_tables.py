@@ -14,30 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from karvan.protocol.parameter_server import (
-    ADD_TABLE,
-    APPLY,
-    CLEAR,
-    ERASE,
-    EVICT,
-    EVICTED_SINCE,
-    LOAD,
-    LOOKUP,
-    SET_STATE,
-    SKIP,
-    SNAPSHOT,
-    STATS,
-    VERSION,
-    AddTable,
-    Apply,
-    Evict,
-    EvictedSince,
-    Lookup,
-    OfTable,
-    OfTables,
-    SetState,
-    Snapshot,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
 from karvan.store.memory import MemoryTable
 from karvan.store.messages import rule_from_json, spec_from_json
@@ -46,7 +23,7 @@ from karvan.wire import Endpoint, Message, RefusedError, Request
 from karvan.wire.schema import expect_array
 
 _log = logging.getLogger("karvan.cluster")
-T = TypeVar("T", bound=OfTable)
+T = TypeVar("T", bound=protocol.OfTable)
 
 _ROW_UNIT, _INDEX = 16, 30  # bytes to which a row is rounded up; bytes of a row in the index
 
@@ -65,19 +42,19 @@ class ServerTables:
         self.specs: dict[str, TableSpec] = {}
         self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
         self.endpoints: list[Endpoint[Any]] = [
-            Endpoint(ADD_TABLE, self._add_table),
-            Endpoint(SET_STATE, self._set_state),
-            Endpoint(LOOKUP, self._lookup),
-            Endpoint(APPLY, self._apply),
-            Endpoint(SKIP, self._skip),
-            Endpoint(EVICT, self._evict),
-            Endpoint(ERASE, self._erase),
-            Endpoint(CLEAR, self._clear),
-            Endpoint(VERSION, self._version),
-            Endpoint(EVICTED_SINCE, self._evicted_since),
-            Endpoint(SNAPSHOT, self._snapshot),
-            Endpoint(LOAD, self._load),
-            Endpoint(STATS, self._stats),
+            Endpoint(protocol.ADD_TABLE, self._add_table),
+            Endpoint(protocol.SET_STATE, self._set_state),
+            Endpoint(protocol.LOOKUP, self._lookup),
+            Endpoint(protocol.APPLY, self._apply),
+            Endpoint(protocol.SKIP, self._skip),
+            Endpoint(protocol.EVICT, self._evict),
+            Endpoint(protocol.ERASE, self._erase),
+            Endpoint(protocol.CLEAR, self._clear),
+            Endpoint(protocol.VERSION, self._version),
+            Endpoint(protocol.EVICTED_SINCE, self._evicted_since),
+            Endpoint(protocol.SNAPSHOT, self._snapshot),
+            Endpoint(protocol.LOAD, self._load),
+            Endpoint(protocol.STATS, self._stats),
         ]
 
     def spec(self, table: str) -> TableSpec:
@@ -151,16 +128,16 @@ class ServerTables:
                 *(f"{size / 2**30:,.0f}" for size in (needed, available)),
             )
 
-    def _add_table(self, request: Request[AddTable]) -> Message:
+    def _add_table(self, request: Request[protocol.AddTable]) -> Message:
         self.add(request.head.spec)
         return Message({})
 
-    def _set_state(self, request: Request[SetState]) -> Message:
+    def _set_state(self, request: Request[protocol.SetState]) -> Message:
         head = request.head
         self.set_state(head.table, head.initial, head.fresh)
         return Message({})
 
-    def _lookup(self, request: Request[Lookup]) -> Message:
+    def _lookup(self, request: Request[protocol.Lookup]) -> Message:
         head, arrays = request.head, request.arrays
         tables = head.tables
         self.check_tables(tables)
@@ -168,7 +145,7 @@ class ServerTables:
         found = self.store.lookup(keys, LookupContext(head.training, head.step, head.now))
         return Message({}, [found[table].vectors for table in tables])
 
-    def _apply(self, request: Request[Apply]) -> Message:
+    def _apply(self, request: Request[protocol.Apply]) -> Message:
         head, arrays = request.head, iter(request.arrays)
         self.check_tables(list(head.numbers))
         pushes: dict[str, list[Push]] = {}
@@ -186,32 +163,32 @@ class ServerTables:
     def _stored(self, request: Request[T]) -> MemoryTable:
         return self.store.table(self.spec(request.head.table).name)
 
-    def _skip(self, request: Request[OfTable]) -> Message:
+    def _skip(self, request: Request[protocol.OfTable]) -> Message:
         self._stored(request).skip()
         return Message({})
 
-    def _evict(self, request: Request[Evict]) -> Message:
+    def _evict(self, request: Request[protocol.Evict]) -> Message:
         head = request.head
         return Message({"rows": self._stored(request).evict(step=head.step, now=head.now)})
 
-    def _erase(self, request: Request[OfTable]) -> Message:
+    def _erase(self, request: Request[protocol.OfTable]) -> Message:
         return Message({"rows": self._stored(request).erase(request.arrays[0])})
 
-    def _clear(self, request: Request[OfTable]) -> Message:
+    def _clear(self, request: Request[protocol.OfTable]) -> Message:
         self._stored(request).clear()
         return Message({})
 
-    def _version(self, request: Request[OfTable]) -> Message:
+    def _version(self, request: Request[protocol.OfTable]) -> Message:
         return Message({"version": self._stored(request).version})
 
-    def _evicted_since(self, request: Request[EvictedSince]) -> Message:
+    def _evicted_since(self, request: Request[protocol.EvictedSince]) -> Message:
         return Message({}, [self._stored(request).evicted_since(request.head.version)])
 
-    def _snapshot(self, request: Request[Snapshot]) -> Message:
+    def _snapshot(self, request: Request[protocol.Snapshot]) -> Message:
         head = request.head
         return Message({}, list(self._stored(request).snapshot(head.part, head.parts)))
 
-    def _load(self, request: Request[OfTable]) -> Message:
+    def _load(self, request: Request[protocol.OfTable]) -> Message:
         table, rows = self._stored(request), Rows(*request.arrays)
         expect_array(
             rows.vectors, f"vectors of table '{table.name}'", "float32", len(rows.keys), table.spec.dim
@@ -219,7 +196,7 @@ class ServerTables:
         table.load(rows)  # which checks how much state a row has at that moment
         return Message({})
 
-    def _stats(self, request: Request[OfTables]) -> Message:
+    def _stats(self, request: Request[protocol.OfTables]) -> Message:
         tables = request.head.tables
         self.check_tables(tables)
         return Message({"stats": {table: self.store.table(table).stats() for table in tables}})

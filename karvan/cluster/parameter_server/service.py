@@ -31,26 +31,7 @@ from karvan.cluster.role_process import Generations, RoleSettings, generations_o
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES
 from karvan.outages import is_out_of_memory, is_temporary, mark
-from karvan.protocol.parameter_server import (
-    CAPTURE,
-    CHECK_FOLDER,
-    CLOSE_CAPTURE,
-    DESCRIBE,
-    FILL,
-    RESTORE,
-    SAVE,
-    SERVER_CALLS,
-    UPDATES,
-    Capture,
-    CloseCapture,
-    Fill,
-    Folder,
-    OfStore,
-    Restore,
-    Save,
-    ServerHello,
-    expect_trainer,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.protocol.values import DeclaredTable
 from karvan.store.row_owner import Owner
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
@@ -65,7 +46,7 @@ class ParameterServer(Service):
     capacity: how many rows its tables have together at most; see `MemoryStore`.
     """
 
-    hello = Struct(ServerHello)
+    hello = Struct(protocol.ServerHello)
 
     def __init__(
         self,
@@ -91,7 +72,8 @@ class ParameterServer(Service):
         self._fill_lock = threading.Lock()
         self._begin()
         self.endpoints = endpoints(
-            SERVER_CALLS, *(Endpoint(call, partial(self._do, name)) for name, call in SERVER_CALLS.items())
+            protocol.SERVER_CALLS,
+            *(Endpoint(call, partial(self._do, name)) for name, call in protocol.SERVER_CALLS.items()),
         )
 
     def _begin(self) -> None:
@@ -109,14 +91,14 @@ class ParameterServer(Service):
             *self._tables.endpoints,
             *self._dense.endpoints,
             *self._batches.endpoints,  # in mode async one of the dense ones is another
-            Endpoint(CAPTURE, self._capture),
-            Endpoint(SAVE, self._save),
-            Endpoint(CLOSE_CAPTURE, self._close_capture),
-            Endpoint(FILL, self._fill),
-            Endpoint(RESTORE, self._restore),
-            Endpoint(UPDATES, self._updates),
-            Endpoint(DESCRIBE, self._describe),
-            Endpoint(CHECK_FOLDER, self._check_folder),
+            Endpoint(protocol.CAPTURE, self._capture),
+            Endpoint(protocol.SAVE, self._save),
+            Endpoint(protocol.CLOSE_CAPTURE, self._close_capture),
+            Endpoint(protocol.FILL, self._fill),
+            Endpoint(protocol.RESTORE, self._restore),
+            Endpoint(protocol.UPDATES, self._updates),
+            Endpoint(protocol.DESCRIBE, self._describe),
+            Endpoint(protocol.CHECK_FOLDER, self._check_folder),
         ]
         return {endpoint.call.name: endpoint.method for endpoint in methods}
 
@@ -147,7 +129,7 @@ class ParameterServer(Service):
                 f"expected to be asked for as server {self._index} of {self._count}, "
                 f"got {requested[0]} of {requested[1]}."
             )
-        expect_trainer(hello)
+        protocol.expect_trainer(hello)
         dense = settings_of(hello)
         generation = self._generations.check(hello.generation)
         with self._lock:
@@ -178,7 +160,7 @@ class ParameterServer(Service):
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
 
-    def _make_batches(self, hello: ServerHello) -> Batches | ElasticBatches:
+    def _make_batches(self, hello: protocol.ServerHello) -> Batches | ElasticBatches:
         counts_skips = self._index == 0
         if not hello.elastic:
             return Batches(self._owner, self._tables, hello, counts_skips=counts_skips)
@@ -195,7 +177,7 @@ class ParameterServer(Service):
             self._batches.end(reason)
         self._saving.close_all()
 
-    def _capture(self, call: Request[Capture]) -> Message:
+    def _capture(self, call: Request[protocol.Capture]) -> Message:
         head = call.head
         self._tables.check_tables(head.tables)
         assert self._batches is not None
@@ -213,7 +195,7 @@ class ParameterServer(Service):
             )
         return Message({})
 
-    def _save(self, call: Request[Save]) -> Message:
+    def _save(self, call: Request[protocol.Save]) -> Message:
         head = call.head
         number, tables = head.capture, head.tables
         self._tables.check_tables(list(tables))
@@ -222,16 +204,16 @@ class ParameterServer(Service):
             self._saving.replace_lost(number, tables, head.store, self._batches.restored)
         return Message({"shares": self._saving.save(number, folder, tables, head.writers)})
 
-    def _check_folder(self, call: Request[Folder]) -> Message:
+    def _check_folder(self, call: Request[protocol.Folder]) -> Message:
         """Whether a run's checkpoints can be saved there; checked before training starts."""
         self._folder.check(call.head.folder)
         return Message({})
 
-    def _close_capture(self, call: Request[CloseCapture]) -> Message:
+    def _close_capture(self, call: Request[protocol.CloseCapture]) -> Message:
         self._saving.close(call.head.capture)
         return Message({})
 
-    def _fill(self, call: Request[Fill]) -> Message:
+    def _fill(self, call: Request[protocol.Fill]) -> Message:
         path, tables = local_path(call.head.path), call.head.tables
         for table, request in tables.items():
             self._tables.check_state(table, request["initial"])
@@ -245,7 +227,7 @@ class ParameterServer(Service):
             return Message({"damaged": [[error.path[-8192:], error.problem[:8192]]]})
         return Message({"damaged": []})
 
-    def _is_filled(self, call: Request[Fill]) -> bool:
+    def _is_filled(self, call: Request[protocol.Fill]) -> bool:
         """Whether another member of an elastic run has filled the tables, and they are as they were then.
 
         One that was started again loads what the others have loaded, who use the rows meanwhile.
@@ -255,14 +237,14 @@ class ParameterServer(Service):
         (*content, member), (*before, other) = self._filling(call), self._filled
         return content == before and member != other
 
-    def _filling(self, call: Request[Fill]) -> tuple[Any, ...]:
+    def _filling(self, call: Request[protocol.Fill]) -> tuple[Any, ...]:
         """What a call fills tables with, how many pushes of the run came before, and whose call it is."""
         assert self._batches is not None
         path, hello = local_path(call.head.path), call.caller.hello
         checkpoint, pushes = Checkpoint(path).manifest.id, self._batches.pushes
         return self._run, path, checkpoint, call.head.tables, pushes, hello.trainer
 
-    def _restore(self, call: Request[Restore]) -> Message:
+    def _restore(self, call: Request[protocol.Restore]) -> Message:
         """This server replaces a lost one: load its rows from the newest checkpoint, once.
 
         unless_tables: only if this server has no tables, for a caller that does not know whether it was lost.
@@ -278,7 +260,7 @@ class ParameterServer(Service):
                 batches.updates = self._updates_of(batches.restored.checkpoint)
         return Message({})
 
-    def _updates(self, call: Request[OfStore]) -> Message:
+    def _updates(self, call: Request[protocol.OfStore]) -> Message:
         """How many updates of each trainer the tables of a store contain."""
         assert self._batches is not None
         return Message({"trainers": self._batches.updates.of(call.head.store)})

@@ -16,17 +16,7 @@ from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.job.sync_modes import MODES
 from karvan.native import _native
-from karvan.protocol.parameter_server import (
-    COMMIT_CALLS,
-    PULL,
-    PUSH,
-    WITHDRAW,
-    Done,
-    Pull,
-    Push,
-    ServerHello,
-    Withdraw,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, rule_from_json, to_wire
 from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, LookupContext, Vectors
@@ -185,7 +175,7 @@ class Batches:
     """
 
     def __init__(
-        self, owner: Owner, tables: ServerTables, hello: ServerHello, *, counts_skips: bool = True
+        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
     ) -> None:
         self._owner = owner
         self._tables = tables
@@ -210,13 +200,13 @@ class Batches:
         self.pulls = 0
         self.pushes = 0
         self.endpoints: list[Endpoint[Any]] = [
-            Endpoint(PULL, self.pull),
-            Endpoint(PUSH, self.push),
-            Endpoint(WITHDRAW, self.withdraw),
-            *(Endpoint(call, _refuse_commits) for call in COMMIT_CALLS.values()),
+            Endpoint(protocol.PULL, self.pull),
+            Endpoint(protocol.PUSH, self.push),
+            Endpoint(protocol.WITHDRAW, self.withdraw),
+            *(Endpoint(call, _refuse_commits) for call in protocol.COMMIT_CALLS.values()),
         ]
 
-    def check_run(self, hello: ServerHello) -> None:
+    def check_run(self, hello: protocol.ServerHello) -> None:
         """All trainers of a run must have the same settings."""
         settings = settings_of_run(hello)
         if settings != self._agreed:
@@ -224,7 +214,7 @@ class Batches:
                 f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
             )
 
-    def expect_caller(self, hello: ServerHello) -> None:
+    def expect_caller(self, hello: protocol.ServerHello) -> None:
         """Do-nothing: only in an elastic run do trainers go on without one of them."""
 
     def between_steps(self) -> AbstractContextManager[Any]:
@@ -240,7 +230,7 @@ class Batches:
             self._parts.clear()
         self._withdraw(plans)
 
-    def withdraw(self, call: Request[Withdraw]) -> Message:
+    def withdraw(self, call: Request[protocol.Withdraw]) -> Message:
         """A trainer will not train these batches: their lookups are undone."""
         head, trainer = call.head, call.caller.hello.trainer
         store, plans = head.store, []
@@ -269,7 +259,7 @@ class Batches:
         if self.log is not None and answered is not None and answered.plan.native is not None:
             self.log.trained(answered.plan.native)
 
-    def pull(self, call: Request[Pull]) -> Message:
+    def pull(self, call: Request[protocol.Pull]) -> Message:
         """Look up what a trainer asks for."""
         if call.head.commit is not None:
             _refuse_commits(call)
@@ -334,7 +324,7 @@ class Batches:
             vectors = vectors[begin : begin + sizes[trainer]]
         return Message({}, [to_wire(vectors, head.wire)])
 
-    def push(self, call: Request[Push]) -> Message:
+    def push(self, call: Request[protocol.Push]) -> Message:
         """Apply a trainer's gradients."""
         if call.head.commit is not None or call.head.step is not None:
             _refuse_commits(call)
@@ -366,7 +356,7 @@ class Batches:
                 raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
             return self._applied.find(who, sequence) is not None
 
-    def _take_parts(self, call: Request[Push], trainer: int, batches: list[int]) -> dict[int, _Part]:
+    def _take_parts(self, call: Request[protocol.Push], trainer: int, batches: list[int]) -> dict[int, _Part]:
         """The passes in a call, by their positions in the push, each as large as its lookup was."""
         head = call.head
         parts: dict[int, _Part] = {}
@@ -382,7 +372,7 @@ class Batches:
             parts[position] = _Part(lookup, from_wire(array, head.wire))
         return parts
 
-    def _apply(self, name: tuple[int, int, int], head: Push) -> None:
+    def _apply(self, name: tuple[int, int, int], head: protocol.Push) -> None:
         if self._was_applied(name):
             return
         trainer, store, sequence = name
@@ -415,7 +405,7 @@ class Batches:
             self.updates.add(store, trainer)
             self.pushes += 1
 
-    def _forget(self, trainer: int, head: Done) -> None:
+    def _forget(self, trainer: int, head: protocol.Done) -> None:
         store, forgotten = head.store, []
         with self._lock:
             for batch in head.done:
@@ -457,7 +447,7 @@ def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
         expect_array(array, f"gradients of trainer {trainer}", "float32", size)
 
 
-def settings_of_run(hello: ServerHello) -> str:
+def settings_of_run(hello: protocol.ServerHello) -> str:
     """What trainers of a run must agree on."""
     trainers = "members" if hello.elastic else f"{hello.trainers} trainers"
     return f"{trainers}, mode {hello.mode} and grad_reduce {hello.grad_reduce}"

@@ -18,23 +18,7 @@ from typing_extensions import override
 from karvan.distributed import Connection
 from karvan.distributed.parameter_servers import Servers
 from karvan.outages import is_temporary
-from karvan.protocol.parameter_server import (
-    CAPTURE,
-    CLEAR,
-    CLOSE_CAPTURE,
-    ERASE,
-    EVICT,
-    EVICTED_SINCE,
-    FILL,
-    LOAD,
-    SAVE,
-    SET_STATE,
-    SKIP,
-    SNAPSHOT,
-    STATS,
-    UPDATES,
-    VERSION,
-)
+from karvan.protocol import parameter_server as protocol
 from karvan.store.base import StoredTable
 from karvan.store.messages import hashes_of, owners_of
 from karvan.store.remote.staleness_window import LookupsInFlight
@@ -74,7 +58,9 @@ class RemoteCaptures:
         self._lookups.drain()
         made = list(self._sequences)
         made[self._connection.rank] = self._lookups.sequence
-        contained = [answer.head.trainers for answer in self._servers.call(UPDATES, {"store": self._store})]
+        contained = [
+            answer.head.trainers for answer in self._servers.call(protocol.UPDATES, {"store": self._store})
+        ]
         return sum(
             max(0, number - of_server.get(str(trainer), 0))
             for of_server in contained
@@ -108,7 +94,7 @@ class RemoteCaptures:
             before = None if since is None else max(since.values(), default=0)
             try:
                 # On the channel on which the previous capture was closed, so that it is closed by now.
-                self._servers.call(CAPTURE, {**head, "since": before}, channel="save")
+                self._servers.call(protocol.CAPTURE, {**head, "since": before}, channel="save")
                 outcome["number"] = number
             except Exception as error:  # raised on all trainers below
                 self.close(number)  # on the servers that have it
@@ -144,7 +130,7 @@ class RemoteCaptures:
             "writers": writers,
         }
         replies = [
-            self._servers.peer(server, "save").begin(SAVE, head, deadline=_SAVING)
+            self._servers.peer(server, "save").begin(protocol.SAVE, head, deadline=_SAVING)
             for server in range(len(self._servers))
         ]
         while not all(reply.done for reply in replies):
@@ -157,7 +143,7 @@ class RemoteCaptures:
         self._lookups.drain()
         head = {"path": path, "tables": {name: dict(options) for name, options in tables.items()}}
         replies = [
-            self._servers.peer(server, "save").begin(FILL, head, deadline=_SAVING)
+            self._servers.peer(server, "save").begin(protocol.FILL, head, deadline=_SAVING)
             for server in range(len(self._servers))
         ]
         answers = [reply.wait() for reply in replies]
@@ -167,7 +153,7 @@ class RemoteCaptures:
         """Close a capture that is not needed any more."""
         if self._connection.rank == 0:
             for server in range(len(self._servers)):
-                self._servers.peer(server, "save").begin(CLOSE_CAPTURE, {"capture": number})
+                self._servers.peer(server, "save").begin(protocol.CLOSE_CAPTURE, {"capture": number})
 
 
 class _ServerCapture(Capture):
@@ -221,7 +207,7 @@ class TableCalls:
 
     def stats(self, tables: Sequence[str]) -> dict[str, dict[str, int]]:
         """The counters of some tables, see `StoredTable.stats`; of the servers that this trainer asks."""
-        counted = [answer.head.stats for answer in self.ask(STATS, {"tables": list(tables)})]
+        counted = [answer.head.stats for answer in self.ask(protocol.STATS, {"tables": list(tables)})]
         return {
             table: {name: sum(stats[table][name] for stats in counted) for name in _STATS} for table in tables
         }
@@ -245,18 +231,18 @@ class RemoteTable(StoredTable):
         """On all servers."""
         self._lookups.drain()
         head = {"table": self.name, "initial": list(initial), "fresh": fresh}
-        self._servers.call(SET_STATE, head, channel="train")
+        self._servers.call(protocol.SET_STATE, head, channel="train")
         self._servers.declare(self.name, initial=list(initial))
 
     @override
     def skip(self) -> None:
         """The first server counts for all."""
         self._lookups.drain()
-        self._servers.call(SKIP, {"table": self.name}, of=[0] if 0 in self._calls.mine else [])
+        self._servers.call(protocol.SKIP, {"table": self.name}, of=[0] if 0 in self._calls.mine else [])
 
     @override
     def evict(self, *, step: int, now: float) -> int:
-        return sum(answer.head.rows for answer in self._ask(EVICT, step=step, now=now))
+        return sum(answer.head.rows for answer in self._ask(protocol.EVICT, step=step, now=now))
 
     @override
     def erase(self, keys: Keys) -> int:
@@ -264,20 +250,22 @@ class RemoteTable(StoredTable):
         self._lookups.drain()
         owners = owners_of(hashes_of(keys), len(self._servers))
         replies = [
-            self._servers.peer(server, "ask").begin(ERASE, {"table": self.name}, [keys[owners == server]])
+            self._servers.peer(server, "ask").begin(
+                protocol.ERASE, {"table": self.name}, [keys[owners == server]]
+            )
             for server in self._calls.mine
         ]
         return sum(reply.wait().head.rows for reply in replies)
 
     @override
     def clear(self) -> None:
-        self._ask(CLEAR)
+        self._ask(protocol.CLEAR)
 
     @property
     @override
     def version(self) -> int:
         """The sum of the servers' versions."""
-        return sum(answer.head.version for answer in self._ask(VERSION))
+        return sum(answer.head.version for answer in self._ask(protocol.VERSION))
 
     @override
     def evicted_since(self, version: int) -> Keys:
@@ -287,12 +275,12 @@ class RemoteTable(StoredTable):
                 f"Table '{self.name}' on parameter servers: expected version 0 (all keys removed so far), "
                 f"got {version}."
             )
-        answers = self._ask(EVICTED_SINCE, version=0)
+        answers = self._ask(protocol.EVICTED_SINCE, version=0)
         return np.concatenate([np.empty(0, np.int64), *(answer.arrays[0] for answer in answers)])
 
     @override
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
-        answers = self._ask(SNAPSHOT, part=part, parts=parts)
+        answers = self._ask(protocol.SNAPSHOT, part=part, parts=parts)
         columns = zip(*(answer.arrays for answer in answers), strict=True)
         joined = [np.concatenate(column) for column in columns]
         return Rows._make(joined) if joined else self._no_rows()
@@ -321,7 +309,9 @@ class RemoteTable(StoredTable):
             for begin in range(0, len(positions), _ROWS_AT_ONCE):
                 chosen = positions[begin : begin + _ROWS_AT_ONCE]
                 arrays = [np.ascontiguousarray(column[chosen]) for column in rows]
-                replies.append(self._servers.peer(server, "ask").begin(LOAD, {"table": self.name}, arrays))
+                replies.append(
+                    self._servers.peer(server, "ask").begin(protocol.LOAD, {"table": self.name}, arrays)
+                )
         for reply in replies:
             reply.wait()
 
