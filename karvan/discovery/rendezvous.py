@@ -10,9 +10,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from karvan.protocol.master import LONGEST_KEY, MOST_KEYS, pack_values, unpack_values
-from karvan.wire import Message, RefusedError, Request
-from karvan.wire.server import Method
+from karvan.protocol.master import (
+    LONGEST_KEY,
+    MOST_KEYS,
+    STORE_ADD,
+    STORE_APPEND,
+    STORE_CHECK,
+    STORE_COMPARE_SET,
+    STORE_COUNT,
+    STORE_DELETE,
+    STORE_GET,
+    STORE_SET,
+    AddToKey,
+    AppendToKey,
+    ChangeKey,
+    CompareSetKey,
+    Deleted,
+    KeyCount,
+    Keys,
+    OneValue,
+    Presence,
+    PresentValues,
+    SetKeys,
+    Total,
+    pack_values,
+    unpack_values,
+)
+from karvan.protocol.values import Generation
+from karvan.wire import Endpoint, Message, RefusedError, Request
 
 # The file of a rendezvous store: SQLite, so that keys survive the death of the process.
 #
@@ -311,57 +336,53 @@ def _size(key: str, value: bytes) -> int:
 # The registry's calls on its `RendezvousStore`; see `karvan.protocol.master`.
 
 
-def rendezvous_methods(store: RendezvousStore) -> dict[str, Method]:
-    """A method for each of RENDEZVOUS_CALLS."""
+def rendezvous_endpoints(store: RendezvousStore) -> list[Endpoint[Any]]:
+    """An endpoint for each of RENDEZVOUS_CALLS."""
 
-    def set_values(request: Request) -> Message:
+    def set_values(request: Request[SetKeys]) -> Message:
         head = request.head
-        store.set(head["generation"], head["keys"], unpack_values(head, request.arrays))
+        store.set(head.generation, head.keys, unpack_values(head.sizes, request.arrays))
         return Message({})
 
-    def get(request: Request) -> Message:
-        found = store.get(request.head["generation"], request.head["keys"])
+    def get(request: Request[Keys]) -> Message[PresentValues]:
+        found = store.get(request.head.generation, request.head.keys)
         sizes, arrays = pack_values(found or [])
-        return Message({"present": found is not None, "sizes": sizes}, arrays)
+        return Message(PresentValues(present=found is not None, sizes=sizes), arrays)
 
-    def check(request: Request) -> Message:
-        return Message({"present": store.has(request.head["generation"], request.head["keys"])})
+    def check(request: Request[Keys]) -> Message[Presence]:
+        return Message(Presence(present=store.has(request.head.generation, request.head.keys)))
 
-    def add(request: Request) -> Message:
+    def add(request: Request[AddToKey]) -> Message[Total]:
         head = request.head
-        return Message({"total": store.add(head["generation"], head["key"], head["amount"], _request(head))})
+        return Message(Total(total=store.add(head.generation, head.key, head.amount, head.request)))
 
-    def append(request: Request) -> Message:
+    def append(request: Request[AppendToKey]) -> Message:
         head = request.head
-        [value] = unpack_values(head, request.arrays)
-        store.append(head["generation"], head["key"], value, _request(head))
+        [value] = unpack_values(head.sizes, request.arrays)
+        store.append(head.generation, head.key, value, head.request)
         return Message({})
 
-    def compare_set(request: Request) -> Message:
+    def compare_set(request: Request[CompareSetKey]) -> Message[OneValue]:
         head = request.head
-        expected, desired = unpack_values(head, request.arrays)
-        value = store.compare_set(head["generation"], head["key"], expected, desired, _request(head))
+        expected, desired = unpack_values(head.sizes, request.arrays)
+        value = store.compare_set(head.generation, head.key, expected, desired, head.request)
         sizes, arrays = pack_values([value])
-        return Message({"sizes": sizes}, arrays)
+        return Message(OneValue(sizes=sizes), arrays)
 
-    def delete(request: Request) -> Message:
+    def delete(request: Request[ChangeKey]) -> Message[Deleted]:
         head = request.head
-        return Message({"deleted": store.delete(head["generation"], head["key"], _request(head))})
+        return Message(Deleted(deleted=store.delete(head.generation, head.key, head.request)))
 
-    def count(request: Request) -> Message:
-        return Message({"keys": store.count(request.head["generation"])})
+    def count(request: Request[Generation]) -> Message[KeyCount]:
+        return Message(KeyCount(keys=store.count(request.head.generation)))
 
-    return {
-        "store_set": set_values,
-        "store_get": get,
-        "store_check": check,
-        "store_add": add,
-        "store_append": append,
-        "store_compare_set": compare_set,
-        "store_delete": delete,
-        "store_count": count,
-    }
-
-
-def _request(head: Mapping[str, Any]) -> str:
-    return str(head.get("request", ""))
+    return [
+        Endpoint(STORE_SET, set_values),
+        Endpoint(STORE_GET, get),
+        Endpoint(STORE_CHECK, check),
+        Endpoint(STORE_ADD, add),
+        Endpoint(STORE_APPEND, append),
+        Endpoint(STORE_COMPARE_SET, compare_set),
+        Endpoint(STORE_DELETE, delete),
+        Endpoint(STORE_COUNT, count),
+    ]
