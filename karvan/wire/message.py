@@ -82,7 +82,7 @@ def pack(message: Message[Any], most: int = MOST_BYTES) -> Packed:
 
 def _as_json(value: Any) -> dict[str, Any]:
     if not hasattr(value, "as_json"):
-        raise TypeError(f"A head expects values that JSON can express, got {type(value).__name__}.")
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")  # as json says
     fields: dict[str, Any] = value.as_json()
     return fields
 
