@@ -274,7 +274,7 @@ class EmbeddingWorker(Service):
         return Message({})
 
     def _put(self, call: Request) -> Message:
-        ids = unpack(Message(call.head, call.arrays))
+        ids = unpack(call.head["batch"], call.arrays)
         for feature, entry in ids.items():
             values = entry.values if isinstance(entry, Ragged) else entry
             if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
