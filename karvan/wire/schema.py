@@ -293,10 +293,10 @@ class Head:
     A head is sent as exactly the fields that it was made with, in their order.
     """
 
-    kind: ClassVar[Fields] = Fields({})
+    declaration: ClassVar[Fields] = Fields({})
 
     def __init_subclass__(cls) -> None:
-        required, may_miss = dict(cls.kind.fields), dict(cls.kind.optional)
+        required, may_miss = dict(cls.declaration.fields), dict(cls.declaration.optional)
         for name, declared in [item for item in vars(cls).items() if isinstance(item[1], _Field)]:
             if declared.optional:
                 may_miss[name] = declared.kind
@@ -304,7 +304,7 @@ class Head:
             else:
                 required[name] = declared.kind
                 delattr(cls, name)
-        cls.kind = Fields(required, may_miss)
+        cls.declaration = Fields(required, may_miss)
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__ = fields
@@ -325,14 +325,15 @@ class Struct(Kind[S]):
     """Objects that become heads of a class."""
 
     def __init__(self, head: type[S]) -> None:
-        self._head = head
+        self.head = head
+        self.optional = head.declaration.optional
 
     @override
     def check(self, value: Any, where: str) -> S:
-        return self._head(**self._head.kind.check(value, where))
+        return self.head(**self.head.declaration.check(value, where))
 
     def __str__(self) -> str:
-        return str(self._head.kind)
+        return str(self.head.declaration)
 
 
 class Variant(Kind[T_co | S_co]):

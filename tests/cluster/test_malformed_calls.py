@@ -10,7 +10,7 @@ from malformed_calls import SUBJECTS
 from server_calls import KEYS, ElasticServerSubject, ServerSubject
 
 import karvan as kv
-from karvan.protocol.values import TRAINER_OPTIONS
+from karvan.protocol.values import RunHello
 from karvan.store.types import FeatureSpec
 from karvan.wire import RefusedError
 
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(subject):
     for method in subject.makers:
         head, arrays = subject.make(method)
         before = subject.fingerprint()
-        for wrong, name in heads(head, subject.service.endpoints[method].call.head.optional):
+        for wrong, name in heads(head, subject.service.endpoints[method].call.head.head.declaration.optional):
             with pytest.raises(RefusedError, match=rf"^{method}: expected .*{name}") as error:
                 subject.call(method, wrong, arrays)
             assert len(str(error.value)) < 1000
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(subject):
 
 def test_a_wrong_hello_is_refused(subject):
     hello = subject.hello()
-    for wrong, name in heads(hello, {*TRAINER_OPTIONS, "elastic"}):
+    for wrong, name in heads(hello, {*RunHello.declaration.optional, "divisor"}):
         if name == "run" and "run" not in wrong:
             continue  # for a worker, that is a loader's
         with pytest.raises(RefusedError, match=name):
