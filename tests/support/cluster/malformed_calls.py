@@ -20,6 +20,7 @@ from karvan.launch.job_spec import JobSpec
 from karvan.launch.master.job_service import JobService
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.supervisor import Supervisor
+from karvan.protocol.loader import MissingTrainers
 from karvan.ragged import Batch, Ragged
 from karvan.wire import Server
 from karvan.work.service import WorkService
@@ -156,7 +157,7 @@ class LoaderSubject(Subject):
 
     def _sent(self):
         self.renew()
-        while "wait" in self.call("next", {"epoch": 0}).head:
+        while isinstance(self.call("next", {"epoch": 0}).head, MissingTrainers):
             pass
         return next(iter(self.service._sent._held))
 

@@ -165,7 +165,7 @@ class ServerSubject(Subject):
 
     def state_with(self, change):
         """The dense state with a change."""
-        state = state_of(Message({}, self._state))
+        state = state_of(self._state)
         change(state)
         return list(state_message(state).arrays)
 
