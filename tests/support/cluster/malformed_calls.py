@@ -156,7 +156,7 @@ class LoaderSubject(Subject):
 
     def _sent(self):
         self.renew()
-        while "wait" in self.call("next", {"epoch": 0}).head:
+        while hasattr(self.call("next", {"epoch": 0}).head, "wait"):
             pass
         return next(iter(self.service._sent._held))
 
