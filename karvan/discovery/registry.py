@@ -32,19 +32,8 @@ from karvan.discovery.directory import Member
 from karvan.discovery.rendezvous import RendezvousStore, rendezvous_endpoints
 from karvan.job.address import reachable
 from karvan.job.roles import Role, all_roles, role_of
+from karvan.protocol import values as protocol
 from karvan.protocol.master import RENDEZVOUS_CALLS
-from karvan.protocol.values import (
-    BEAT,
-    GENERATION_OF_JOB,
-    LEAVE,
-    MEMBERS,
-    REGISTER,
-    REGISTRY_CALLS,
-    Beat,
-    BeatAnswer,
-    Generation,
-    MemberFields,
-)
 from karvan.wire import Endpoint, Message, RefusedError, Request, Security, Server, Service, endpoints
 
 _log = logging.getLogger("karvan.cluster")
@@ -96,12 +85,15 @@ class Registry(Service):
         if self._store.generation != generation:
             self._store.begin_generation(generation)
         self.endpoints = endpoints(
-            {**REGISTRY_CALLS, **RENDEZVOUS_CALLS},
-            Endpoint(REGISTER, self._register),
-            Endpoint(BEAT, self._beat),
-            Endpoint(LEAVE, self._leave),
-            Endpoint(MEMBERS, self._list),
-            Endpoint(GENERATION_OF_JOB, lambda request: Message(Generation(generation=self._generation))),
+            {**protocol.REGISTRY_CALLS, **RENDEZVOUS_CALLS},
+            Endpoint(protocol.REGISTER, self._register),
+            Endpoint(protocol.BEAT, self._beat),
+            Endpoint(protocol.LEAVE, self._leave),
+            Endpoint(protocol.MEMBERS, self._list),
+            Endpoint(
+                protocol.GENERATION_OF_JOB,
+                lambda request: Message(protocol.Generation(generation=self._generation)),
+            ),
             *rendezvous_endpoints(self._store),
         )
         for service in beside:
@@ -155,7 +147,7 @@ class Registry(Service):
     def _list(self, request: Request) -> Message:
         return Message({"members": [vars(each) for each in self.members()]})
 
-    def _register(self, request: Request[MemberFields]) -> Message:
+    def _register(self, request: Request[protocol.MemberFields]) -> Message:
         head, key = request.head, _key(request.head)
         generation, process = head.generation, head.process
         self._check_bounds(key, head.address)
@@ -185,16 +177,16 @@ class Registry(Service):
         if not address.isprintable() or " " in address:
             raise RefusedError(f"expected an address without spaces, got {address!r}.")
 
-    def _beat(self, request: Request[Beat]) -> Message[BeatAnswer]:
+    def _beat(self, request: Request[protocol.Beat]) -> Message[protocol.BeatAnswer]:
         with self._lock:
             entry = self._entries.get(_key(request.head))
             known = entry is not None and entry.process == request.head.process
             if entry is not None and known:
                 entry.seen = clock.now()
                 entry.activity = ActivityReport(**request.head.activity)
-            return Message(BeatAnswer(known=known, replaced=bool(entry and not known)))
+            return Message(protocol.BeatAnswer(known=known, replaced=bool(entry and not known)))
 
-    def _leave(self, request: Request[MemberFields]) -> Message:
+    def _leave(self, request: Request[protocol.MemberFields]) -> Message:
         key = _key(request.head)
         with self._lock:
             entry = self._entries.get(key)
@@ -210,5 +202,5 @@ class Registry(Service):
         )
 
 
-def _key(head: MemberFields) -> tuple[Role, int]:
+def _key(head: protocol.MemberFields) -> tuple[Role, int]:
     return role_of(head.role), head.index

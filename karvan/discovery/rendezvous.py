@@ -10,32 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from karvan.protocol.master import (
-    LONGEST_KEY,
-    MOST_KEYS,
-    STORE_ADD,
-    STORE_APPEND,
-    STORE_CHECK,
-    STORE_COMPARE_SET,
-    STORE_COUNT,
-    STORE_DELETE,
-    STORE_GET,
-    STORE_SET,
-    AddToKey,
-    AppendToKey,
-    ChangeKey,
-    CompareSetKey,
-    Deleted,
-    KeyCount,
-    Keys,
-    OneValue,
-    Presence,
-    PresentValues,
-    SetKeys,
-    Total,
-    pack_values,
-    unpack_values,
-)
+from karvan.protocol import master as protocol
 from karvan.protocol.values import Generation
 from karvan.wire import Endpoint, Message, RefusedError, Request
 
@@ -58,7 +33,7 @@ CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, request TEXT, an
 
 
 class RendezvousFile:
-    """Keys and answers of one generation."""
+    """protocol.Keys and answers of one generation."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -113,7 +88,7 @@ class RendezvousFile:
 
 
 class NoRendezvousFile:
-    """Keys that are held in memory only."""
+    """protocol.Keys that are held in memory only."""
 
     def read(self) -> tuple[int, dict[str, bytes], dict[str, bytes]]:
         """Nothing."""
@@ -173,8 +148,8 @@ _OVERHEAD = 128  # bytes of a key in addition to its text and its value
 class StoreBounds:
     """How much a store may hold; `key_length` and sizes are bytes."""
 
-    keys: int = MOST_KEYS
-    key_length: int = 4 * LONGEST_KEY
+    keys: int = protocol.MOST_KEYS
+    key_length: int = 4 * protocol.LONGEST_KEY
     value_size: int = 1 << 20
     total_size: int = 1 << 26
 
@@ -339,50 +314,50 @@ def _size(key: str, value: bytes) -> int:
 def rendezvous_endpoints(store: RendezvousStore) -> list[Endpoint[Any]]:
     """An endpoint for each of RENDEZVOUS_CALLS."""
 
-    def set_values(request: Request[SetKeys]) -> Message:
+    def set_values(request: Request[protocol.SetKeys]) -> Message:
         head = request.head
-        store.set(head.generation, head.keys, unpack_values(head.sizes, request.arrays))
+        store.set(head.generation, head.keys, protocol.unpack_values(head.sizes, request.arrays))
         return Message({})
 
-    def get(request: Request[Keys]) -> Message[PresentValues]:
+    def get(request: Request[protocol.Keys]) -> Message[protocol.PresentValues]:
         found = store.get(request.head.generation, request.head.keys)
-        sizes, arrays = pack_values(found or [])
-        return Message(PresentValues(present=found is not None, sizes=sizes), arrays)
+        sizes, arrays = protocol.pack_values(found or [])
+        return Message(protocol.PresentValues(present=found is not None, sizes=sizes), arrays)
 
-    def check(request: Request[Keys]) -> Message[Presence]:
-        return Message(Presence(present=store.has(request.head.generation, request.head.keys)))
+    def check(request: Request[protocol.Keys]) -> Message[protocol.Presence]:
+        return Message(protocol.Presence(present=store.has(request.head.generation, request.head.keys)))
 
-    def add(request: Request[AddToKey]) -> Message[Total]:
+    def add(request: Request[protocol.AddToKey]) -> Message[protocol.Total]:
         head = request.head
-        return Message(Total(total=store.add(head.generation, head.key, head.amount, head.request)))
+        return Message(protocol.Total(total=store.add(head.generation, head.key, head.amount, head.request)))
 
-    def append(request: Request[AppendToKey]) -> Message:
+    def append(request: Request[protocol.AppendToKey]) -> Message:
         head = request.head
-        [value] = unpack_values(head.sizes, request.arrays)
+        [value] = protocol.unpack_values(head.sizes, request.arrays)
         store.append(head.generation, head.key, value, head.request)
         return Message({})
 
-    def compare_set(request: Request[CompareSetKey]) -> Message[OneValue]:
+    def compare_set(request: Request[protocol.CompareSetKey]) -> Message[protocol.OneValue]:
         head = request.head
-        expected, desired = unpack_values(head.sizes, request.arrays)
+        expected, desired = protocol.unpack_values(head.sizes, request.arrays)
         value = store.compare_set(head.generation, head.key, expected, desired, head.request)
-        sizes, arrays = pack_values([value])
-        return Message(OneValue(sizes=sizes), arrays)
+        sizes, arrays = protocol.pack_values([value])
+        return Message(protocol.OneValue(sizes=sizes), arrays)
 
-    def delete(request: Request[ChangeKey]) -> Message[Deleted]:
+    def delete(request: Request[protocol.ChangeKey]) -> Message[protocol.Deleted]:
         head = request.head
-        return Message(Deleted(deleted=store.delete(head.generation, head.key, head.request)))
+        return Message(protocol.Deleted(deleted=store.delete(head.generation, head.key, head.request)))
 
-    def count(request: Request[Generation]) -> Message[KeyCount]:
-        return Message(KeyCount(keys=store.count(request.head.generation)))
+    def count(request: Request[Generation]) -> Message[protocol.KeyCount]:
+        return Message(protocol.KeyCount(keys=store.count(request.head.generation)))
 
     return [
-        Endpoint(STORE_SET, set_values),
-        Endpoint(STORE_GET, get),
-        Endpoint(STORE_CHECK, check),
-        Endpoint(STORE_ADD, add),
-        Endpoint(STORE_APPEND, append),
-        Endpoint(STORE_COMPARE_SET, compare_set),
-        Endpoint(STORE_DELETE, delete),
-        Endpoint(STORE_COUNT, count),
+        Endpoint(protocol.STORE_SET, set_values),
+        Endpoint(protocol.STORE_GET, get),
+        Endpoint(protocol.STORE_CHECK, check),
+        Endpoint(protocol.STORE_ADD, add),
+        Endpoint(protocol.STORE_APPEND, append),
+        Endpoint(protocol.STORE_COMPARE_SET, compare_set),
+        Endpoint(protocol.STORE_DELETE, delete),
+        Endpoint(protocol.STORE_COUNT, count),
     ]

@@ -27,18 +27,7 @@ import torch.distributed as dist
 from karvan.clock import clock
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.protocol.master import (
-    STORE_ADD,
-    STORE_APPEND,
-    STORE_CHECK,
-    STORE_COMPARE_SET,
-    STORE_COUNT,
-    STORE_DELETE,
-    STORE_GET,
-    STORE_SET,
-    pack_values,
-    unpack_values,
-)
+from karvan.protocol import master as protocol
 from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
 from karvan.wire.schema import Call
@@ -47,7 +36,7 @@ A = TypeVar("A")
 
 _PAUSES = 0.001, 0.1  # seconds between two calls, at first and at most
 # Calls that a restarted registry must know again.
-_ONCE = STORE_ADD, STORE_APPEND, STORE_COMPARE_SET, STORE_DELETE
+_ONCE = protocol.STORE_ADD, protocol.STORE_APPEND, protocol.STORE_COMPARE_SET, protocol.STORE_DELETE
 
 # torch's objects hold only the C++ half of a store that is written in Python.
 _in_use: set[WireStore] = set()
@@ -85,7 +74,7 @@ class WireStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once."""
-        self._call(STORE_SET, {"keys": list(keys)}, values)
+        self._call(protocol.STORE_SET, {"keys": list(keys)}, values)
 
     def get(self, key: str) -> bytes:
         """The value of a key, once it exists."""
@@ -96,9 +85,9 @@ class WireStore(Store):
         found: list[bytes] = []
 
         def ask() -> bool:
-            answer, arrays = self._call(STORE_GET, {"keys": list(keys)})
+            answer, arrays = self._call(protocol.STORE_GET, {"keys": list(keys)})
             if answer.present:
-                found.extend(unpack_values(answer.sizes, arrays))
+                found.extend(protocol.unpack_values(answer.sizes, arrays))
             return answer.present
 
         self._poll(ask, keys, self.timeout)
@@ -110,28 +99,28 @@ class WireStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of these keys exist."""
-        return self._call(STORE_CHECK, {"keys": list(keys)}).head.present
+        return self._call(protocol.STORE_CHECK, {"keys": list(keys)}).head.present
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; returns the sum."""
-        return self._call(STORE_ADD, {"key": key, "amount": amount}).head.total
+        return self._call(protocol.STORE_ADD, {"key": key, "amount": amount}).head.total
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value."""
-        self._call(STORE_APPEND, {"key": key}, [value])
+        self._call(protocol.STORE_APPEND, {"key": key}, [value])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has the expected value; returns the value afterwards."""
-        answer, arrays = self._call(STORE_COMPARE_SET, {"key": key}, [expected, desired])
-        return unpack_values(answer.sizes, arrays)[0]
+        answer, arrays = self._call(protocol.STORE_COMPARE_SET, {"key": key}, [expected, desired])
+        return protocol.unpack_values(answer.sizes, arrays)[0]
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
         """Remove a key, for `delete_key`: torch looks it up by this name."""
-        return self._call(STORE_DELETE, {"key": key}).head.deleted
+        return self._call(protocol.STORE_DELETE, {"key": key}).head.deleted
 
     def getNumKeys(self) -> int:  # noqa: N802
         """The number of keys, for `num_keys`: torch looks it up by this name."""
-        return self._call(STORE_COUNT, {}).head.keys
+        return self._call(protocol.STORE_COUNT, {}).head.keys
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` exist."""
@@ -160,7 +149,7 @@ class WireStore(Store):
             head["request"] = secrets.token_hex(8)
         arrays: list[Array] = []
         if packed:
-            head["sizes"], arrays = pack_values(packed)
+            head["sizes"], arrays = protocol.pack_values(packed)
         peer = self._connected()
         try:
             return peer.call(call, head, arrays, deadline=self._deadline)

@@ -51,36 +51,7 @@ from typing import Any
 
 from karvan.clock import clock
 from karvan.outages import mark
-from karvan.protocol.work import (
-    ACKNOWLEDGE_RECORDS,
-    BEGIN_EVALUATION,
-    BEGIN_EXPORT,
-    BEGIN_PREDICTION,
-    FAIL_TASK,
-    GIVE_BACK_TASKS,
-    LEASE_TASKS,
-    OPEN_WORK,
-    POSITION,
-    RESTORE_POSITION,
-    TAKE_POSITION,
-    WORK_CALLS,
-    BeginEvaluation,
-    BeginPrediction,
-    Begun,
-    DoneRecords,
-    EndedLeases,
-    FailedLease,
-    FailureAnswer,
-    Holder,
-    Lease,
-    LeasedTasks,
-    LeaseTasks,
-    OpenWork,
-    Position,
-    RestorePosition,
-    ReturnedLeases,
-    Token,
-)
+from karvan.protocol import work as protocol
 from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerDiskError, LedgerError
@@ -122,17 +93,17 @@ class WorkService(Service):
         self._postponed: deque[Callable[[], object]] = deque()  # ends of leases that the disk did not take
         self._disk_is_full = False  # as far as the log says
         self.endpoints = endpoints(
-            WORK_CALLS,
-            Endpoint(OPEN_WORK, self._open),
-            Endpoint(LEASE_TASKS, self._lease),
-            Endpoint(ACKNOWLEDGE_RECORDS, self._acknowledge),
-            Endpoint(GIVE_BACK_TASKS, self._give_back),
-            Endpoint(FAIL_TASK, self._fail),
-            Endpoint(BEGIN_EVALUATION, self._begin_evaluation),
-            Endpoint(BEGIN_PREDICTION, self._begin_prediction),
-            Endpoint(BEGIN_EXPORT, self._begin_export),
-            Endpoint(TAKE_POSITION, self._take_position),
-            Endpoint(RESTORE_POSITION, self._restore_position),
+            protocol.WORK_CALLS,
+            Endpoint(protocol.OPEN_WORK, self._open),
+            Endpoint(protocol.LEASE_TASKS, self._lease),
+            Endpoint(protocol.ACKNOWLEDGE_RECORDS, self._acknowledge),
+            Endpoint(protocol.GIVE_BACK_TASKS, self._give_back),
+            Endpoint(protocol.FAIL_TASK, self._fail),
+            Endpoint(protocol.BEGIN_EVALUATION, self._begin_evaluation),
+            Endpoint(protocol.BEGIN_PREDICTION, self._begin_prediction),
+            Endpoint(protocol.BEGIN_EXPORT, self._begin_export),
+            Endpoint(protocol.TAKE_POSITION, self._take_position),
+            Endpoint(protocol.RESTORE_POSITION, self._restore_position),
         )
 
     @property
@@ -147,7 +118,7 @@ class WorkService(Service):
         if self._opened is not None:
             self._opened.close()
 
-    def _open(self, request: Request[OpenWork]) -> Message:
+    def _open(self, request: Request[protocol.OpenWork]) -> Message:
         fields = request.head.spec
         spec = WorkSpec(**{**fields, "parts": tuple(map(tuple, fields["parts"]))})
         with self._lock:
@@ -308,7 +279,7 @@ class WorkService(Service):
             self._forget(tokens)
             return late
 
-    def _lease(self, request: Request[LeaseTasks]) -> Message[LeasedTasks]:
+    def _lease(self, request: Request[protocol.LeaseTasks]) -> Message[protocol.LeasedTasks]:
         head, holder = request.head, request.head.holder
         kinds = frozenset(map(TaskKind, head.kinds))
         with self._lock:
@@ -322,16 +293,16 @@ class WorkService(Service):
             try:
                 made = self.ledger.lease(holder, kinds, head.most, head.epoch)
             except JobFailedError as error:
-                return Message(LeasedTasks(leases=[], answer="failed", failure=str(error)))
+                return Message(protocol.LeasedTasks(leases=[], answer="failed", failure=str(error)))
             if isinstance(made, NoTask):
-                return Message(LeasedTasks(leases=[], answer=made.value))
+                return Message(protocol.LeasedTasks(leases=[], answer=made.value))
             now = self._now()
             for lease in made:
                 self._begun[lease.token] = now
             self._heard[holder] = now
         return _leased(made)
 
-    def _acknowledge(self, request: Request[DoneRecords]) -> Message[EndedLeases]:
+    def _acknowledge(self, request: Request[protocol.DoneRecords]) -> Message[protocol.EndedLeases]:
         done = dict(request.head.done)
         with self._lock:
             holders = {lease.holder for lease in map(self.ledger.lease_of, done) if lease is not None}
@@ -345,9 +316,9 @@ class WorkService(Service):
                 if not self.ledger.is_leased(token) and token in self._begun:
                     self._slowest = max(self._slowest, now - self._begun[token])
             self._forget(done)
-        return Message(EndedLeases(ended=ended))
+        return Message(protocol.EndedLeases(ended=ended))
 
-    def _give_back(self, request: Request[ReturnedLeases]) -> Message:
+    def _give_back(self, request: Request[protocol.ReturnedLeases]) -> Message:
         with self._lock:
             mine = {lease.token for lease in self.ledger.leases_of(request.head.holder)}
             tokens = sorted(mine.intersection(request.head.tokens))  # wait in the order of their leases
@@ -355,7 +326,7 @@ class WorkService(Service):
             self._forget(tokens)
         return Message({})
 
-    def _fail(self, request: Request[FailedLease]) -> Message[FailureAnswer]:
+    def _fail(self, request: Request[protocol.FailedLease]) -> Message[protocol.FailureAnswer]:
         head = request.head
         with self._lock:
             try:
@@ -363,9 +334,9 @@ class WorkService(Service):
             except ValueError as error:
                 raise RefusedError(str(error)) from None
             self._forget([head.token])
-        return Message(FailureAnswer(**failed._asdict()))
+        return Message(protocol.FailureAnswer(**failed._asdict()))
 
-    def _begin_evaluation(self, request: Request[BeginEvaluation]) -> Message:
+    def _begin_evaluation(self, request: Request[protocol.BeginEvaluation]) -> Message:
         head = request.head
         with self._lock:
             self._require_running(head.holder)
@@ -375,7 +346,7 @@ class WorkService(Service):
                 raise RefusedError(str(error)) from None
         return Message({})
 
-    def _begin_prediction(self, request: Request[BeginPrediction]) -> Message[Begun]:
+    def _begin_prediction(self, request: Request[protocol.BeginPrediction]) -> Message[protocol.Begun]:
         head = request.head
         holder, number = head.holder, head.prediction
         with self._lock:
@@ -387,27 +358,27 @@ class WorkService(Service):
             if number > last and self._opened.is_predicting(last):
                 unknown = now - self._started < _PRESENT  # who has asked the master before this one
                 if unknown or self._in_prediction(last) - {holder}:
-                    return Message(Begun(begun=False))
+                    return Message(protocol.Begun(begun=False))
             try:
                 self._opened.begin_prediction(number, head.parts, head.records_per_task)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
-        return Message(Begun(begun=True))
+        return Message(protocol.Begun(begun=True))
 
-    def _begin_export(self, request: Request[Holder]) -> Message[Token]:
+    def _begin_export(self, request: Request[protocol.Holder]) -> Message[protocol.Token]:
         holder = request.head.holder
         with self._lock:
             self._require_running(holder)
             lease = self.ledger.begin_export(holder)
             self._begun[lease.token] = self._heard[holder] = self._now()
-        return Message(Token(token=lease.token))
+        return Message(protocol.Token(token=lease.token))
 
-    def _take_position(self, request: Request[Holder]) -> Message[Position]:
+    def _take_position(self, request: Request[protocol.Holder]) -> Message[protocol.Position]:
         with self._lock:
             self._require_running(request.head.holder)
-            return Message(Position(state=json.dumps(self.ledger.state_dict())))
+            return Message(protocol.Position(state=json.dumps(self.ledger.state_dict())))
 
-    def _restore_position(self, request: Request[RestorePosition]) -> Message:
+    def _restore_position(self, request: Request[protocol.RestorePosition]) -> Message:
         state = request.head.state
         with self._lock:
             self._require_running(request.head.holder)
@@ -415,7 +386,7 @@ class WorkService(Service):
                 if state is None:
                     self.ledger.reset()
                 else:
-                    self.ledger.load_state_dict(POSITION.check(json.loads(state), "the position"))
+                    self.ledger.load_state_dict(protocol.POSITION.check(json.loads(state), "the position"))
             except (RefusedError, RecursionError, ValueError) as error:
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
@@ -434,9 +405,9 @@ class WorkService(Service):
             self._heard = {each: at for each, at in self._heard.items() if self.ledger.leases_of(each)}
 
 
-def _leased(leases: Iterable[TaskLease]) -> Message[LeasedTasks]:
+def _leased(leases: Iterable[TaskLease]) -> Message[protocol.LeasedTasks]:
     told = [
-        Lease(token=lease.token, task={**lease.task._asdict(), "skipped": list(lease.task.skipped)})
+        protocol.Lease(token=lease.token, task={**lease.task._asdict(), "skipped": list(lease.task.skipped)})
         for lease in leases
     ]
-    return Message(LeasedTasks(leases=told, answer="tasks"))
+    return Message(protocol.LeasedTasks(leases=told, answer="tasks"))

@@ -39,21 +39,7 @@ from typing import Any
 from karvan.clock import clock
 from karvan.files import read_object, replace_file
 from karvan.outages import mark
-from karvan.protocol.master import (
-    ENTER_GROUP,
-    GROUP_CALLS,
-    JOIN_GROUP,
-    LEAVE_GROUP,
-    MOST_TRAINERS,
-    SETTLE_GROUP,
-    WATCH_GROUP,
-    EnteredGroup,
-    GroupProcess,
-    JoinedGroup,
-    JoinGroup,
-    ProcessRound,
-    RoundState,
-)
+from karvan.protocol import master as protocol
 from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 
 _log = logging.getLogger(__name__)
@@ -101,12 +87,12 @@ class TrainerGroup(Service):
         if path is not None and (state := read_object(path)) is not None:
             self._read(state)
         self.endpoints = endpoints(
-            GROUP_CALLS,
-            Endpoint(ENTER_GROUP, self._enter),
-            Endpoint(JOIN_GROUP, self._join),
-            Endpoint(WATCH_GROUP, self._watch),
-            Endpoint(SETTLE_GROUP, self._settle),
-            Endpoint(LEAVE_GROUP, self._leave),
+            protocol.GROUP_CALLS,
+            Endpoint(protocol.ENTER_GROUP, self._enter),
+            Endpoint(protocol.JOIN_GROUP, self._join),
+            Endpoint(protocol.WATCH_GROUP, self._watch),
+            Endpoint(protocol.SETTLE_GROUP, self._settle),
+            Endpoint(protocol.LEAVE_GROUP, self._leave),
         )
 
     @property
@@ -165,12 +151,12 @@ class TrainerGroup(Service):
     def close(self) -> None:
         """Nothing to do: the file is closed after each change."""
 
-    def _enter(self, request: Request[GroupProcess]) -> Message[EnteredGroup]:
+    def _enter(self, request: Request[protocol.GroupProcess]) -> Message[protocol.EnteredGroup]:
         with self._lock:
             member = self._admit(request.head.process)
-            return Message(EnteredGroup(member=member, group=self._group, run=self._run))
+            return Message(protocol.EnteredGroup(member=member, group=self._group, run=self._run))
 
-    def _join(self, request: Request[JoinGroup]) -> Message[JoinedGroup]:
+    def _join(self, request: Request[protocol.JoinGroup]) -> Message[protocol.JoinedGroup]:
         head, now = request.head, self._now()
         with self._lock:
             member = self._admit(head.process)
@@ -184,12 +170,12 @@ class TrainerGroup(Service):
             self._begin_round(now)
             return self._answer(member)
 
-    def _answer(self, member: int) -> Message[JoinedGroup]:
+    def _answer(self, member: int) -> Message[protocol.JoinedGroup]:
         if member in self._members and member not in self._waits:
             return Message(
-                JoinedGroup(member=member, round=self._round, members=self._members, run=self._run)
+                protocol.JoinedGroup(member=member, round=self._round, members=self._members, run=self._run)
             )
-        return Message(JoinedGroup(member=member, round=0, members=[], run=""))
+        return Message(protocol.JoinedGroup(member=member, round=0, members=[], run=""))
 
     def _begin_round(self, now: float) -> None:
         """Begin the next round, if all who are needed for it wait."""
@@ -215,7 +201,7 @@ class TrainerGroup(Service):
             self._members = []
             self._run = secrets.token_hex(8)
 
-    def _watch(self, request: Request[ProcessRound]) -> Message[RoundState]:
+    def _watch(self, request: Request[protocol.ProcessRound]) -> Message[protocol.RoundState]:
         head, now = request.head, self._now()
         with self._lock:
             member = self._admit(head.process)
@@ -223,17 +209,19 @@ class TrainerGroup(Service):
             if self._unwritten:
                 self._write()
             if head.round != self._round:
-                return Message(RoundState(regroup=True, broken=True, gone=[], waiting=[]))
+                return Message(protocol.RoundState(regroup=True, broken=True, gone=[], waiting=[]))
             for each in self._present():
                 if now - self._heard.setdefault(each, now) > self._lost_after:
                     self._gone.add(each)
             here = set(self._here(now))
             gone = [each for each in self._members if each in self._gone]
             broken = bool(gone) or not here.isdisjoint(self._members)
-            state = RoundState(regroup=broken or bool(here), broken=broken, gone=gone, waiting=sorted(here))
+            state = protocol.RoundState(
+                regroup=broken or bool(here), broken=broken, gone=gone, waiting=sorted(here)
+            )
             return Message(state)
 
-    def _settle(self, request: Request[ProcessRound]) -> Message:
+    def _settle(self, request: Request[protocol.ProcessRound]) -> Message:
         with self._lock:
             self._admit(request.head.process)
             if request.head.round != self._round:
@@ -243,7 +231,7 @@ class TrainerGroup(Service):
         self._on_settled(processes)
         return Message({})
 
-    def _leave(self, request: Request[GroupProcess]) -> Message:
+    def _leave(self, request: Request[protocol.GroupProcess]) -> Message:
         process = request.head.process
         with self._lock:
             if self._member_of(process) in self._members:
@@ -257,8 +245,10 @@ class TrainerGroup(Service):
             text = f"The trainers have continued without {process}: it left, or did not answer."
             raise mark(RefusedError(text), True)
         if member is None:
-            if len(self._processes) - len(self._gone) >= MOST_TRAINERS:
-                raise RefusedError(f"expected at most {MOST_TRAINERS:,} trainers, got {process} as well.")
+            if len(self._processes) - len(self._gone) >= protocol.MOST_TRAINERS:
+                raise RefusedError(
+                    f"expected at most {protocol.MOST_TRAINERS:,} trainers, got {process} as well."
+                )
             member = self._next_member
             self._next_member += 1
             self._processes[member] = process

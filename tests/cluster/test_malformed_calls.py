@@ -69,7 +69,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(subject):
     for method in subject.makers:
         head, arrays = subject.make(method)
         before = subject.fingerprint()
-        for wrong, name in heads(head, subject.service.endpoints[method].call.head.head.declaration.optional):
+        for wrong, name in heads(head, subject.service.endpoints[method].call.head.optional):
             with pytest.raises(RefusedError, match=rf"^{method}: expected .*{name}") as error:
                 subject.call(method, wrong, arrays)
             assert len(str(error.value)) < 1000

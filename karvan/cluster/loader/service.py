@@ -51,27 +51,7 @@ from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.role_process import Generations
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.outages import mark
-from karvan.protocol.loader import (
-    DONE,
-    IDENTITY,
-    LEAVE,
-    LOADER_CALLS,
-    NEXT,
-    RESEND,
-    STATISTICS,
-    STAY,
-    DataIdentity,
-    EndOfEpoch,
-    Epoch,
-    EpochBatch,
-    IdsOfBatch,
-    LoaderHello,
-    MissingTrainers,
-    References,
-    StatisticsDigest,
-    Waiting,
-    Whole,
-)
+from karvan.protocol import loader as protocol
 from karvan.ragged import Batch
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.wire.schema import Head, Struct
@@ -93,7 +73,7 @@ class Item(NamedTuple):
     """What a trainer receives: a batch, or the end of an epoch."""
 
     epoch: int
-    message: Message[EndOfEpoch | EpochBatch]
+    message: Message[protocol.EndOfEpoch | protocol.EpochBatch]
     ends: bool = False
 
 
@@ -120,7 +100,7 @@ class TrainerQueue:
     unread: set[EpochIndex] = field(default_factory=set)
 
     @classmethod
-    def of(cls, hello: LoaderHello) -> TrainerQueue:
+    def of(cls, hello: protocol.LoaderHello) -> TrainerQueue:
         """The queue of a trainer, from what its hello asks for."""
         epoch = hello.epoch
         queue = cls(
@@ -156,7 +136,7 @@ class TrainerQueue:
 
     def end(self, epoch: int, total: int, position: Any) -> None:
         """The epoch has `total` batches, and the source is at `position` after them."""
-        head = EndOfEpoch(epoch=epoch, end=total, position=position)
+        head = protocol.EndOfEpoch(epoch=epoch, end=total, position=position)
         self.items.append(Item(epoch, Message(head), ends=True))
         self.filled = (epoch + 1, 0)
 
@@ -178,7 +158,7 @@ class Start:
 class LoaderService(Service):
     """Loader number `index` of `count`: trainers call its endpoints, one reading thread calls the rest."""
 
-    hello = Struct(LoaderHello)
+    hello = Struct(protocol.LoaderHello)
 
     progresses = False  # calls are not progress; batches are, see `send`
 
@@ -217,21 +197,21 @@ class LoaderService(Service):
         self._over = False  # the program has no more epochs
         self._closed = False
         self.endpoints = endpoints(
-            LOADER_CALLS,
-            Endpoint(NEXT, self._next),
-            Endpoint(STAY, self._stay),
-            Endpoint(DONE, self._done),
-            Endpoint(RESEND, self._resend),
-            Endpoint(IDENTITY, self._answer_identity),
-            Endpoint(STATISTICS, self._answer_statistics),
-            Endpoint(LEAVE, self._leave),
+            protocol.LOADER_CALLS,
+            Endpoint(protocol.NEXT, self._next),
+            Endpoint(protocol.STAY, self._stay),
+            Endpoint(protocol.DONE, self._done),
+            Endpoint(protocol.RESEND, self._resend),
+            Endpoint(protocol.IDENTITY, self._answer_identity),
+            Endpoint(protocol.STATISTICS, self._answer_statistics),
+            Endpoint(protocol.LEAVE, self._leave),
         )
 
     # Called by trainers
 
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        hello: LoaderHello = caller.hello
+        hello: protocol.LoaderHello = caller.hello
         trainer, world = hello.trainer, hello.trainers
         requested = hello.loader, hello.loaders
         queue = TrainerQueue.of(hello) if hello.kind != "control" else None
@@ -279,7 +259,7 @@ class LoaderService(Service):
             trainer.watches = True
         return Message({})
 
-    def _done(self, call: Request[References]) -> Message:
+    def _done(self, call: Request[protocol.References]) -> Message:
         number, references = call.caller.hello.trainer, call.head.references
         with self._changed:
             trainer = self._trainers.get(number)
@@ -288,7 +268,9 @@ class LoaderService(Service):
         self._sent.done(number, references)
         return Message({})
 
-    def _resend(self, call: Request[IdsOfBatch]) -> Message[Waiting | StatisticsDigest]:
+    def _resend(
+        self, call: Request[protocol.IdsOfBatch]
+    ) -> Message[protocol.Waiting | protocol.StatisticsDigest]:
         reference = BatchName(*call.head.reference)
         with self._changed:
             read = lambda: self._closed or self._error or self._has_read(call.caller, reference)  # noqa: E731
@@ -296,10 +278,12 @@ class LoaderService(Service):
             if not self._has_read(call.caller, reference):
                 if self._error:
                     raise self._failure()
-                return Message(Waiting(wait=True))
+                return Message(protocol.Waiting(wait=True))
         self._sent.resend(reference, call.head.worker)
         digest = self._statistics.digest
-        return Message(StatisticsDigest(statistics=digest) if digest else StatisticsDigest())
+        return Message(
+            protocol.StatisticsDigest(statistics=digest) if digest else protocol.StatisticsDigest()
+        )
 
     def _has_read(self, caller: Caller, reference: BatchName) -> bool:
         """Whether a batch of this trainer has been read; False before it has said what it needs."""
@@ -311,13 +295,15 @@ class LoaderService(Service):
         begin = reference.epoch, reference.number // self._count
         return begin < trainer.filled and begin not in trainer.unread
 
-    def _answer_identity(self, call: Request[Head]) -> Message[Waiting | DataIdentity]:
+    def _answer_identity(self, call: Request[Head]) -> Message[protocol.Waiting | protocol.DataIdentity]:
         known = self._wait_for_program()
-        return Message(Waiting(wait=True) if known is None else DataIdentity(identity=known[0]))
+        return Message(
+            protocol.Waiting(wait=True) if known is None else protocol.DataIdentity(identity=known[0])
+        )
 
-    def _answer_statistics(self, call: Request[Whole]) -> Message[Any]:
+    def _answer_statistics(self, call: Request[protocol.Whole]) -> Message[Any]:
         started = self._wait_for_program() is not None
-        return self._statistics.message(call.head.whole) if started else Message(Waiting(wait=True))
+        return self._statistics.message(call.head.whole) if started else Message(protocol.Waiting(wait=True))
 
     def _leave(self, call: Request[Head]) -> Message:
         with self._changed:
@@ -335,7 +321,7 @@ class LoaderService(Service):
                 raise self._failure()
             return self._identity
 
-    def _next(self, call: Request[Epoch]) -> Message[Any]:
+    def _next(self, call: Request[protocol.Epoch]) -> Message[Any]:
         epoch, caller = call.head.epoch, call.caller
         with self._changed:
             trainer = self._of(caller)
@@ -374,7 +360,7 @@ class LoaderService(Service):
             mark(error, self._error_code == TEMPORARY)
         return error
 
-    def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message[MissingTrainers]:
+    def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message[protocol.MissingTrainers]:
         if self._error:
             trainer.error_sent = True
             self._changed.notify_all()
@@ -385,7 +371,7 @@ class LoaderService(Service):
                 f"more, got {epoch}. To send several, write `for epoch in data.epochs()`."
             )
         missing = sorted(set(range(self._world)) - set(self._trainers))
-        return Message(MissingTrainers(wait=missing))
+        return Message(protocol.MissingTrainers(wait=missing))
 
     @property
     def _last_epoch(self) -> int:
@@ -478,7 +464,7 @@ class LoaderService(Service):
                 head["statistics"] = self._statistics.digest
             if worker is not None:
                 head |= {"reference": reference, "worker": worker}
-            item = Item(epoch, Message(EpochBatch(**packed.head, **head), packed.arrays))
+            item = Item(epoch, Message(protocol.EpochBatch(**packed.head, **head), packed.arrays))
         with self._changed:
             if self._stopped() or generation != self._generation:
                 return False
@@ -509,7 +495,7 @@ class LoaderService(Service):
                     had = max(had, each.filled[1])
                 if had > total:
                     raise RuntimeError(
-                        f"Epoch {epoch} expected {had} batches, as before, got {total}: "
+                        f"protocol.Epoch {epoch} expected {had} batches, as before, got {total}: "
                         "a source without positions must give the same batches every time."
                     )
                 if each.filled[0] == epoch:

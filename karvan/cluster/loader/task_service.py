@@ -49,20 +49,7 @@ from karvan.data.leasing.task_records import TaskToRead, after, places_of
 from karvan.data.loading.pipeline import Closed
 from karvan.devices import require_cpu_batches
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
-from karvan.protocol.loader import (
-    DESCRIBE,
-    READ_BATCH,
-    STATISTICS,
-    STOP_READING,
-    TASK_READING_CALLS,
-    Description,
-    FailedTask,
-    RequestedTasks,
-    TaskBatch,
-    TaskReadingHello,
-    Waiting,
-    Whole,
-)
+from karvan.protocol import loader as protocol
 from karvan.ragged import Batch, IdsReference
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.wire.schema import Head, Struct
@@ -93,12 +80,12 @@ class DataDescription:
         text = json.dumps([vars(made.as_head()), statistics.digests], sort_keys=True)
         return cls(**{**vars(made), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]})
 
-    def as_head(self) -> Description:
+    def as_head(self) -> protocol.Description:
         """Its fields, for a message."""
-        return Description(**{**vars(self), "identity": self.identity.state()})
+        return protocol.Description(**{**vars(self), "identity": self.identity.state()})
 
     @classmethod
-    def from_head(cls, head: Description) -> DataDescription:
+    def from_head(cls, head: protocol.Description) -> DataDescription:
         """The description that `as_head` made."""
         identity = Identity.from_state(head.identity)
         return cls(**{**vars(head), "parts": tuple(head.parts), "identity": identity})
@@ -125,7 +112,7 @@ _IDLE = 60.0  # seconds without a call after which the caller counts as gone
 class ReadBatch(NamedTuple):
     """A batch as a message, how many records of the tasks it has, and where its ids are, if not in it."""
 
-    message: Message[TaskBatch]
+    message: Message[protocol.TaskBatch]
     records: int
     ids: IdsReference | None = None
 
@@ -280,7 +267,7 @@ class SentParts(NamedTuple):
 class TaskReadingService(Service):
     """Loader number `index`: `offer` sets the data, trainers call the endpoints."""
 
-    hello = Struct(TaskReadingHello)
+    hello = Struct(protocol.TaskReadingHello)
 
     progresses = False  # calls are not progress; batches are, see `TaskReading`
 
@@ -302,11 +289,11 @@ class TaskReadingService(Service):
         self._readings: dict[str, tuple[SentParts, TaskReading]] = {}  # by session of the caller
         self._closed = False
         self.endpoints = endpoints(
-            TASK_READING_CALLS,
-            Endpoint(DESCRIBE, self._describe),
-            Endpoint(STATISTICS, self._answer_statistics),
-            Endpoint(READ_BATCH, self._read_batch),
-            Endpoint(STOP_READING, self._stop_reading),
+            protocol.TASK_READING_CALLS,
+            Endpoint(protocol.DESCRIBE, self._describe),
+            Endpoint(protocol.STATISTICS, self._answer_statistics),
+            Endpoint(protocol.READ_BATCH, self._read_batch),
+            Endpoint(protocol.STOP_READING, self._stop_reading),
         )
 
     @property
@@ -354,22 +341,22 @@ class TaskReadingService(Service):
                 return None
             return self._data, self._description
 
-    def _describe(self, call: Request[Head]) -> Message[Waiting | Description]:
+    def _describe(self, call: Request[Head]) -> Message[protocol.Waiting | protocol.Description]:
         offered = self._offered()
-        return Message(Waiting(wait=True) if offered is None else offered[1].as_head())
+        return Message(protocol.Waiting(wait=True) if offered is None else offered[1].as_head())
 
-    def _answer_statistics(self, call: Request[Whole]) -> Message[Any]:
+    def _answer_statistics(self, call: Request[protocol.Whole]) -> Message[Any]:
         started = self._offered() is not None
-        return self._statistics.message(call.head.whole) if started else Message(Waiting(wait=True))
+        return self._statistics.message(call.head.whole) if started else Message(protocol.Waiting(wait=True))
 
     def _stop_reading(self, call: Request[Head]) -> Message:
         self._drop(call.caller.session)
         return Message({})
 
-    def _read_batch(self, call: Request[RequestedTasks]) -> Message[Any]:
+    def _read_batch(self, call: Request[protocol.RequestedTasks]) -> Message[Any]:
         offered = self._offered()
         if offered is None:
-            return Message(Waiting(wait=True))
+            return Message(protocol.Waiting(wait=True))
         data, description = offered
         tasks = [TaskToRead(task_from(each.task), each.ends) for each in call.head.tasks]
         for task, _ in tasks:
@@ -384,7 +371,7 @@ class TaskReadingService(Service):
             reading.extend(tasks)
         taken = reading.take(_WAIT)
         if taken is None:
-            return Message(Waiting(wait=True))
+            return Message(protocol.Waiting(wait=True))
         if isinstance(taken, ReadFailure):
             self._drop(session)
             return self._failure(taken)
@@ -419,7 +406,7 @@ class TaskReadingService(Service):
         if reading is not None:
             reading.close()
 
-    def _failure(self, failure: ReadFailure) -> Message[FailedTask]:
+    def _failure(self, failure: ReadFailure) -> Message[protocol.FailedTask]:
         error, code = failure.error, code_of(failure.error)
         self.note_failure(error)
         text = f"{type(error).__name__}: {error}"
@@ -428,7 +415,7 @@ class TaskReadingService(Service):
         else:
             _log.error("%s could not read a task", self.name, exc_info=error)
         kind = _KINDS.get(code, "failed")
-        return Message(FailedTask(failed=text[:20_000], task=failure.task, kind=kind))
+        return Message(protocol.FailedTask(failed=text[:20_000], task=failure.task, kind=kind))
 
 
 class _Packer(BatchPacker):
@@ -443,7 +430,7 @@ class _Packer(BatchPacker):
     def pack(self, batch: Batch, records: int, closed: Callable[[], bool]) -> ReadBatch:
         batch, reference = self._ids.send(batch, self._parts.ids, self._parts.to, closed)
         made = pack(batch)
-        head = TaskBatch(**made.head, records=records, samples=batch.samples, digest=self._digest)
+        head = protocol.TaskBatch(**made.head, records=records, samples=batch.samples, digest=self._digest)
         return ReadBatch(Message(head, made.arrays), records, reference)
 
     @override

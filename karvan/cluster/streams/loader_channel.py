@@ -15,19 +15,7 @@ from typing import Any, TypeVar
 from karvan.clock import clock
 from karvan.cluster.loader.id_forwarding import BatchName
 from karvan.data.loading.position import kind_of, mismatch, stream_of
-from karvan.protocol.loader import (
-    IDENTITY,
-    LEAVE,
-    NEXT,
-    RESEND,
-    STAY,
-    EndOfEpoch,
-    Epoch,
-    EpochBatch,
-    IdsOfBatch,
-    MissingTrainers,
-    Waiting,
-)
+from karvan.protocol import loader as protocol
 from karvan.ragged import IdsReference
 from karvan.wire import Client, Message, RefusedError, Reply, Security, WireError
 from karvan.wire.message import Sent
@@ -208,7 +196,7 @@ class LoaderChannel:
         self.loader = loader
         self.name = f"loader {loader}"
         self.epoch = epoch
-        self.waiting: deque[Message[EpochBatch]] = deque()
+        self.waiting: deque[Message[protocol.EpochBatch]] = deque()
         self.end: Known | None = None  # of its epoch: how many batches, and the position after them
         self.missing: list[int] = []  # trainers that the loader waits for
         self.error: Exception | None = None
@@ -280,7 +268,7 @@ class LoaderChannel:
             self._caller = caller or self._caller
             assert self._caller is not None
             if "watch" not in self._clients:
-                self._client("watch", self._caller).begin(STAY, then=self._stayed)
+                self._client("watch", self._caller).begin(protocol.STAY, then=self._stayed)
             if self.end is not None or self.error is not None:
                 return
             number = self._caller.prefetch - self._asked - len(self.waiting)
@@ -288,13 +276,13 @@ class LoaderChannel:
             client, epoch = self._client("batches", self._caller), self.epoch
         try:
             for _ in range(number):
-                client.begin(NEXT, Epoch(epoch=epoch), then=partial(self._arrived, epoch))
+                client.begin(protocol.NEXT, protocol.Epoch(epoch=epoch), then=partial(self._arrived, epoch))
         except (WireError, RefusedError) as error:
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
 
-    def take(self) -> tuple[Message[EpochBatch], IdsReference | None]:
+    def take(self) -> tuple[Message[protocol.EpochBatch], IdsReference | None]:
         """The next batch, which then counts as handed out, and the reference to its ids if a worker has them.
 
         The batch is unfinished for as long as the reference exists.
@@ -319,8 +307,8 @@ class LoaderChannel:
         """
         assert self._caller is not None
         deadline = clock.now() + self._caller.timeout
-        head = IdsOfBatch(reference=reference, worker=worker)
-        while isinstance(answer := self.call(RESEND, head).wait().head, Waiting):
+        head = protocol.IdsOfBatch(reference=reference, worker=worker)
+        while isinstance(answer := self.call(protocol.RESEND, head).wait().head, protocol.Waiting):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected to read batch {reference} again in time.")
         return answer.statistics
@@ -346,16 +334,16 @@ class LoaderChannel:
 
     def identity(self, caller: ChannelSettings) -> dict[str, Any] | None:
         """The identity of the loader's data."""
-        return self.ask_program(IDENTITY, caller).head.identity
+        return self.ask_program(protocol.IDENTITY, caller).head.identity
 
     def ask_program(
-        self, call: Call[Any, Waiting | A], caller: ChannelSettings, head: Sent | None = None
+        self, call: Call[Any, protocol.Waiting | A], caller: ChannelSettings, head: Sent | None = None
     ) -> Message[A]:
         """The loader's answer, which it has once its program starts to send batches."""
         with self._changed:
             self._caller = caller
         deadline = clock.now() + caller.timeout
-        while isinstance((answer := self.call(call, head).wait()).head, Waiting):
+        while isinstance((answer := self.call(call, head).wait()).head, protocol.Waiting):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected its program to start sending batches in time.")
         return Message(answer.head, answer.arrays)
@@ -374,7 +362,7 @@ class LoaderChannel:
         self._left = True
         if not isinstance(self.error, WireError | RefusedError):  # otherwise there is no loader to call
             with contextlib.suppress(WireError, RefusedError, RuntimeError):
-                self.call(LEAVE, deadline=_LEAVE_WITHIN).wait()
+                self.call(protocol.LEAVE, deadline=_LEAVE_WITHIN).wait()
         for client in self._clients.values():
             client.close()
 
@@ -425,7 +413,9 @@ class LoaderChannel:
             if each.head.reference is not None
         ]
 
-    def _arrived(self, epoch: int, reply: Reply[MissingTrainers | EndOfEpoch | EpochBatch]) -> None:
+    def _arrived(
+        self, epoch: int, reply: Reply[protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch]
+    ) -> None:
         with self._changed:
             self._asked -= 1
             if reply.error is not None:
@@ -443,14 +433,16 @@ class LoaderChannel:
                 self._changed.notify_all()
         elif not self._left:
             with contextlib.suppress(WireError, RefusedError):
-                self._clients["watch"].begin(STAY, then=self._stayed)
+                self._clients["watch"].begin(protocol.STAY, then=self._stayed)
 
-    def _receive(self, answer: Message[MissingTrainers | EndOfEpoch | EpochBatch]) -> None:
+    def _receive(
+        self, answer: Message[protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch]
+    ) -> None:
         head = answer.head
-        self.missing = head.wait if isinstance(head, MissingTrainers) else []
-        if isinstance(head, EndOfEpoch):
+        self.missing = head.wait if isinstance(head, protocol.MissingTrainers) else []
+        if isinstance(head, protocol.EndOfEpoch):
             self.end = self.end or (head.end, head.position)
-        elif isinstance(head, EpochBatch) and head.index >= self._received:
+        elif isinstance(head, protocol.EpochBatch) and head.index >= self._received:
             self._received = head.index + 1
             self.waiting.append(Message(head, answer.arrays))
             self._before.append(self._last)

@@ -29,15 +29,7 @@ from karvan.data.leasing.record_search import SearchResult, search_with
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead, after, places_of
 from karvan.data.loading.read_jobs import Order
 from karvan.outages import mark
-from karvan.protocol.loader import (
-    READ_BATCH,
-    FailedTask,
-    IdsReceiver,
-    RequestedTask,
-    RequestedTasks,
-    TaskBatch,
-    Waiting,
-)
+from karvan.protocol import loader as protocol
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import Message, WireError
 
@@ -64,7 +56,7 @@ class LoadedRecordSearch:
     def _try(self, left: list[TaskToRead], check: Callable[[Batch], None]) -> None:
         while left:
             loader, answer = read_batch(self._access, tasks_head(left))
-            if isinstance(answer.head, FailedTask):
+            if isinstance(answer.head, protocol.FailedTask):
                 raise reading_error(loader, answer.head)
             batch = Batch.trusted(dict(unpack(answer.head.batch, answer.arrays)), answer.head.samples)
             if batch.samples:  # a transform may drop records
@@ -73,18 +65,18 @@ class LoadedRecordSearch:
 
 
 def tasks_head(
-    tasks: Sequence[TaskToRead], ids: Sequence[str] = (), to: IdsReceiver | None = None
-) -> RequestedTasks:
+    tasks: Sequence[TaskToRead], ids: Sequence[str] = (), to: protocol.IdsReceiver | None = None
+) -> protocol.RequestedTasks:
     """The head of a call of `read_batch`; ids: the features that embedding workers get; to: which one."""
     sent: dict[str, Any] = {"ids": list(ids)} if ids else {}
     if to is not None:
         sent["to"] = to
-    return RequestedTasks(
-        tasks=[RequestedTask(task=each.task._asdict(), ends=each.ends) for each in tasks], **sent
+    return protocol.RequestedTasks(
+        tasks=[protocol.RequestedTask(task=each.task._asdict(), ends=each.ends) for each in tasks], **sent
     )
 
 
-def reading_error(loader: int, failure: FailedTask) -> RuntimeError:
+def reading_error(loader: int, failure: protocol.FailedTask) -> RuntimeError:
     """The error of a loader that could not read a task."""
     error = RuntimeError(f"loader {loader}: {failure.failed}")
     return error if failure.kind == "failed" else mark(error, failure.kind == "temporary")
@@ -154,10 +146,10 @@ def resender(access: LoaderAccess, ids: Sequence[str], digest: str) -> Callable[
 
     def resend(reference: IdsReference) -> None:
         assert isinstance(reference, LeasedIds)
-        to = IdsReceiver(worker=reference.worker, name=reference.name)
+        to = protocol.IdsReceiver(worker=reference.worker, name=reference.name)
         loader, answer = read_batch(access, tasks_head(reference.tasks, ids, to))
         head = answer.head
-        if isinstance(head, FailedTask):
+        if isinstance(head, protocol.FailedTask):
             raise mark(reading_error(loader, head), temporary=True)  # it could be read before
         if head.digest != digest or head.samples != reference.rows:
             raise ValueError(
@@ -256,7 +248,7 @@ class TaskStream:
             if self._connection is not None:
                 self._connection.leave()
 
-    def _read(self, tasks: list[TaskToRead]) -> Message[TaskBatch] | None:
+    def _read(self, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
         """The first batch of these tasks, by whichever loader; None after `close`."""
         losses, since = 0, clock.now()
         while not self._closed.is_set():
@@ -276,13 +268,15 @@ class TaskStream:
                     self._closed.wait(_PAUSE)
         return None
 
-    def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message[TaskBatch] | None:
+    def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
         head = tasks_head(tasks, self._ids)
         began = warn_at = clock.now()
         if self._connection is None:
             self._connection = LoaderConnection(loader, self._access)
         with activity.waiting(f"loader-{loader}"):
-            while isinstance((answer := self._connection.call(READ_BATCH, head)).head, Waiting):
+            while isinstance(
+                (answer := self._connection.call(protocol.READ_BATCH, head)).head, protocol.Waiting
+            ):
                 if self._closed.is_set():
                     return None
                 if clock.now() - warn_at > _LONG:
@@ -313,8 +307,8 @@ class TaskStream:
         if connection is not None:
             connection.close()
 
-    def _checked(self, loader: int, head: FailedTask | TaskBatch) -> TaskBatch:
-        if isinstance(head, FailedTask):
+    def _checked(self, loader: int, head: protocol.FailedTask | protocol.TaskBatch) -> protocol.TaskBatch:
+        if isinstance(head, protocol.FailedTask):
             if head.kind != "temporary":
                 self.suspects = self._tasks.suspects(head.task)
             raise reading_error(loader, head)

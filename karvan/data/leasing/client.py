@@ -17,29 +17,7 @@ from typing import Any, TypeVar
 
 from karvan.activity import activity
 from karvan.outages import is_temporary, retry_delay
-from karvan.protocol.work import (
-    ACKNOWLEDGE_RECORDS,
-    BEGIN_EVALUATION,
-    BEGIN_EXPORT,
-    BEGIN_PREDICTION,
-    FAIL_TASK,
-    GIVE_BACK_TASKS,
-    LEASE_TASKS,
-    MOST_ERROR,
-    MOST_LEASES,
-    OPEN_WORK,
-    RESTORE_POSITION,
-    TAKE_POSITION,
-    BeginEvaluation,
-    BeginPrediction,
-    DoneRecords,
-    FailedLease,
-    Holder,
-    LeaseTasks,
-    OpenWork,
-    RestorePosition,
-    ReturnedLeases,
-)
+from karvan.protocol import work as protocol
 from karvan.wire import Client, Message, Security, WireError
 from karvan.wire.schema import Call, Head
 from karvan.work.ledger import JobFailedError, NoTask, TaskFailure
@@ -76,7 +54,7 @@ class WorkClient:
 
         drops_rest: if the ledger is of other data, begin this data, whatever is left of that.
         """
-        self._call(OPEN_WORK, OpenWork(spec=asdict(spec), drops_rest=drops_rest))
+        self._call(protocol.OPEN_WORK, protocol.OpenWork(spec=asdict(spec), drops_rest=drops_rest))
 
     def lease(
         self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1, epoch: int | None = None
@@ -86,10 +64,10 @@ class WorkClient:
         A JobFailedError if the job has failed.
         """
         with self._leasing:
-            head = LeaseTasks(
+            head = protocol.LeaseTasks(
                 holder=self.holder, last_token=self._last, kinds=list(kinds), most=most, epoch=epoch
             )
-            got = self._call(LEASE_TASKS, head).head
+            got = self._call(protocol.LEASE_TASKS, head).head
             tasks = {each.token: task_from(each.task) for each in got.leases}
             with self._lock:
                 self._held.update({token: task.records for token, task in tasks.items()})
@@ -102,9 +80,9 @@ class WorkClient:
         """Report how many records are done, by token; returns the tokens of leases that have ended."""
         ended: list[int] = []
         pairs = list(done.items())
-        for first in range(0, len(pairs), MOST_LEASES):
-            head = DoneRecords(holder=self.holder, done=pairs[first : first + MOST_LEASES])
-            ended += self._call(ACKNOWLEDGE_RECORDS, head).head.ended
+        for first in range(0, len(pairs), protocol.MOST_LEASES):
+            head = protocol.DoneRecords(holder=self.holder, done=pairs[first : first + protocol.MOST_LEASES])
+            ended += self._call(protocol.ACKNOWLEDGE_RECORDS, head).head.ended
         with self._lock:
             finished = [token for token, count in done.items() if self._held.get(token) == count]
         self._forget([*ended, *finished])
@@ -113,9 +91,9 @@ class WorkClient:
     def give_back(self, tokens: Iterable[int]) -> None:
         """End leases that will not be finished here."""
         tokens = list(tokens)
-        for first in range(0, len(tokens), MOST_LEASES):
-            some = tokens[first : first + MOST_LEASES]
-            self._call(GIVE_BACK_TASKS, ReturnedLeases(holder=self.holder, tokens=some))
+        for first in range(0, len(tokens), protocol.MOST_LEASES):
+            some = tokens[first : first + protocol.MOST_LEASES]
+            self._call(protocol.GIVE_BACK_TASKS, protocol.ReturnedLeases(holder=self.holder, tokens=some))
         self._forget(tokens)
 
     def give_back_all(self) -> None:
@@ -128,30 +106,32 @@ class WorkClient:
         self, token: int, error: str, record: int | None = None, number: int | None = None
     ) -> TaskFailure:
         """Report that a task raised an error; see `Ledger.fail`."""
-        text = error[:MOST_ERROR]
-        head = FailedLease(holder=self.holder, token=token, error=text, record=record, number_in_file=number)
-        answer = self._call(FAIL_TASK, head).head
+        text = error[: protocol.MOST_ERROR]
+        head = protocol.FailedLease(
+            holder=self.holder, token=token, error=text, record=record, number_in_file=number
+        )
+        answer = self._call(protocol.FAIL_TASK, head).head
         self._forget([token])
         return TaskFailure(**vars(answer))
 
     def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
         """Take part in an evaluation, whose tasks can be leased then; see `Ledger.begin_evaluation`."""
-        head = BeginEvaluation(
+        head = protocol.BeginEvaluation(
             holder=self.holder, evaluation=number, parts=list(parts), records_per_task=records_per_task
         )
-        self._call(BEGIN_EVALUATION, head)
+        self._call(protocol.BEGIN_EVALUATION, head)
 
     def begin_prediction(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> bool:
         """Take part in a prediction; False: others are still in the one before, so ask again."""
-        head = BeginPrediction(
+        head = protocol.BeginPrediction(
             holder=self.holder, prediction=number, parts=list(parts), records_per_task=records_per_task
         )
-        return self._call(BEGIN_PREDICTION, head).head.begun
+        return self._call(protocol.BEGIN_PREDICTION, head).head.begun
 
     @contextmanager
     def export(self) -> Iterator[None]:
         """While this process makes the final checkpoint of the job; an error leaves it to be made again."""
-        token = self._call(BEGIN_EXPORT, Holder(holder=self.holder)).head.token
+        token = self._call(protocol.BEGIN_EXPORT, protocol.Holder(holder=self.holder)).head.token
         with self._lock:
             self._held[token], self._last = 0, max(self._last, token)
         yield
@@ -159,11 +139,11 @@ class WorkClient:
 
     def take_position(self) -> str:
         """The ledger's position, for a checkpoint: JSON."""
-        return self._call(TAKE_POSITION, Holder(holder=self.holder)).head.state
+        return self._call(protocol.TAKE_POSITION, protocol.Holder(holder=self.holder)).head.state
 
     def restore_position(self, state: str | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning. All leases end."""
-        self._call(RESTORE_POSITION, RestorePosition(holder=self.holder, state=state))
+        self._call(protocol.RESTORE_POSITION, protocol.RestorePosition(holder=self.holder, state=state))
         with self._lock:
             self._held.clear()
 
