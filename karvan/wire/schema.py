@@ -296,12 +296,18 @@ class Head:
     declaration: ClassVar[Fields] = Fields({})
 
     def __init_subclass__(cls) -> None:
-        required, may_miss = dict(cls.declaration.fields), dict(cls.declaration.optional)
+        required: dict[str, Kind[Any]] = {}
+        may_miss: dict[str, Kind[Any]] = {}
+        for base in cls.__bases__:
+            if issubclass(base, Head):
+                required |= base.declaration.fields
+                may_miss |= base.declaration.optional
         for name, declared in [item for item in vars(cls).items() if isinstance(item[1], _Field)]:
             if declared.optional:
                 may_miss[name] = declared.kind
                 setattr(cls, name, declared.default)
             else:
+                may_miss.pop(name, None)
                 required[name] = declared.kind
                 delattr(cls, name)
         cls.declaration = Fields(required, may_miss)
