@@ -37,7 +37,6 @@ from common import Report, parser
 from support.elastic_jobs import TimedJob, rate
 from support.goodput import DAY, PUBLISHED, Costs, simulate
 
-from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
 from karvan.work.ledger import Ledger, NoTask
 from karvan.work.task import WorkSpec
@@ -85,7 +84,7 @@ def service_rate(folder: Path, tasks: int) -> float:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as master:
         assert master.stdout is not None
         address = master.stdout.readline().strip()
-        clients = [Client("master", address, calls=WORK_CALLS) for _ in range(CLIENTS)]
+        clients = [Client("master", address) for _ in range(CLIENTS)]
         for client in clients:
             client.call("open_work", {"spec": asdict(spec_of(tasks))})
         threads = [

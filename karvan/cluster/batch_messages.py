@@ -40,18 +40,18 @@ def pack(batch: Mapping[str, Any]) -> Message:
     return Message({"batch": entries}, arrays)
 
 
-def unpack(message: Message) -> Batch:
+def unpack(entries: Mapping[str, Any], arrays: Sequence[Array]) -> Batch:
     """The batch that was packed; a RefusedError if the message is not a batch."""
     batch: dict[str, Any] = {}
     try:
-        for name, (kind, content) in message.head["batch"].items():
+        for name, (kind, content) in entries.items():
             if kind == "plain":
                 batch[name] = content
                 continue
             if kind == "reference":
                 batch[name] = IdsReference(*content)
                 continue
-            parts = [None if slot is None else _take(slot, message.arrays) for slot in content]
+            parts = [None if slot is None else _take(slot, arrays) for slot in content]
             batch[name] = parts[0] if kind == "tensor" else _PARTS[kind][0](*parts)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise RefusedError(f"expected a batch, got a message that is not one: {error}") from error

@@ -29,7 +29,7 @@ from karvan.job.address import MasterAddress, reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role, all_roles
 from karvan.outages import is_out_of_memory
-from karvan.protocol.values import GENERATION, REGISTRY_CALLS
+from karvan.protocol.values import GENERATION, GENERATION_OF_JOB
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 _log = logging.getLogger("karvan.cluster")
@@ -260,10 +260,9 @@ class Generations:
         return generation
 
     def _ask(self, generation: int) -> int:
-        peer = Client("registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS)
+        peer = Client("registry", self._registry, self._security, forgetful=True)
         try:
-            confirmed: int = peer.call("generation", deadline=self._patience).head["generation"]
-            return confirmed
+            return peer.call(GENERATION_OF_JOB, deadline=self._patience).head.generation
         except WireError as error:
             raise RefusedError(
                 f"expected the registry at {self._registry} to confirm generation {generation}, got: {error}"

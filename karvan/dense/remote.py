@@ -33,7 +33,9 @@ from karvan.distributed import Connection, RankError
 from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import OwnCommits
 from karvan.embedding import EmbeddingEngine
+from karvan.protocol import parameter_server as protocol
 from karvan.wire import Message
+from karvan.wire.schema import A, Call
 
 # `DenseServerProxy`: the dense parameters of a server, called over their own channel.
 
@@ -48,8 +50,9 @@ class DenseServerProxy:
 
     def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
         """Ask for the parameters that have changed."""
-        answer = self._call("pull_dense", Message({"version": version}))
-        return int(answer.head["version"]), tensors_of(answer) if answer.arrays else None
+        answer = self._call(protocol.PULL_DENSE, Message({"version": version}))
+        version, tensors = answer.head.version, answer.head.tensors
+        return version, None if tensors is None else tensors_of(tensors, answer.arrays)
 
     def push_gradients(
         self,
@@ -62,28 +65,28 @@ class DenseServerProxy:
     ) -> Answer:
         """Send gradients; the server steps its optimizer."""
         head = {"version": version, "trainer": trainer, "sequence": sequence, "lr": lr}
-        answer = self._call("push_dense", tensors_message(gradients, **head))
-        return Answer(*answer.head["answer"])
+        answer = self._call(protocol.PUSH_DENSE, tensors_message(gradients, **head))
+        return Answer(*answer.head.answer)
 
     def next_sequence(self, trainer: str) -> int:
         """Ask for the number of the next push."""
-        return int(self._call("next_sequence", Message({"trainer": trainer})).head["sequence"])
+        return self._call(protocol.NEXT_SEQUENCE, Message({"trainer": trainer})).head.sequence
 
     def flush(self) -> int:
         """Wait until all pushes are applied."""
-        return int(self._call("flush_dense", Message({})).head["version"])
+        return self._call(protocol.FLUSH_DENSE, Message({})).head.version
 
     def state(self) -> dict[str, Any]:
         """Ask for parameters and optimizer state."""
-        return state_of(self._call("dense_state", Message({})))
+        return state_of(self._call(protocol.DENSE_STATE, Message({})).arrays)
 
     def load_state(self, state: Mapping[str, Any], *, first: bool = False) -> None:
         """Replace parameters and optimizer state."""
-        self._call("load_dense_state", state_message(state, **({"first": True} if first else {})))
+        self._call(protocol.LOAD_DENSE_STATE, state_message(state, **({"first": True} if first else {})))
 
-    def _call(self, method: str, call: Message) -> Message:
+    def _call(self, declared: Call[Any, A], call: Message) -> Message[A]:
         head = {**call.head, "model": self._model}
-        return self._servers.peer(self._server, "dense").call(method, head, call.arrays)
+        return self._servers.peer(self._server, "dense").call(declared, head, call.arrays)
 
 
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
@@ -262,7 +265,7 @@ class StagingServerProxy(DenseServerProxy):
         commits = self._servers.commits
         assert isinstance(commits, OwnCommits)
         head = {"version": version, "step": commits.step, "lr": lr}
-        found = int(self._call("stage_dense", tensors_message(gradients, **head)).head["version"])
+        found = self._call(protocol.STAGE_DENSE, tensors_message(gradients, **head)).head.version
         return Answer(True, found + 1, True, found - version)
 
 

@@ -7,7 +7,7 @@ tensors (`checkpoint/format/state_tree.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.dense.tensor_checks import Array, dense_tensor
-from karvan.wire import Message, RefusedError, Request
+from karvan.wire import Message, RefusedError
 from karvan.wire.message import Array as WireArray
 
 # The exceptions that reading an invalid tree may raise.
@@ -31,12 +31,14 @@ def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
     return Message({**head, "tensors": shapes}, [flat.numpy()])
 
 
-def tensors_of(message: Message | Request) -> dict[str, WireArray]:
+def tensors_of(
+    shapes: Sequence[tuple[str, Sequence[int]]], arrays: Sequence[WireArray]
+) -> dict[str, WireArray]:
     """The tensors of a message that was checked against its declaration (its call)."""
-    flat = message.arrays[0]
+    flat = arrays[0]
     made: dict[str, WireArray] = {}
     at = 0
-    for name, shape in message.head["tensors"]:
+    for name, shape in shapes:
         size = math.prod(shape)
         made[name] = flat[at : at + size].reshape(shape)
         at += size
@@ -48,10 +50,10 @@ def state_message(state: Mapping[str, Any], **head: Any) -> Message:
     return Message(head, [np.frombuffer(pack(state), np.uint8)])
 
 
-def state_of(message: Message | Request) -> dict[str, Any]:
-    """The state of a message; a RefusedError if there is none."""
+def state_of(arrays: Sequence[WireArray]) -> dict[str, Any]:
+    """The state of a message with these arrays; a RefusedError if there is none."""
     try:
-        state = unpack(message.arrays[0].tobytes())
+        state = unpack(arrays[0].tobytes())
     except (*WRONG, RecursionError) as error:
         raise RefusedError(f"expected a state, got bytes that cannot be read: {error}") from error
     if not isinstance(state, dict) or not _has_tensors(state.get("parameters")):

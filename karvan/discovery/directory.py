@@ -18,7 +18,7 @@ from karvan.clock import clock
 from karvan.job.address import MasterAddress, split_address
 from karvan.job.environment import JobEnvironment, addresses_name, variable
 from karvan.job.roles import Role, role_of, start_order
-from karvan.protocol.values import REGISTRY_CALLS
+from karvan.protocol.values import MEMBERS
 from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security import Security
@@ -108,11 +108,11 @@ class Directory:
         """All members of the registry."""
         peer = self._connected()
         try:
-            listed = peer.call("members", deadline=timeout).head["members"]
+            listed = peer.call(MEMBERS, deadline=timeout).head.members
         except WireError:
             self._drop(peer)
             raise
-        return [Member(**{**each, "role": role_of(each["role"])}) for each in listed]
+        return [Member(**{**vars(each), "role": role_of(each.role)}) for each in listed]
 
     def close(self) -> None:
         """Disconnect from the registry."""
@@ -124,9 +124,7 @@ class Directory:
     def _connected(self) -> Client:
         with self._lock:
             if self._peer is None:
-                self._peer = Client(
-                    "registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS
-                )
+                self._peer = Client("registry", self._registry, self._security, forgetful=True)
             return self._peer
 
     def _drop(self, peer: Client) -> None:

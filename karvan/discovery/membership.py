@@ -11,13 +11,12 @@ import os
 import secrets
 import socket
 import threading
-from typing import Any
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
-from karvan.protocol.values import REGISTRY_CALLS
+from karvan.protocol.values import BEAT, LEAVE, REGISTER, Beat, MemberFields
 from karvan.wire.client import Client
 from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.security import Security
@@ -55,20 +54,20 @@ class Membership:
         self.replaced = False  # whether another process has registered with this role and index
         self._registry = registry
         self._security = security
-        self._who = {
-            "role": role,
-            "index": index,
-            "address": address,
-            "generation": generation,
-            "pid": os.getpid(),
-            "process": secrets.token_hex(8),
-            "count": count,
-        }
+        self._fields = MemberFields(
+            role=role,
+            index=index,
+            address=address,
+            generation=generation,
+            pid=os.getpid(),
+            process=secrets.token_hex(8),
+            count=count,
+        )
         self._dumps = dump_stacks_on_signal()
         self._peer = self._connect()
         self._ended = threading.Event()
         try:
-            self._call("register", patience)
+            self._peer.call(REGISTER, self._fields, deadline=patience)
         except Exception:
             self._peer.close()
             raise
@@ -83,31 +82,24 @@ class Membership:
         self._thread.join(2 * _DEADLINE)
         with contextlib.suppress(WireError, RefusedError):
             if not self.replaced:
-                self._call("leave", 1.0)
+                self._peer.call(LEAVE, self._fields, deadline=1.0)
         self._peer.close()
 
     def _connect(self) -> Client:
-        return Client(
-            *("registry", self._registry, self._security),
-            forgetful=True,
-            patience=_DEADLINE,
-            calls=REGISTRY_CALLS,
-        )
-
-    def _call(self, method: str, deadline: float, **more: Any) -> dict[str, Any]:
-        return self._peer.call(method, {**self._who, **more}, deadline=deadline).head
+        return Client("registry", self._registry, self._security, forgetful=True, patience=_DEADLINE)
 
     def _run(self) -> None:
         trouble = ""
         while not self._ended.wait(self._beat):
             try:
-                answer = self._call("beat", _DEADLINE, activity=activity.report(self._dumps).as_head())
-                if answer["replaced"]:
+                beat = Beat(**vars(self._fields), activity=activity.report(self._dumps).as_head())
+                answer = self._peer.call(BEAT, beat, deadline=_DEADLINE).head
+                if answer.replaced:
                     self.replaced = True
                     _log.warning("%s %s was replaced by another process.", *self._name())
                     return
-                if not answer["known"]:
-                    self._call("register", _DEADLINE)
+                if not answer.known:
+                    self._peer.call(REGISTER, self._fields, deadline=_DEADLINE)
                 if trouble:
                     _log.info("The registry at %s is back.", self._registry)
                 trouble = ""
@@ -120,8 +112,8 @@ class Membership:
                 self._peer.close()  # it has given up
                 self._peer = self._connect()
 
-    def _name(self) -> tuple[Any, Any]:
-        return self._who["role"], self._who["index"]
+    def _name(self) -> tuple[str, int]:
+        return self._fields.role, self._fields.index
 
 
 def member_from_environment(role: Role) -> Membership | None:

@@ -29,12 +29,12 @@ from pathlib import Path
 from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.discovery.directory import Member
-from karvan.discovery.rendezvous import RendezvousStore, rendezvous_methods
+from karvan.discovery.rendezvous import RendezvousStore, rendezvous_endpoints
 from karvan.job.address import reachable
 from karvan.job.roles import Role, all_roles, role_of
+from karvan.protocol import values as protocol
 from karvan.protocol.master import RENDEZVOUS_CALLS
-from karvan.protocol.values import REGISTRY_CALLS
-from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
+from karvan.wire import Endpoint, Message, RefusedError, Request, Security, Server, Service, endpoints
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -85,15 +85,16 @@ class Registry(Service):
         if self._store.generation != generation:
             self._store.begin_generation(generation)
         self.endpoints = endpoints(
-            {**REGISTRY_CALLS, **RENDEZVOUS_CALLS},
-            {
-                "register": self._register,
-                "beat": self._beat,
-                "leave": self._leave,
-                "members": self._list,
-                "generation": lambda request: Message({"generation": self._generation}),
-                **rendezvous_methods(self._store),
-            },
+            {**protocol.REGISTRY_CALLS, **RENDEZVOUS_CALLS},
+            Endpoint(protocol.REGISTER, self._register),
+            Endpoint(protocol.BEAT, self._beat),
+            Endpoint(protocol.LEAVE, self._leave),
+            Endpoint(protocol.MEMBERS, self._list),
+            Endpoint(
+                protocol.GENERATION_OF_JOB,
+                lambda request: Message(protocol.Generation(generation=self._generation)),
+            ),
+            *rendezvous_endpoints(self._store),
         )
         for service in beside:
             if same := set(self.endpoints).intersection(service.endpoints):
@@ -146,10 +147,10 @@ class Registry(Service):
     def _list(self, request: Request) -> Message:
         return Message({"members": [vars(each) for each in self.members()]})
 
-    def _register(self, request: Request) -> Message:
-        key, head = _key(request), request.head
-        generation, process = head["generation"], head["process"]
-        self._check_bounds(key, head["address"])
+    def _register(self, request: Request[protocol.MemberFields]) -> Message:
+        head, key = request.head, _key(request.head)
+        generation, process = head.generation, head.process
+        self._check_bounds(key, head.address)
         with self._lock:
             if generation > self._generation:
                 raise RefusedError(
@@ -162,11 +163,9 @@ class Registry(Service):
                     f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
                     "the job has continued without it."
                 )
-            self._entries[key] = _Entry(
-                process, head["address"], generation, head["pid"], clock.now(), head.get("count", 0)
-            )
+            self._entries[key] = _Entry(process, head.address, generation, head.pid, clock.now(), head.count)
         if before is None or before.process != process:
-            _log.info("%s %d is at %s", *key, head["address"])
+            _log.info("%s %d is at %s", *key, head.address)
         return Message({})
 
     def _check_bounds(self, key: tuple[Role, int], address: str) -> None:
@@ -178,20 +177,20 @@ class Registry(Service):
         if not address.isprintable() or " " in address:
             raise RefusedError(f"expected an address without spaces, got {address!r}.")
 
-    def _beat(self, request: Request) -> Message:
+    def _beat(self, request: Request[protocol.Beat]) -> Message[protocol.BeatAnswer]:
         with self._lock:
-            entry = self._entries.get(_key(request))
-            known = entry is not None and entry.process == request.head["process"]
+            entry = self._entries.get(_key(request.head))
+            known = entry is not None and entry.process == request.head.process
             if entry is not None and known:
                 entry.seen = clock.now()
-                entry.activity = ActivityReport(**request.head["activity"])
-            return Message({"known": known, "replaced": bool(entry and not known)})
+                entry.activity = ActivityReport(**request.head.activity)
+            return Message(protocol.BeatAnswer(known=known, replaced=bool(entry and not known)))
 
-    def _leave(self, request: Request) -> Message:
-        key = _key(request)
+    def _leave(self, request: Request[protocol.MemberFields]) -> Message:
+        key = _key(request.head)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.process == request.head["process"]:
+            if entry is not None and entry.process == request.head.process:
                 del self._entries[key]
         return Message({})
 
@@ -203,5 +202,5 @@ class Registry(Service):
         )
 
 
-def _key(request: Request) -> tuple[Role, int]:
-    return role_of(request.head["role"]), request.head["index"]
+def _key(head: protocol.MemberFields) -> tuple[Role, int]:
+    return role_of(head.role), head.index

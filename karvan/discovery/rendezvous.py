@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from karvan.protocol.master import LONGEST_KEY, MOST_KEYS, pack_values, unpack_values
-from karvan.wire import Message, RefusedError, Request
-from karvan.wire.server import Method
+from karvan.protocol import master as protocol
+from karvan.protocol.values import Generation
+from karvan.wire import Endpoint, Message, RefusedError, Request
 
 # The file of a rendezvous store: SQLite, so that keys survive the death of the process.
 #
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, request TEXT, an
 
 
 class RendezvousFile:
-    """Keys and answers of one generation."""
+    """protocol.Keys and answers of one generation."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -88,7 +88,7 @@ class RendezvousFile:
 
 
 class NoRendezvousFile:
-    """Keys that are held in memory only."""
+    """protocol.Keys that are held in memory only."""
 
     def read(self) -> tuple[int, dict[str, bytes], dict[str, bytes]]:
         """Nothing."""
@@ -148,8 +148,8 @@ _OVERHEAD = 128  # bytes of a key in addition to its text and its value
 class StoreBounds:
     """How much a store may hold; `key_length` and sizes are bytes."""
 
-    keys: int = MOST_KEYS
-    key_length: int = 4 * LONGEST_KEY
+    keys: int = protocol.MOST_KEYS
+    key_length: int = 4 * protocol.LONGEST_KEY
     value_size: int = 1 << 20
     total_size: int = 1 << 26
 
@@ -311,57 +311,53 @@ def _size(key: str, value: bytes) -> int:
 # The registry's calls on its `RendezvousStore`; see `karvan.protocol.master`.
 
 
-def rendezvous_methods(store: RendezvousStore) -> dict[str, Method]:
-    """A method for each of RENDEZVOUS_CALLS."""
+def rendezvous_endpoints(store: RendezvousStore) -> list[Endpoint[Any]]:
+    """An endpoint for each of RENDEZVOUS_CALLS."""
 
-    def set_values(request: Request) -> Message:
+    def set_values(request: Request[protocol.SetKeys]) -> Message:
         head = request.head
-        store.set(head["generation"], head["keys"], unpack_values(head, request.arrays))
+        store.set(head.generation, head.keys, protocol.unpack_values(head.sizes, request.arrays))
         return Message({})
 
-    def get(request: Request) -> Message:
-        found = store.get(request.head["generation"], request.head["keys"])
-        sizes, arrays = pack_values(found or [])
-        return Message({"present": found is not None, "sizes": sizes}, arrays)
+    def get(request: Request[protocol.Keys]) -> Message[protocol.PresentValues]:
+        found = store.get(request.head.generation, request.head.keys)
+        sizes, arrays = protocol.pack_values(found or [])
+        return Message(protocol.PresentValues(present=found is not None, sizes=sizes), arrays)
 
-    def check(request: Request) -> Message:
-        return Message({"present": store.has(request.head["generation"], request.head["keys"])})
+    def check(request: Request[protocol.Keys]) -> Message[protocol.Presence]:
+        return Message(protocol.Presence(present=store.has(request.head.generation, request.head.keys)))
 
-    def add(request: Request) -> Message:
+    def add(request: Request[protocol.AddToKey]) -> Message[protocol.Total]:
         head = request.head
-        return Message({"total": store.add(head["generation"], head["key"], head["amount"], _request(head))})
+        return Message(protocol.Total(total=store.add(head.generation, head.key, head.amount, head.request)))
 
-    def append(request: Request) -> Message:
+    def append(request: Request[protocol.AppendToKey]) -> Message:
         head = request.head
-        [value] = unpack_values(head, request.arrays)
-        store.append(head["generation"], head["key"], value, _request(head))
+        [value] = protocol.unpack_values(head.sizes, request.arrays)
+        store.append(head.generation, head.key, value, head.request)
         return Message({})
 
-    def compare_set(request: Request) -> Message:
+    def compare_set(request: Request[protocol.CompareSetKey]) -> Message[protocol.OneValue]:
         head = request.head
-        expected, desired = unpack_values(head, request.arrays)
-        value = store.compare_set(head["generation"], head["key"], expected, desired, _request(head))
-        sizes, arrays = pack_values([value])
-        return Message({"sizes": sizes}, arrays)
+        expected, desired = protocol.unpack_values(head.sizes, request.arrays)
+        value = store.compare_set(head.generation, head.key, expected, desired, head.request)
+        sizes, arrays = protocol.pack_values([value])
+        return Message(protocol.OneValue(sizes=sizes), arrays)
 
-    def delete(request: Request) -> Message:
+    def delete(request: Request[protocol.ChangeKey]) -> Message[protocol.Deleted]:
         head = request.head
-        return Message({"deleted": store.delete(head["generation"], head["key"], _request(head))})
+        return Message(protocol.Deleted(deleted=store.delete(head.generation, head.key, head.request)))
 
-    def count(request: Request) -> Message:
-        return Message({"keys": store.count(request.head["generation"])})
+    def count(request: Request[Generation]) -> Message[protocol.KeyCount]:
+        return Message(protocol.KeyCount(keys=store.count(request.head.generation)))
 
-    return {
-        "store_set": set_values,
-        "store_get": get,
-        "store_check": check,
-        "store_add": add,
-        "store_append": append,
-        "store_compare_set": compare_set,
-        "store_delete": delete,
-        "store_count": count,
-    }
-
-
-def _request(head: Mapping[str, Any]) -> str:
-    return str(head.get("request", ""))
+    return [
+        Endpoint(protocol.STORE_SET, set_values),
+        Endpoint(protocol.STORE_GET, get),
+        Endpoint(protocol.STORE_CHECK, check),
+        Endpoint(protocol.STORE_ADD, add),
+        Endpoint(protocol.STORE_APPEND, append),
+        Endpoint(protocol.STORE_COMPARE_SET, compare_set),
+        Endpoint(protocol.STORE_DELETE, delete),
+        Endpoint(protocol.STORE_COUNT, count),
+    ]

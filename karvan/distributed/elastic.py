@@ -28,7 +28,7 @@ from karvan.distributed.collectives import (
 )
 from karvan.distributed.rendezvous import closing_ports, machine_id
 from karvan.native import NativeCoreError, _native
-from karvan.protocol.master import GROUP_CALLS
+from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
 from karvan.wire.errors import RefusedError
@@ -70,36 +70,33 @@ class GroupClient:
         self.process = process
         self.member = -1  # until it has entered
         self.group = ""  # the name of the group, once it has entered
-        self._client = Client("master", find, security, calls=GROUP_CALLS, deadline=deadline, forgetful=True)
+        self._client = Client("master", find, security, deadline=deadline, forgetful=True)
 
     def enter(self) -> str:
         """Get a number, `member`, and the name of the group; returns the name of the run."""
-        answer = self._client.call("enter_group", {"process": self.process}).head
-        self.member, self.group = answer["member"], answer["group"]
-        return str(answer["run"])
+        answer = self._client.call(ENTER_GROUP, {"process": self.process}).head
+        self.member, self.group = answer.member, answer.group
+        return answer.run
 
     def join(self, round_number: int, lost: Iterable[int] = ()) -> GroupRound | None:
         """Ask for a round after this one, 0 for any; None: not yet. lost: members whose processes ended."""
         head = {"process": self.process, "round": round_number, "lost": list(lost)}
-        answer = self._client.call("join_group", head).head
-        self.member = answer["member"]
-        if not answer["round"]:
-            return None
-        return GroupRound(answer["round"], tuple(answer["members"]), answer["run"])
+        answer = self._client.call(JOIN_GROUP, head).head
+        self.member = answer.member
+        return GroupRound(answer.round, tuple(answer.members), answer.run) if answer.round else None
 
     def watch(self, round_number: int) -> GroupState:
         """What has happened to a round."""
-        answer = self._client.call("watch_group", {"process": self.process, "round": round_number}).head
-        gone, waiting = tuple(answer["gone"]), tuple(answer["waiting"])
-        return GroupState(answer["regroup"], answer["broken"], gone, waiting)
+        answer = self._client.call(WATCH_GROUP, {"process": self.process, "round": round_number}).head
+        return GroupState(answer.regroup, answer.broken, tuple(answer.gone), tuple(answer.waiting))
 
     def settle(self, round_number: int) -> None:
         """The members of a round have settled what those that are gone have done."""
-        self._client.call("settle_group", {"process": self.process, "round": round_number})
+        self._client.call(SETTLE_GROUP, {"process": self.process, "round": round_number})
 
     def leave(self, within: float | None = None) -> None:
         """Leave the group for good. within: seconds in which the master must answer; by default minutes."""
-        self._client.call("leave_group", {"process": self.process}, deadline=within)
+        self._client.call(LEAVE_GROUP, {"process": self.process}, deadline=within)
 
     def close(self) -> None:
         """Disconnect."""

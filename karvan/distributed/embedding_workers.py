@@ -13,17 +13,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Generic
 
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
 from karvan.job.roles import Role
 from karvan.outages import mark
-from karvan.protocol.embedding_worker import WORKER_CALLS
+from karvan.protocol.embedding_worker import ABANDON_MEMBERS, ENGINE, Needs
 from karvan.ragged import IdsReference
 from karvan.wire import Array, Client, Message, Security
-
-Then: TypeAlias = Callable[[Message | Exception], None]
+from karvan.wire.schema import A, Call, Head
 
 _FOUND_WITHIN = 5.0  # seconds of one attempt to find a worker; repeated until the call's deadline
 # Separate channels, so that lookups do not wait for gradients, nor the other way round.
@@ -66,15 +65,15 @@ class Workers:
         self,
         worker: int,
         channel: str,
-        method: str,
+        call: Call[Any, Needs | A],
         head: Mapping[str, Any],
         arrays: Sequence[Array] = (),
         *,
         engine: Mapping[str, Any],
         references: Sequence[IdsReference],
         first: Callable[[], None] = lambda: None,
-        then: Then = lambda answer: None,
-    ) -> Future[Message]:
+        then: Callable[[Message[A] | Exception], None] = lambda answer: None,
+    ) -> Future[Message[A]]:
         """Call a worker, after earlier calls; arrays must not change until the answer has arrived.
 
         engine: sent to the worker if it does not have it. references: of the batches that the call is about.
@@ -83,9 +82,9 @@ class Workers:
         if not 0 <= worker < len(self):
             raise ValueError(f"Expected a reference to one of {len(self)} embedding workers, got {worker}.")
 
-        def work() -> Message:
+        def work() -> Message[A]:
             first()
-            return self._call(worker, channel, method, head, arrays, engine, references)
+            return self._call(worker, channel, call, head, arrays, engine, references)
 
         return self._thread(worker, channel).put(work, then)
 
@@ -122,8 +121,8 @@ class Workers:
         for worker in range(len(self)) if head["members"] else ():
             self._thread(worker, "claim").put(partial(self._tell, worker, head), lambda answer: None)
 
-    def _tell(self, worker: int, head: Mapping[str, Any]) -> Message:
-        return self._peer(worker, "claim").call("abandon", head)
+    def _tell(self, worker: int, head: Mapping[str, Any]) -> Message[Head]:
+        return self._peer(worker, "claim").call(ABANDON_MEMBERS, head)
 
     def _thread(self, worker: int, channel: str) -> _CallThread:
         with self._lock:
@@ -151,23 +150,24 @@ class Workers:
         self,
         worker: int,
         channel: str,
-        method: str,
+        call: Call[Any, Needs | A],
         head: Mapping[str, Any],
         arrays: Sequence[Array],
         engine: Mapping[str, Any],
         references: Sequence[IdsReference],
-    ) -> Message:
+    ) -> Message[A]:
         peer = self._peer(worker, channel)
         due = clock.now() + self._timeout
         while True:
-            answer = peer.call(method, head, arrays)
-            needs, text = answer.head.get("needs"), f"{peer.name}: {answer.head.get('text')}"
-            if needs is None:
-                return answer
-            if needs == "engine":
-                peer.call("engine", engine)
+            answer = peer.call(call, head, arrays)
+            needs = answer.head
+            if not isinstance(needs, Needs):
+                return Message(needs, answer.arrays)
+            if needs.needs == "engine":
+                peer.call(ENGINE, engine)
                 continue
-            missing = next((each for each in references if each.name == answer.head.get("reference")), None)
+            text = f"{peer.name}: {needs.text}"
+            missing = next((each for each in references if each.name == needs.reference), None)
             if self.resend is None or missing is None:
                 raise RuntimeError(text)
             if clock.now() > due:
@@ -184,7 +184,6 @@ class Workers:
                     hello={**self._hello, "worker": worker, "line": channel},
                     deadline=self._timeout,
                     forgetful=True,
-                    calls=WORKER_CALLS,
                 )
             return self._peers[worker, channel]
 
@@ -193,10 +192,12 @@ class _CallThread:
     """A thread that runs calls one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def put(self, work: Callable[[], Message], then: Then) -> Future[Message]:
+    def put(
+        self, work: Callable[[], Message[A]], then: Callable[[Message[A] | Exception], None]
+    ) -> Future[Message[A]]:
         """Run it after earlier calls."""
         job = _Job(work, then)
         self._queue.put(job)
@@ -212,9 +213,11 @@ class _CallThread:
             del job  # releases its arrays while the thread waits
 
 
-class _Job:
-    def __init__(self, work: Callable[[], Message], then: Then) -> None:
-        self.result: Future[Message] = Future()
+class _Job(Generic[A]):
+    def __init__(
+        self, work: Callable[[], Message[A]], then: Callable[[Message[A] | Exception], None]
+    ) -> None:
+        self.result: Future[Message[A]] = Future()
         self._work = work
         self._then = then
 

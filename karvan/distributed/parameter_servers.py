@@ -12,8 +12,9 @@ from karvan.distributed.step_commits import NoCommits, OwnCommits, StepCommits
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.job.sync_modes import MODES
-from karvan.protocol.parameter_server import SERVER_CALLS
+from karvan.protocol.parameter_server import ADD_TABLE, CHECK_FOLDER, RESTORE, SET_STATE
 from karvan.wire import Array, Client, Message, Reply, Security
+from karvan.wire.schema import A, Call
 
 _FOUND_WITHIN = 5.0  # seconds of one attempt to find a server; repeated until the call's deadline
 
@@ -82,24 +83,23 @@ class Servers:
                     self._security,
                     hello={**self._hello, "server": server, "line": channel},
                     deadline=self._timeout,
-                    calls=SERVER_CALLS,
                     on_restart=partial(self._restore, server) if self._saved else None,
                 )
                 if self._saved and self._declared:  # it may have restarted before this channel was used
-                    self._peers[key].begin("restore", {**self._restoring, "unless_tables": True})
+                    self._peers[key].begin(RESTORE, {**self._restoring, "unless_tables": True})
             return self._peers[key]
 
     def begin_training(
         self,
         server: int,
-        method: str,
+        call: Call[Any, A],
         head: Mapping[str, Any],
         arrays: Sequence[Array],
         *,
-        then: Callable[[Reply], None] | None = None,
-    ) -> Reply:
+        then: Callable[[Reply[A]], None] | None = None,
+    ) -> Reply[A]:
         """Begin a `pull` or `push`, after earlier ones; in an elastic run it carries the newest commit."""
-        return self.commits.begin(self.peer(server), server, method, head, arrays, then)
+        return self.commits.begin(self.peer(server), server, call, head, arrays, then)
 
     def rejoin(self, run: str) -> None:
         """Become a member of another run, before anything was looked up: the last one is over."""
@@ -109,10 +109,10 @@ class Servers:
         for peer in peers:
             peer.close()
         for table, properties in self._declared.items():
-            self.call("add_table", {"spec": properties["spec"]}, channel="train")
+            self.call(ADD_TABLE, {"spec": properties["spec"]}, channel="train")
             if "initial" in properties:
                 head = {"table": table, "initial": properties["initial"], "fresh": False}
-                self.call("set_state", head, channel="train")
+                self.call(SET_STATE, head, channel="train")
 
     @property
     def reloads(self) -> bool:
@@ -141,9 +141,9 @@ class Servers:
         for callback in self._restart_callbacks if not known else ():
             callback(server, incarnation)
 
-    def _restore(self, server: int, incarnation: str) -> list[tuple[str, Mapping[str, Any]]]:
+    def _restore(self, server: int, incarnation: str) -> list[tuple[Call[Any, Any], Mapping[str, Any]]]:
         self.report_restart(server, incarnation)
-        return [("restore", self._restoring)]
+        return [(RESTORE, self._restoring)]
 
     @property
     def _restoring(self) -> dict[str, Any]:
@@ -151,21 +151,21 @@ class Servers:
 
     def call(
         self,
-        method: str,
+        call: Call[Any, A],
         head: Mapping[str, Any] | None = None,
         *,
         channel: str = "ask",
         of: Sequence[int] | None = None,
-    ) -> list[Message]:
+    ) -> list[Message[A]]:
         """The answers of all servers, or of some of them."""
         chosen = range(len(self)) if of is None else of
-        replies = [self.peer(server, channel).begin(method, head) for server in chosen]
+        replies = [self.peer(server, channel).begin(call, head) for server in chosen]
         return [reply.wait() for reply in replies]
 
     def check_folder(self, folder: str) -> None:
         """Raise a ValueError if one of the servers that hold tables could not save into a folder."""
         if self._declared:
-            self.call("check_folder", {"folder": folder}, channel="save")
+            self.call(CHECK_FOLDER, {"folder": folder}, channel="save")
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of arrays sent and received so far in training."""

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
 
+from karvan.protocol import parameter_server as protocol
 from karvan.wire import Array, Client, Message, Reply
+from karvan.wire.schema import A, Call
 
 _AHEAD = 64  # commits that a server may not have been sent yet, before they are sent by themselves
 
@@ -67,13 +69,13 @@ class NoCommits:
         self,
         client: Client,
         server: int,
-        method: str,
+        call: Call[Any, A],
         head: Mapping[str, Any],
         arrays: Sequence[Array],
-        then: Callable[[Reply], None] | None,
-    ) -> Reply:
+        then: Callable[[Reply[A]], None] | None,
+    ) -> Reply[A]:
         """Begin a call, as it is."""
-        return client.begin(method, head, arrays, then=then)
+        return client.begin(call, head, arrays, then=then)
 
     def flush(self) -> None:
         """Do nothing."""
@@ -140,33 +142,33 @@ class StepCommits:
         self,
         client: Client,
         server: int,
-        method: str,
+        call: Call[Any, A],
         head: Mapping[str, Any],
         arrays: Sequence[Array],
-        then: Callable[[Reply], None] | None,
-    ) -> Reply:
+        then: Callable[[Reply[A]], None] | None,
+    ) -> Reply[A]:
         """Begin a call that carries the newest commit; earlier ones go before it."""
         with self._changed:  # so that calls begin in the order in which they take commits
             self._send_unsent(server, leave=1)
             if not self._unsent[server]:
-                return client.begin(method, head, arrays, then=then)
+                return client.begin(call, head, arrays, then=then)
             carrying = {**head, "commit": self._unsent[server][0]}
-            reply = client.begin(method, carrying, arrays, then=self._told(then))
+            reply = client.begin(call, carrying, arrays, then=self._told(then))
             self._sent(server)
             return reply
 
     def _send_unsent(self, server: int, *, leave: int = 0) -> None:
         unsent = self._unsent[server]
         while len(unsent) > leave:
-            self._peer(server).begin("commit", unsent[0], then=self._told(None))
+            self._peer(server).begin(protocol.COMMIT, unsent[0], then=self._told(None))
             self._sent(server)
 
     def _sent(self, server: int) -> None:
         self._unsent[server].popleft()
         self._in_flight += 1
 
-    def _told(self, then: Callable[[Reply], None] | None) -> Callable[[Reply], None]:
-        def answered(reply: Reply) -> None:
+    def _told(self, then: Callable[[Reply[A]], None] | None) -> Callable[[Reply[A]], None]:
+        def answered(reply: Reply[A]) -> None:
             with self._changed:
                 self._in_flight -= 1
                 self._failure = self._failure or reply.error
@@ -193,33 +195,33 @@ class StepCommits:
     def drop(self, step: int) -> None:
         """This step and later ones did not happen: servers drop their pushes, of all members."""
         self.flush()
-        self._call("drop", {"step": step})
+        self._call(protocol.DROP, {"step": step})
 
     def members(self, round_number: int) -> list[int]:
         """The members that have trained, as any server knows them, with this one, which is in this round.
 
         A RefusedError if others are in a newer round.
         """
-        answers = self._call("members", {"round": round_number})
-        return sorted({member for answer in answers for member in answer.head["members"]})
+        answers = self._call(protocol.MEMBERS_IN_ROUND, {"round": round_number})
+        return sorted({member for answer in answers for member in answer.head.members})
 
     def fence(self, member: int) -> None:
         """A member may be gone: servers refuse its calls from now on, and keep what it has pushed."""
-        self._call("fence", {"member": member})
+        self._call(protocol.FENCE, {"member": member})
 
     def abandon(self, member: int) -> None:
         """A member is gone, or this one leaves: servers drop what it has pushed and looked up."""
         self.flush()
-        self._call("abandon", {"member": member})
+        self._call(protocol.ABANDON, {"member": member})
 
     def progress(self) -> list[Progress]:
         """How far each server is."""
-        answers = [answer.head for answer in self._call("progress", {})]
-        return [Progress(each["committed"], each["ack"], each["staged"]) for each in answers]
+        answers = [answer.head for answer in self._call(protocol.PROGRESS, {})]
+        return [Progress(each.committed, each.ack, each.staged) for each in answers]
 
-    def _call(self, method: str, head: Mapping[str, Any]) -> list[Message]:
+    def _call(self, call: Call[Any, A], head: Mapping[str, Any]) -> list[Message[A]]:
         """The answers of all servers, after this member's earlier lookups and pushes."""
-        replies = [self._peer(server).begin(method, head) for server in self._unsent]
+        replies = [self._peer(server).begin(call, head) for server in self._unsent]
         return [reply.wait() for reply in replies]
 
 
@@ -252,12 +254,12 @@ class Tally(NamedTuple):
 class SentCommit:
     """A commit that is on its way to all servers."""
 
-    def __init__(self, replies: list[Reply]) -> None:
+    def __init__(self, replies: list[Reply[protocol.CommitAnswer]]) -> None:
         self._replies = replies
 
     def wait(self) -> Tally:
         """Return when all servers have committed the step; raises what went wrong."""
-        return _tally_of([reply.wait() for reply in self._replies])
+        return _tally_of(*(reply.wait().head for reply in self._replies))
 
 
 class OwnCommits(StepCommits):
@@ -298,7 +300,7 @@ class OwnCommits(StepCommits):
             "ack": ack,
         }
         self._last = SentCommit(
-            [self._peer(server).begin("commit", commit) for server in range(self._servers)]
+            [self._peer(server).begin(protocol.COMMIT, commit) for server in range(self._servers)]
         )
         for each in staged:
             each.release()
@@ -312,7 +314,7 @@ class OwnCommits(StepCommits):
 
     def ask(self, meeting: int = 0) -> Tally:
         """The tally; asks all members to come to the meeting of this number, unless it is 0."""
-        return _tally_of(self._call("tally", {"meeting": meeting}))
+        return _tally_of(*(answer.head for answer in self._call(protocol.TALLY, {"meeting": meeting})))
 
     def settle(self, member: int) -> Any:
         """A member is gone: complete its last step; returns what its commit said, None if it made none.
@@ -320,18 +322,21 @@ class OwnCommits(StepCommits):
         From now on servers refuse its calls.
         """
         self.fence(member)
-        found = [answer.head for answer in self._call("progress", {"member": member})]
-        last = max(-1 if each["committed"] is None else each["committed"] for each in found)
+        found = [answer.head for answer in self._call(protocol.PROGRESS, {"member": member})]
+        last = max(-1 if each.committed is None else each.committed for each in found)
         if last < 0:
             return None
-        commit = next(each["commit"] for each in found if each["committed"] == last)
-        late = [server for server, each in enumerate(found) if each["committed"] != last]
-        for reply in [self._peer(server).begin("commit", commit) for server in late]:
+        commit = next(each.commit for each in found if each.committed == last)
+        assert commit is not None
+        late = [server for server, each in enumerate(found) if each.committed != last]
+        for reply in [self._peer(server).begin(protocol.COMMIT, commit) for server in late]:
             reply.wait()
-        return commit["ack"]
+        return commit.ack
 
 
-def _tally_of(answers: list[Message]) -> Tally:
+def _tally_of(*answers: protocol.CommitAnswer | protocol.TallyAnswer) -> Tally:
     """That of the first server: all have the same, apart from steps that are being committed."""
-    head = answers[0].head
-    return Tally(dict(head["tally"]), head["meeting"])
+    tally, meeting = answers[0].tally, answers[0].meeting
+    assert tally is not None
+    assert meeting is not None
+    return Tally(tally, meeting)

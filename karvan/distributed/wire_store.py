@@ -20,19 +20,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from karvan.clock import clock
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.protocol.master import RENDEZVOUS_CALLS, pack_values, unpack_values
+from karvan.protocol import master as protocol
 from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
+from karvan.wire.schema import Call
+
+A = TypeVar("A")
 
 _PAUSES = 0.001, 0.1  # seconds between two calls, at first and at most
-_ONCE = ("add", "append", "compare_set", "delete")  # calls that a restarted registry must know again
+# Calls that a restarted registry must know again.
+_ONCE = protocol.STORE_ADD, protocol.STORE_APPEND, protocol.STORE_COMPARE_SET, protocol.STORE_DELETE
 
 # torch's objects hold only the C++ half of a store that is written in Python.
 _in_use: set[WireStore] = set()
@@ -70,7 +74,7 @@ class WireStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once."""
-        self._call("set", {"keys": list(keys)}, values)
+        self._call(protocol.STORE_SET, {"keys": list(keys)}, values)
 
     def get(self, key: str) -> bytes:
         """The value of a key, once it exists."""
@@ -81,10 +85,10 @@ class WireStore(Store):
         found: list[bytes] = []
 
         def ask() -> bool:
-            answer = self._call("get", {"keys": list(keys)})
-            if answer.head["present"]:
-                found.extend(unpack_values(*answer))
-            return bool(answer.head["present"])
+            answer, arrays = self._call(protocol.STORE_GET, {"keys": list(keys)})
+            if answer.present:
+                found.extend(protocol.unpack_values(answer.sizes, arrays))
+            return answer.present
 
         self._poll(ask, keys, self.timeout)
         return found
@@ -95,27 +99,28 @@ class WireStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of these keys exist."""
-        return bool(self._call("check", {"keys": list(keys)}).head["present"])
+        return self._call(protocol.STORE_CHECK, {"keys": list(keys)}).head.present
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; returns the sum."""
-        return int(self._call("add", {"key": key, "amount": amount}).head["total"])
+        return self._call(protocol.STORE_ADD, {"key": key, "amount": amount}).head.total
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value."""
-        self._call("append", {"key": key}, [value])
+        self._call(protocol.STORE_APPEND, {"key": key}, [value])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has the expected value; returns the value afterwards."""
-        return unpack_values(*self._call("compare_set", {"key": key}, [expected, desired]))[0]
+        answer, arrays = self._call(protocol.STORE_COMPARE_SET, {"key": key}, [expected, desired])
+        return protocol.unpack_values(answer.sizes, arrays)[0]
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
         """Remove a key, for `delete_key`: torch looks it up by this name."""
-        return bool(self._call("delete", {"key": key}).head["deleted"])
+        return self._call(protocol.STORE_DELETE, {"key": key}).head.deleted
 
     def getNumKeys(self) -> int:  # noqa: N802
         """The number of keys, for `num_keys`: torch looks it up by this name."""
-        return int(self._call("count", {}).head["keys"])
+        return self._call(protocol.STORE_COUNT, {}).head.keys
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` exist."""
@@ -135,17 +140,19 @@ class WireStore(Store):
         if peer is not None:
             peer.close()
 
-    def _call(self, name: str, head: Mapping[str, Any], values: Sequence[str | bytes] = ()) -> Message:
+    def _call(
+        self, call: Call[Any, A], head: Mapping[str, Any], values: Sequence[str | bytes] = ()
+    ) -> Message[A]:
         packed = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         head = {**head, "generation": self._generation}
-        if name in _ONCE:
+        if call in _ONCE:
             head["request"] = secrets.token_hex(8)
         arrays: list[Array] = []
         if packed:
-            head["sizes"], arrays = pack_values(packed)
+            head["sizes"], arrays = protocol.pack_values(packed)
         peer = self._connected()
         try:
-            return peer.call(f"store_{name}", head, arrays, deadline=self._deadline)
+            return peer.call(call, head, arrays, deadline=self._deadline)
         except WireError as error:
             self._drop(peer)
             raise dist.DistStoreError(
@@ -167,9 +174,7 @@ class WireStore(Store):
     def _connected(self) -> Client:
         with self._lock:
             if self._peer is None:
-                self._peer = Client(
-                    "registry", self._registry, self._security, forgetful=True, calls=RENDEZVOUS_CALLS
-                )
+                self._peer = Client("registry", self._registry, self._security, forgetful=True)
             return self._peer
 
     def _drop(self, peer: Client) -> None:

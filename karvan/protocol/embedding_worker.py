@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from karvan.protocol.parameter_server import PUSH_FIELDS, check_passes
+from karvan.protocol.parameter_server import PushedBatches, check_passes
 from karvan.protocol.values import (
     BATCH,
     DECLARED,
@@ -15,9 +15,9 @@ from karvan.protocol.values import (
     NUMBER,
     STEP,
     TABLE,
-    TRAINER_HELLO,
-    TRAINER_OPTIONS,
     WIRE,
+    DeclaredTable,
+    RunHello,
     check_batch,
     expect_declared_names,
     expect_distinct,
@@ -31,36 +31,40 @@ from karvan.wire.schema import (
     Boolean,
     Call,
     DescribedArrays,
-    Fields,
     ForEach,
+    Head,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     OneOf,
     OptionalArrays,
+    Struct,
     Text,
     TupleOf,
     Variant,
+    field,
+    optional,
     table_of,
 )
 
 _INDEX = Integer(0, 2**20)
 
-WORKER_HELLO = Variant(
-    "run",
-    Fields(
-        {
-            **TRAINER_HELLO,
-            "trainers": Integer(0, 2**20),  # 0 in an elastic run, whose trainers come and go
-            "worker": _INDEX,
-            "servers": Integer(1, 2**20),
-            "divisor": Integer(1, 2**20),
-        },
-        {**{name: kind for name, kind in TRAINER_OPTIONS.items() if name != "divisor"}, "elastic": Boolean()},
-    ),
-    Fields({}, {"loader": Boolean()}),  # a loader, which only sends ids, says nothing more
-)
+
+class WorkerHello(RunHello):
+    """What a trainer says to an embedding worker."""
+
+    worker: int = field(_INDEX)
+    divisor: int = field(Integer(1, 2**20))
+
+
+class LoaderHello(Head):
+    """What a loader says, which only sends ids."""
+
+    loader: bool = optional(Boolean(), default=False)
+
+
+WORKER_HELLO = Variant("run", Struct(WorkerHello), Struct(LoaderHello))
 
 _REFERENCE = Text(200)
 _REFERENCES = ListOf(_REFERENCE)
@@ -84,101 +88,146 @@ _LAYOUTS = ListOf(
     TupleOf(_SIZE, _SIZE, _SIZE, Boolean(), Nullable(_ROW_INDEX)), 65535
 )  # samples, ids, length, whether with offsets, and the index, if it has one
 _RESTARTED = ListOf(TupleOf(_INDEX, Text(64)))  # servers, and their new incarnations
-_NEEDS = Fields({"needs": OneOf("engine", "ids"), "text": Text(2000)}, {"reference": _REFERENCE})
 
 
-def _has_vectors(answer: Mapping[str, Any]) -> bool:
-    return "needs" not in answer
+class Put(Head):
+    """The ids of a batch, under a name."""
+
+    reference: str = field(_REFERENCE)
+    batch: dict[str, tuple[str, Any]] = field(BATCH)
 
 
-def _check_engine(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    expect_declared_names(head["tables"])
+class PutAnswer(Head):
+    """Whether there was room for the ids."""
+
+    kept: bool = field(Boolean())
+
+
+class References(Head):
+    """The names of ids that nobody needs any more."""
+
+    references: list[str] = field(_REFERENCES)
+
+
+class GoneMembers(Head):
+    """Members of an elastic run that are gone."""
+
+    members: list[int] = field(ListOf(MEMBER))
+
+
+class OfEngine(Head):
+    """A call that needs an engine of the trainer, and what the trainer has declared of its tables."""
+
+    engine: str = field(_ENGINE)
+    declarations: int = field(NUMBER)
+
+
+class Engine(OfEngine):
+    """The features of an engine, and their tables."""
+
+    features: dict[str, Any] = field(MapOf(_FEATURE, 65535, TABLE))
+    wire: str = field(WIRE)
+    tables: dict[str, DeclaredTable] = field(DECLARED)
+
+
+class Claim(OfEngine):
+    """A batch whose ids the worker holds, to be looked up."""
+
+    store: int = field(NUMBER)
+    batch: int = field(NUMBER)
+    reference: str = field(_REFERENCE)
+    training: bool = field(Boolean())
+    step: int = field(STEP)
+    now: float = field(NOW)
+    done: list[int] = field(ListOf(NUMBER))
+    gone: list[str] = field(_REFERENCES)
+
+
+class Needs(Head):
+    """What the worker needs before it can answer."""
+
+    needs: str = field(OneOf("engine", "ids"))
+    text: str = field(Text(2000))
+    reference: str = optional(_REFERENCE, default="")
+
+
+class Backward(Head):
+    """The servers that have restarted."""
+
+    restarted_servers: list[tuple[int, str]] = field(_RESTARTED)
+
+
+class Layouts(Backward):
+    """The layouts of the outputs of a batch."""
+
+    layouts: list[tuple[Any, ...]] = field(_LAYOUTS)
+
+
+class Pass(Head):
+    """The batch of a backward pass, and the features that have gradients."""
+
+    reference: str = field(_REFERENCE)
+    given: list[int] = field(ListOf(Integer(0, 65534), 65535))
+
+
+class PushPasses(PushedBatches, OfEngine):
+    """Gradients of the outputs of batches."""
+
+    mine: list[int] = field(ListOf(Integer(0, 1023), 1024))
+    passes: list[Pass] = field(ListOf(Struct(Pass), 1024))
+    gone: list[str] = field(_REFERENCES)
+
+
+def _check_engine(head: Engine, arrays: Sequence[Array]) -> None:
+    expect_declared_names(head.tables)
     dims: dict[str, int] = {}
-    for feature, (table, dim, *_) in head["features"].items():
+    for feature, (table, dim, *_) in head.features.items():
         if dims.setdefault(table, dim) != dim:
             raise RefusedError(
                 f"expected one dim for table '{table}', got {dims[table]}, and {dim} for feature '{feature}'."
             )
 
 
-def _check_backward(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+def _check_backward(head: PushPasses, arrays: Sequence[Array]) -> None:
     check_passes(head)
-    if len(head["passes"]) != len(head["mine"]):
-        raise RefusedError(f"expected descriptions of {len(head['mine'])} passes, got {len(head['passes'])}.")
-    for each in head["passes"]:
-        expect_distinct("the features of a pass", each["given"])
+    if len(head.passes) != len(head.mine):
+        raise RefusedError(f"expected descriptions of {len(head.mine)} passes, got {len(head.passes)}.")
+    for described in head.passes:
+        expect_distinct("the features of a pass", described.given)
 
 
-WORKER_CALLS = table_of(
-    Call(
-        "put",
-        Fields({"reference": _REFERENCE, "batch": BATCH}),
-        [DescribedArrays()],
-        answer=Fields({"kept": Boolean()}),
-        rule=check_batch,
-    ),
-    Call("forget", Fields({"references": _REFERENCES})),
-    Call("abandon", Fields({"members": ListOf(MEMBER)})),  # of an elastic run: they are gone
-    Call("describe", answer=MapOf(NUMBER)),
-    Call(
-        "engine",
-        Fields(
-            {
-                "engine": _ENGINE,
-                "features": MapOf(_FEATURE, 65535, TABLE),
-                "wire": WIRE,
-                "tables": DECLARED,
-                "declarations": NUMBER,
-            }
-        ),
-        rule=_check_engine,
-    ),
-    Call(
-        "claim",
-        Fields(
-            {
-                "engine": _ENGINE,
-                "store": NUMBER,
-                "batch": NUMBER,
-                "reference": _REFERENCE,
-                "training": Boolean(),
-                "step": STEP,
-                "now": NOW,
-                "done": ListOf(NUMBER),
-                "gone": _REFERENCES,
-                "declarations": NUMBER,
-            }
-        ),
-        answer=Variant("needs", _NEEDS, Fields({"layouts": _LAYOUTS, "restarted_servers": _RESTARTED})),
-        answers=[
-            OptionalArrays(
-                _has_vectors,
-                [
-                    ArrayKind("vectors", ("float32", "uint16"), ANY),
-                    ArrayKind("offsets", "int64", ANY),
-                    ArrayKind("rows", "int32", ANY),
-                    ArrayKind("weights", "float32", ANY),
-                ],
-            )
-        ],
-    ),
-    Call(
-        "backward",
-        Fields(
-            {
-                **PUSH_FIELDS,
-                "mine": ListOf(Integer(0, 1023), 1024),
-                "engine": _ENGINE,
-                "passes": ListOf(
-                    Fields({"reference": _REFERENCE, "given": ListOf(Integer(0, 65534), 65535)}), 1024
-                ),
-                "gone": _REFERENCES,
-                "declarations": NUMBER,
-            },
-            {"step": NUMBER},  # in an elastic run
-        ),
-        [ForEach(lambda head: len(head["mine"]), [ArrayKind("gradients", wire_dtype, ANY)])],
-        answer=Variant("needs", _NEEDS, Fields({"restarted_servers": _RESTARTED})),
-        rule=_check_backward,
-    ),
+PUT = Call(
+    "put",
+    Struct(Put),
+    [DescribedArrays()],
+    answer=Struct(PutAnswer),
+    rule=lambda head, arrays: check_batch(head.batch, arrays),
 )
+FORGET = Call("forget", Struct(References))
+ABANDON_MEMBERS = Call("abandon", Struct(GoneMembers))  # of an elastic run: they are gone
+DESCRIBE_WORKER = Call("describe", answer=MapOf(NUMBER))
+ENGINE = Call("engine", Struct(Engine), rule=_check_engine)
+CLAIM = Call(
+    "claim",
+    Struct(Claim),
+    answer=Variant("needs", Struct(Needs), Struct(Layouts)),
+    answers=[
+        OptionalArrays(
+            lambda answer: not hasattr(answer, "needs"),
+            [
+                ArrayKind("vectors", ("float32", "uint16"), ANY),
+                ArrayKind("offsets", "int64", ANY),
+                ArrayKind("rows", "int32", ANY),
+                ArrayKind("weights", "float32", ANY),
+            ],
+        )
+    ],
+)
+BACKWARD = Call(
+    "backward",
+    Struct(PushPasses),
+    [ForEach(lambda head: len(head.mine), [ArrayKind("gradients", wire_dtype, ANY)])],
+    answer=Variant("needs", Struct(Needs), Struct(Backward)),
+    rule=_check_backward,
+)
+WORKER_CALLS = table_of(PUT, FORGET, ABANDON_MEMBERS, DESCRIBE_WORKER, ENGINE, CLAIM, BACKWARD)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from karvan.protocol.values import GENERATION, INDEX, NUMBER, ROLE
+from karvan.protocol.values import GENERATION, INDEX, NUMBER, ROLE, Generation
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array
 from karvan.wire.schema import (
@@ -20,7 +21,10 @@ from karvan.wire.schema import (
     ListOf,
     Nullable,
     OneOf,
+    Struct,
     Text,
+    field,
+    optional,
     table_of,
 )
 
@@ -33,10 +37,11 @@ from karvan.wire.schema import (
 MOST_KEYS = 1 << 16
 LONGEST_KEY = 1024
 _KEY = Text(LONGEST_KEY)
-_KEYS = ListOf(_KEY, MOST_KEYS)
 _INT64 = Integer(-(2**63), 2**63 - 1)
 _SIZE = Integer(0, 2**30)
-_VALUES = ArrayKind("values", "uint8", lambda head: sum(head["sizes"]))
+_SIZES = ListOf(_SIZE)
+_ONE_SIZE = ListOf(_SIZE, 1, 1)
+_VALUES = ArrayKind("values", "uint8", lambda head: sum(head.sizes))
 
 
 def pack_values(values: Sequence[bytes]) -> tuple[list[int], list[Array]]:
@@ -44,53 +49,114 @@ def pack_values(values: Sequence[bytes]) -> tuple[list[int], list[Array]]:
     return [len(value) for value in values], [np.frombuffer(b"".join(values), np.uint8)]
 
 
-def unpack_values(head: Head, arrays: Sequence[Array]) -> list[bytes]:
+def unpack_values(sizes: Sequence[int], arrays: Sequence[Array]) -> list[bytes]:
     """The values of a checked call or answer."""
     data, values, start = arrays[0].tobytes(), [], 0
-    for size in head["sizes"]:
+    for size in sizes:
         values.append(data[start : start + size])
         start += size
     return values
 
 
-def _check_one_value_per_key(head: Head, arrays: Sequence[Array]) -> None:
-    if len(head["keys"]) != len(head["sizes"]):
-        raise RefusedError(f"expected {len(head['keys'])} sizes of values, got {len(head['sizes'])}.")
+class Keys(Generation):
+    """Several keys of a generation's store."""
+
+    keys: list[str] = field(ListOf(_KEY, MOST_KEYS))
 
 
-def _generation_and(**fields: Integer | Text | ListOf) -> Fields:
-    return Fields({"generation": GENERATION, **fields})
+class SetKeys(Keys):
+    """Several keys and the sizes of their values."""
+
+    sizes: list[int] = field(_SIZES)
 
 
-def _once(**fields: Integer | Text | ListOf) -> Fields:
-    return Fields({"generation": GENERATION, **fields}, {"request": Text(40, 0)})
+class Presence(Head):
+    """Whether all of the keys exist."""
+
+    present: bool = field(Boolean())
 
 
+class PresentValues(Presence):
+    """The sizes of the values of all keys, if all of them exist."""
+
+    sizes: list[int] = field(_SIZES)
+
+
+class ChangeKey(Generation):
+    """A key of a generation's store that one request changes."""
+
+    key: str = field(_KEY)
+    request: str = optional(Text(40, 0), default="")
+
+
+class AddToKey(ChangeKey):
+    """A key and the number that is added to it."""
+
+    amount: int = field(_INT64)
+
+
+class Total(Head):
+    """The sum that a key has."""
+
+    total: int = field(_INT64)
+
+
+class AppendToKey(ChangeKey):
+    """A key and the size of the value that is appended to it."""
+
+    sizes: list[int] = field(_ONE_SIZE)
+
+
+class CompareSetKey(ChangeKey):
+    """A key and the sizes of the expected value and of the desired one."""
+
+    sizes: list[int] = field(ListOf(_SIZE, 2, 2))
+
+
+class OneValue(Head):
+    """The size of a value."""
+
+    sizes: list[int] = field(_ONE_SIZE)
+
+
+class Deleted(Head):
+    """Whether there was such a key."""
+
+    deleted: bool = field(Boolean())
+
+
+class KeyCount(Head):
+    """The number of keys."""
+
+    keys: int = field(Integer(0, MOST_KEYS))
+
+
+def _check_one_value_per_key(head: SetKeys, arrays: Sequence[Array]) -> None:
+    if len(head.keys) != len(head.sizes):
+        raise RefusedError(f"expected {len(head.keys)} sizes of values, got {len(head.sizes)}.")
+
+
+STORE_SET = Call("store_set", Struct(SetKeys), [_VALUES], rule=_check_one_value_per_key)
+# All of the keys, or none of them.
+STORE_GET = Call("store_get", Struct(Keys), answer=Struct(PresentValues), answers=[_VALUES])
+STORE_CHECK = Call("store_check", Struct(Keys), answer=Struct(Presence))
+STORE_ADD = Call("store_add", Struct(AddToKey), answer=Struct(Total))
+STORE_APPEND = Call("store_append", Struct(AppendToKey), [_VALUES])
+# The answer is the value afterwards.
+STORE_COMPARE_SET = Call(
+    "store_compare_set", Struct(CompareSetKey), [_VALUES], answer=Struct(OneValue), answers=[_VALUES]
+)
+STORE_DELETE = Call("store_delete", Struct(ChangeKey), answer=Struct(Deleted))
+STORE_COUNT = Call("store_count", Struct(Generation), answer=Struct(KeyCount))
 RENDEZVOUS_CALLS = table_of(
-    Call(
-        "store_set",
-        _generation_and(keys=_KEYS, sizes=ListOf(_SIZE)),
-        [_VALUES],
-        rule=_check_one_value_per_key,
-    ),
-    Call(
-        "store_get",  # all of the keys, or none of them
-        _generation_and(keys=_KEYS),
-        answer=Fields({"present": Boolean(), "sizes": ListOf(_SIZE)}),
-        answers=[_VALUES],
-    ),
-    Call("store_check", _generation_and(keys=_KEYS), answer=Fields({"present": Boolean()})),
-    Call("store_add", _once(key=_KEY, amount=_INT64), answer=Fields({"total": _INT64})),
-    Call("store_append", _once(key=_KEY, sizes=ListOf(_SIZE, 1, 1)), [_VALUES]),
-    Call(
-        "store_compare_set",  # the expected value and the desired one; the answer is the value afterwards
-        _once(key=_KEY, sizes=ListOf(_SIZE, 2, 2)),
-        [_VALUES],
-        answer=Fields({"sizes": ListOf(_SIZE, 1, 1)}),
-        answers=[_VALUES],
-    ),
-    Call("store_delete", _once(key=_KEY), answer=Fields({"deleted": Boolean()})),
-    Call("store_count", _generation_and(), answer=Fields({"keys": Integer(0, MOST_KEYS)})),
+    STORE_SET,
+    STORE_GET,
+    STORE_CHECK,
+    STORE_ADD,
+    STORE_APPEND,
+    STORE_COMPARE_SET,
+    STORE_DELETE,
+    STORE_COUNT,
 )
 
 
@@ -129,24 +195,35 @@ _WORK = Fields(
     }
 )
 
-JOB_CALLS = table_of(
-    Call(
-        "job_status",
-        answer=Fields(
-            {
-                "job": Text(300),
-                "state": OneOf(*STATES),
-                "mode": Text(20),
-                "generation": GENERATION,
-                "master": Integer(0, 2**31),
-                "processes": ListOf(_PROCESS),
-                "work": Nullable(_WORK),
-            }
-        ),
-    ),
-    Call("scale_job", Fields({"trainers": Integer(1, 2**20)})),
-    Call("stop_job", Fields({"now": Boolean()})),
-)
+
+class JobStatus(Head):
+    """The state of a job, of its processes and of its leased work."""
+
+    job: str = field(Text(300))
+    state: str = field(OneOf(*STATES))
+    mode: str = field(Text(20))
+    generation: int = field(GENERATION)
+    master: int = field(Integer(0, 2**31))
+    processes: list[dict[str, Any]] = field(ListOf(_PROCESS))
+    work: dict[str, Any] | None = field(Nullable(_WORK))
+
+
+class ScaleJob(Head):
+    """The number of trainers that a job shall have."""
+
+    trainers: int = field(Integer(1, 2**20))
+
+
+class StopJob(Head):
+    """Whether all processes are killed at once."""
+
+    now: bool = field(Boolean())
+
+
+JOB_STATUS = Call("job_status", answer=Struct(JobStatus))
+SCALE_JOB = Call("scale_job", Struct(ScaleJob))
+STOP_JOB = Call("stop_job", Struct(StopJob))
+JOB_CALLS = table_of(JOB_STATUS, SCALE_JOB, STOP_JOB)
 
 
 # The calls about the group of trainers; `karvan/work/trainer_group.py` has the protocol.
@@ -154,26 +231,57 @@ JOB_CALLS = table_of(
 
 MOST_TRAINERS = 4096
 
-_PROCESS_NAME = Text(200)
 _MEMBER = Integer(0, 2**31)
 _MEMBERS = ListOf(_MEMBER, MOST_TRAINERS)
 
-GROUP_CALLS = table_of(
-    Call(
-        "enter_group",
-        Fields({"process": _PROCESS_NAME}),
-        answer=Fields({"member": _MEMBER, "group": Text(100), "run": Text(100)}),
-    ),
-    Call(
-        "join_group",
-        Fields({"process": _PROCESS_NAME, "round": NUMBER, "lost": _MEMBERS}),
-        answer=Fields({"member": _MEMBER, "round": NUMBER, "members": _MEMBERS, "run": Text(100, 0)}),
-    ),
-    Call(
-        "watch_group",
-        Fields({"process": _PROCESS_NAME, "round": NUMBER}),
-        answer=Fields({"regroup": Boolean(), "broken": Boolean(), "gone": _MEMBERS, "waiting": _MEMBERS}),
-    ),
-    Call("settle_group", Fields({"process": _PROCESS_NAME, "round": NUMBER})),
-    Call("leave_group", Fields({"process": _PROCESS_NAME})),
-)
+
+class GroupProcess(Head):
+    """The name of a trainer's process."""
+
+    process: str = field(Text(200))
+
+
+class EnteredGroup(Head):
+    """The number of a trainer, and the names of its group and run."""
+
+    member: int = field(_MEMBER)
+    group: str = field(Text(100))
+    run: str = field(Text(100))
+
+
+class ProcessRound(GroupProcess):
+    """A trainer's process, and the round that it is in."""
+
+    round: int = field(NUMBER)
+
+
+class JoinGroup(ProcessRound):
+    """A trainer that is ready for the next round, and members of which it saw that they are gone."""
+
+    lost: list[int] = field(_MEMBERS)
+
+
+class JoinedGroup(Head):
+    """The number of a trainer and the round that it is in; round 0 means not yet."""
+
+    member: int = field(_MEMBER)
+    round: int = field(NUMBER)
+    members: list[int] = field(_MEMBERS)
+    run: str = field(Text(100, 0))
+
+
+class RoundState(Head):
+    """What has happened to a round."""
+
+    regroup: bool = field(Boolean())
+    broken: bool = field(Boolean())
+    gone: list[int] = field(_MEMBERS)
+    waiting: list[int] = field(_MEMBERS)
+
+
+ENTER_GROUP = Call("enter_group", Struct(GroupProcess), answer=Struct(EnteredGroup))
+JOIN_GROUP = Call("join_group", Struct(JoinGroup), answer=Struct(JoinedGroup))
+WATCH_GROUP = Call("watch_group", Struct(ProcessRound), answer=Struct(RoundState))
+SETTLE_GROUP = Call("settle_group", Struct(ProcessRound))
+LEAVE_GROUP = Call("leave_group", Struct(GroupProcess))
+GROUP_CALLS = table_of(ENTER_GROUP, JOIN_GROUP, WATCH_GROUP, SETTLE_GROUP, LEAVE_GROUP)

@@ -22,9 +22,9 @@ from karvan.protocol.values import (
     STEPS,
     TABLE,
     TABLES,
-    TRAINER_HELLO,
-    TRAINER_OPTIONS,
     WIRE,
+    DeclaredTable,
+    RunHello,
     expect_declared_names,
     expect_distinct,
     expect_same_names,
@@ -42,27 +42,28 @@ from karvan.wire.schema import (
     Fields,
     Float,
     ForEach,
+    Head,
     Integer,
-    Kind,
     ListOf,
     MapOf,
     Nullable,
     OptionalArrays,
     Plain,
+    Struct,
     Text,
     TupleOf,
+    field,
+    optional,
     table_of,
 )
 
 # The calls of trainers about a server's dense parameters; see `karvan.cluster.parameter_server`.
 
 
-_MODEL = {"model": MODEL}
-_VERSION = {"version": NUMBER}
 _NAME = Text(1000)
 _TRAINER = Text(200)
 # The names and shapes of tensors that are stored one after the other in one array.
-_TENSORS: dict[str, Kind] = {"tensors": ListOf(TupleOf(_NAME, ListOf(Integer(0, 2**48), 32)), 2**16)}
+_TENSORS = ListOf(TupleOf(_NAME, ListOf(Integer(0, 2**48), 32)), 2**16)
 _MOST_FLOATS = 2**48
 
 # One of torch's optimizers: its options are numbers, text, and short lists of numbers.
@@ -82,7 +83,7 @@ ANSWERS = MapOf(
 )
 WAITING = Fields({"trainer": _TRAINER, "sequence": NUMBER, "staleness": STALENESS, "lr": RATE})
 
-_FLAT = ArrayKind("tensors", "float32", lambda head: _floats_of(head))
+_FLAT = ArrayKind("tensors", "float32", lambda head: _floats_of(head.tensors))
 _BYTES = ArrayKind("the state", "uint8", "bytes")
 
 
@@ -91,46 +92,106 @@ def _is_short_list(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 8 and all(type(each) in plain for each in value)
 
 
-def _floats_of(head: Mapping[str, Any]) -> int:
+def _floats_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> int:
     size = 0
-    for _, shape in head["tensors"]:
+    for _, shape in tensors:
         size += math.prod(shape)
         if size > _MOST_FLOATS:
             raise RefusedError(f"expected tensors of up to {_MOST_FLOATS} numbers together, got more.")
     return size
 
 
-def _check_tensors(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    names = [name for name, _ in head["tensors"]]
+class OfModel(Head):
+    """A call about the dense parameters of a model."""
+
+    model: int = field(MODEL)
+
+
+class PullDense(OfModel):
+    """The parameters, unless they are those of a version."""
+
+    version: int | None = field(Nullable(NUMBER))
+
+
+class DenseVersion(Head):
+    """The version of dense parameters."""
+
+    version: int = field(NUMBER)
+
+
+class PulledDense(DenseVersion):
+    """A version, with the parameters if they have changed."""
+
+    tensors: list[tuple[str, list[int]]] | None = optional(_TENSORS)
+
+
+class DenseGradients(OfModel):
+    """Gradients of dense parameters, of a version."""
+
+    tensors: list[tuple[str, list[int]]] = field(_TENSORS)
+    version: int = field(NUMBER)
+    lr: float | None = field(RATE)
+
+
+class PushDense(DenseGradients):
+    """Gradients, with a number by which they are applied once."""
+
+    trainer: str = field(_TRAINER)
+    sequence: int = field(NUMBER)
+
+
+class PushedDense(Head):
+    """What became of gradients."""
+
+    answer: tuple[bool, int, bool, int, str] = field(ANSWER)
+
+
+class StageDense(DenseGradients):
+    """Gradients for a step of an elastic run."""
+
+    step: int = field(NUMBER)
+
+
+class NextSequence(OfModel):
+    """A request for the number of a trainer's next push."""
+
+    trainer: str = field(_TRAINER)
+
+
+class NumberOfPush(Head):
+    """The number of a trainer's next push."""
+
+    sequence: int = field(NUMBER)
+
+
+class LoadDenseState(OfModel):
+    """A state to load."""
+
+    first: bool = optional(Boolean(), default=False)
+
+
+def _check_tensors(head: DenseGradients, arrays: Sequence[Array]) -> None:
+    names = [name for name, _ in head.tensors]
     if len(set(names)) != len(names):
         expect_distinct("the tensors", names)
 
 
+PULL_DENSE = Call(
+    "pull_dense",
+    Struct(PullDense),
+    answer=Struct(PulledDense),
+    answers=[OptionalArrays(lambda answer: answer.tensors is not None, [_FLAT])],
+)
+PUSH_DENSE = Call("push_dense", Struct(PushDense), [_FLAT], answer=Struct(PushedDense), rule=_check_tensors)
+STAGE_DENSE = Call(  # of an elastic run: a commit applies them
+    "stage_dense", Struct(StageDense), [_FLAT], answer=Struct(DenseVersion), rule=_check_tensors
+)
+NEXT_SEQUENCE = Call("next_sequence", Struct(NextSequence), answer=Struct(NumberOfPush))
+FLUSH_DENSE = Call("flush_dense", Struct(OfModel), answer=Struct(DenseVersion))
+DENSE_STATE = Call("dense_state", Struct(OfModel), answers=[_BYTES])
+LOAD_DENSE_STATE = Call("load_dense_state", Struct(LoadDenseState), [_BYTES], answer=Struct(DenseVersion))
 DENSE_CALLS = table_of(
-    Call(
-        "pull_dense",
-        Fields({**_MODEL, "version": Nullable(NUMBER)}),
-        answer=Fields(_VERSION, _TENSORS),
-        answers=[OptionalArrays(lambda answer: "tensors" in answer, [_FLAT])],
-    ),
-    Call(
-        "push_dense",
-        Fields({**_MODEL, **_TENSORS, **_VERSION, "trainer": _TRAINER, "sequence": NUMBER, "lr": RATE}),
-        [_FLAT],
-        answer=Fields({"answer": ANSWER}),
-        rule=_check_tensors,
-    ),
-    Call(  # of an elastic run: a commit applies them
-        "stage_dense",
-        Fields({**_MODEL, **_TENSORS, **_VERSION, "step": NUMBER, "lr": RATE}),
-        [_FLAT],
-        answer=Fields(_VERSION),
-        rule=_check_tensors,
-    ),
-    Call("next_sequence", Fields({**_MODEL, "trainer": _TRAINER}), answer=Fields({"sequence": NUMBER})),
-    Call("flush_dense", Fields(_MODEL), answer=Fields(_VERSION)),
-    Call("dense_state", Fields(_MODEL), answers=[_BYTES]),
-    Call("load_dense_state", Fields(_MODEL, {"first": Boolean()}), [_BYTES], answer=Fields(_VERSION)),
+    PULL_DENSE, PUSH_DENSE, STAGE_DENSE, NEXT_SEQUENCE, FLUSH_DENSE, DENSE_STATE, LOAD_DENSE_STATE
 )
 
 
@@ -152,59 +213,115 @@ def _is_small(value: Any) -> bool:
 
 _ACK = Plain(_is_small, f"JSON of up to {_MOST_ACK} characters")
 _COMMIT_PARTS = ListOf(TupleOf(MEMBER, NUMBER), _MOST_PARTS)  # members, and the numbers of their pushes
-# member: in mode async, whose steps are these; in other modes steps are those of all members. dense: models
-# whose gradients are staged. counts: what to add to the tally.
-COMMIT = Fields(
-    {"step": NUMBER, "parts": _COMMIT_PARTS, "scale": Float(-FLOAT32_MAX, FLOAT32_MAX), "ack": _ACK},
-    {"member": MEMBER, "dense": ListOf(MODEL, 64), "counts": MapOf(NUMBER, 16, Text(40))},
-)
-_TALLY = {"tally": MapOf(NUMBER, 17, Text(40)), "meeting": NUMBER}  # in mode async
+_COUNTS = MapOf(NUMBER, 17, Text(40))
 
 
-def check_commit(commit: Mapping[str, Any] | None) -> None:
+class Commit(Head):
+    """A step, and the pushes that it consists of."""
+
+    step: int = field(NUMBER)
+    parts: list[tuple[int, int]] = field(_COMMIT_PARTS)
+    scale: float = field(Float(-FLOAT32_MAX, FLOAT32_MAX))
+    ack: Any = field(_ACK)
+    member: int | None = optional(
+        MEMBER
+    )  # in mode async, whose step it is; elsewhere steps are of all members
+    dense: Sequence[int] = optional(ListOf(MODEL, 64), default=())  # models whose gradients are staged
+    counts: Mapping[str, int] = optional(MapOf(NUMBER, 16, Text(40)), default={})  # to add to the tally
+
+
+class CommitAnswer(Head):
+    """The tally after a commit, in mode async."""
+
+    tally: dict[str, int] | None = optional(_COUNTS)
+    meeting: int | None = optional(NUMBER)
+
+
+class TallyAnswer(Head):
+    """What was committed by all members, and the number of the next meeting."""
+
+    tally: dict[str, int] = field(_COUNTS)
+    meeting: int = field(NUMBER)
+
+
+class Drop(Head):
+    """A step that did not happen, and whose it was in mode async."""
+
+    step: int = field(NUMBER)
+    member: int | None = optional(MEMBER)
+
+
+class OfMember(Head):
+    """A call about a member."""
+
+    member: int = field(MEMBER)
+
+
+class Round(Head):
+    """The round of a group of trainers."""
+
+    round: int = field(NUMBER)
+
+
+class MemberNumbers(Head):
+    """The members that have trained."""
+
+    members: list[int] = field(ListOf(MEMBER, _MOST_MEMBERS))
+
+
+class ProgressOf(Head):
+    """A request for progress, in mode async that of a member."""
+
+    member: int | None = optional(MEMBER)
+
+
+class ProgressAnswer(Head):
+    """The last step that is committed, and what is staged: step, member and number of each push."""
+
+    committed: int | None = field(Nullable(NUMBER))  # null: no step of this run
+    ack: Any = field(_ACK)
+    staged: list[tuple[int, int, int]] = field(ListOf(TupleOf(NUMBER, MEMBER, NUMBER), _MOST_PARTS))
+    commit: Commit | None = optional(Struct(Commit))  # the last one, in mode async
+
+
+class Meeting(Head):
+    """The number of a meeting to which all members are to come."""
+
+    meeting: int = field(NUMBER)
+
+
+def check_commit(commit: Commit | None) -> None:
     """A RefusedError if a push occurs twice."""
     if commit is not None:
-        expect_distinct("the parts of a commit", commit["parts"])
-        expect_distinct("the models of a commit", commit.get("dense", []))
+        expect_distinct("the parts of a commit", commit.parts)
+        expect_distinct("the models of a commit", commit.dense)
 
 
-def _check_commit(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    check_commit(head)
-
-
-COMMIT_CALLS = table_of(
-    Call("commit", COMMIT, answer=Fields({}, _TALLY), rule=_check_commit),
-    Call("drop", Fields({"step": NUMBER}, {"member": MEMBER})),
-    Call("fence", Fields({"member": MEMBER})),
-    Call("abandon", Fields({"member": MEMBER})),
-    Call("members", Fields({"round": NUMBER}), answer=Fields({"members": ListOf(MEMBER, _MOST_MEMBERS)})),
-    Call(
-        "progress",
-        Fields({}, {"member": MEMBER}),
-        answer=Fields(
-            {
-                "committed": Nullable(NUMBER),  # null: no step of this run
-                "ack": _ACK,
-                "staged": ListOf(TupleOf(NUMBER, MEMBER, NUMBER), _MOST_PARTS),
-            },
-            {"commit": COMMIT},  # the last one, in mode async
-        ),
-    ),
-    Call("tally", Fields({"meeting": NUMBER}), answer=Fields(_TALLY)),
+COMMIT = Call(
+    "commit",
+    Struct(Commit),
+    answer=Struct(CommitAnswer),
+    rule=lambda commit, arrays: check_commit(commit),
 )
+DROP = Call("drop", Struct(Drop))
+FENCE = Call("fence", Struct(OfMember))
+ABANDON = Call("abandon", Struct(OfMember))
+MEMBERS_IN_ROUND = Call("members", Struct(Round), answer=Struct(MemberNumbers))
+PROGRESS = Call("progress", Struct(ProgressOf), answer=Struct(ProgressAnswer))
+TALLY = Call("tally", Struct(Meeting), answer=Struct(TallyAnswer))
+COMMIT_CALLS = table_of(COMMIT, DROP, FENCE, ABANDON, MEMBERS_IN_ROUND, PROGRESS, TALLY)
 
 
-SERVER_HELLO = Fields(
-    {
-        **TRAINER_HELLO,
-        "trainers": Integer(0, 2**20),  # 0 in an elastic run, whose trainers come and go
-        "server": Integer(0, 2**20),
-        "servers": Integer(1, 2**20),
-    },
-    {**TRAINER_OPTIONS, "worker": Integer(0, 2**20), "elastic": Boolean()},
-)
+class ServerHello(RunHello):
+    """What a trainer says to a parameter server."""
+
+    server: int = field(Integer(0, 2**20))
+    worker: int | None = optional(Integer(0, 2**20))
+    divisor: int | None = optional(Integer(1, 2**20))
+
 
 _BATCHES = ListOf(NUMBER)  # numbers of lookups
+_COMMIT = Nullable(Struct(Commit))  # of an elastic run: executed before the call itself
 _PARTS = Integer(1, 2**20)
 _SIZE = Integer(0, 2**63)
 _ROWS = [
@@ -226,9 +343,9 @@ _SHARE = Fields(
 )
 
 
-def expect_trainer(hello: Mapping[str, Any]) -> None:
+def expect_trainer(hello: RunHello) -> None:
     """A RefusedError unless a trainer's number fits its run; that of an elastic run may be any."""
-    trainer, trainers, elastic = hello["trainer"], hello["trainers"], hello.get("elastic", False)
+    trainer, trainers, elastic = hello.trainer, hello.trainers, hello.elastic
     if elastic != (trainers == 0):
         expected = "0, for any number, in an elastic run" if elastic else "at least 1 unless it is elastic"
         raise RefusedError(f"expected trainers to be {expected}, got {trainers}.")
@@ -236,226 +353,340 @@ def expect_trainer(hello: Mapping[str, Any]) -> None:
         raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
 
 
-def _check_pull(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    expect_distinct("the tables", head["tables"])
-    check_commit(head.get("commit"))
+class Done(Head):
+    """The store that a call is about, and the lookups that its trainer is done with."""
+
+    store: int = field(NUMBER)
+    done: list[int] = field(_BATCHES)
 
 
-def _keys_of_pull(head: Mapping[str, Any]) -> int:
-    tables, counts = head["tables"], head["counts"]
+class Pull(Done):
+    """The tables of a lookup, and the number of keys of each."""
+
+    batch: int = field(NUMBER)
+    tables: list[str] = field(ListOf(TABLE, MOST_TABLES, 1))
+    counts: list[int] = field(ListOf(Integer(0, 2**32), MOST_TABLES))
+    training: bool = field(Boolean())
+    step: int = field(STEP)
+    now: float = field(NOW)
+    wire: str = field(WIRE)
+    commit: Commit | None = optional(_COMMIT)
+
+
+class PushedBatches(Done):
+    """The lookups whose gradients follow, and how tables are updated."""
+
+    sequence: int = field(NUMBER)
+    batches: list[int] = field(ListOf(NUMBER, 1024, 1))
+    rules: dict[str, dict[str, Any]] = field(RULES)
+    steps: dict[str, int] = field(STEPS)
+    skipped: list[str] = field(TABLES)
+    complete: bool = field(Boolean())
+    wire: str = field(WIRE)
+    mine: list[int] | None = optional(ListOf(Integer(0, 1023), 1024))  # passes in the call; None: all
+    step: int | None = optional(NUMBER)  # in an elastic run
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The positions in the push of the backward passes that the call contains."""
+        return range(len(self.batches)) if self.mine is None else self.mine
+
+
+class Push(PushedBatches):
+    """Gradients for a server."""
+
+    commit: Commit | None = optional(_COMMIT)
+
+
+class Withdraw(Head):
+    """Lookups whose batches will not be trained."""
+
+    store: int = field(NUMBER)
+    batches: list[int] = field(_BATCHES)
+
+
+def _check_pull(head: Pull, arrays: Sequence[Array]) -> None:
+    expect_distinct("the tables", head.tables)
+    check_commit(head.commit)
+
+
+def _keys_of_pull(head: Pull) -> int:
+    tables, counts = head.tables, head.counts
     if len(counts) != len(tables):
         raise RefusedError(f"expected a number of keys for each of {len(tables)} tables, got {len(counts)}.")
     return words(sum(counts))
 
 
-def passes_of(head: Mapping[str, Any]) -> list[int]:
-    """The indices of the backward passes of a push that a call contains."""
-    mine: list[int] = head.get("mine", list(range(len(head["batches"]))))
-    return mine
-
-
-def check_passes(head: Mapping[str, Any]) -> None:
+def check_passes(head: PushedBatches) -> None:
     """Check that each pass is one of the push, once; tables with rules have steps, and are not skipped."""
-    mine = passes_of(head)
-    expect_distinct("the passes", mine)
-    for index in mine:
-        if index >= len(head["batches"]):
-            raise RefusedError(f"expected one of {len(head['batches'])} passes, got number {index}.")
-    if not mine:
+    expect_distinct("the passes", head.positions)
+    for index in head.positions:
+        if index >= len(head.batches):
+            raise RefusedError(f"expected one of {len(head.batches)} passes, got number {index}.")
+    if not head.positions:
         raise RefusedError("expected the gradients of some batches, got none.")
-    expect_same_names("rules", head["rules"], "steps", head["steps"])
-    expect_distinct("the tables with rules and the skipped tables", [*head["rules"], *head["skipped"]])
+    expect_same_names("rules", head.rules, "steps", head.steps)
+    expect_distinct("the tables with rules and the skipped tables", [*head.rules, *head.skipped])
 
 
-def _check_push(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+def _check_push(head: Push, arrays: Sequence[Array]) -> None:
     check_passes(head)
-    check_commit(head.get("commit"))
+    check_commit(head.commit)
 
 
-def _check_tables(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    expect_distinct("the tables", head["tables"])
-
-
-def _check_apply(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    expect_same_names("rules", head["rules"], "steps", head["steps"])
-    expect_same_names("rules", head["rules"], "numbers", head["numbers"])
-
-
-def _check_part(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    if head["part"] >= head["parts"]:
-        raise RefusedError(f"expected a part from 0 to {head['parts'] - 1}, got {head['part']}.")
-
-
-def _check_capture(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    expect_distinct("the tables", head["tables"])
-    expect_same_names("tables", dict.fromkeys(head["tables"]), "parts", head["parts"])
-
-
-def _check_restore(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    expect_declared_names(head["tables"])
-
-
-PUSH_FIELDS = {
-    "store": NUMBER,
-    "sequence": NUMBER,
-    "batches": ListOf(NUMBER, 1024, 1),
-    "rules": RULES,
-    "steps": STEPS,
-    "skipped": TABLES,
-    "complete": Boolean(),
-    "wire": WIRE,
-    "done": _BATCHES,
-}
-_MINE = ListOf(Integer(0, 1023), 1024)
-_COMMIT = {"commit": Nullable(COMMIT)}  # of an elastic run: executed before the call itself
-
-_TRAINING = table_of(
-    Call(
-        "pull",
-        Fields(
-            {
-                "store": NUMBER,
-                "batch": NUMBER,
-                "tables": ListOf(TABLE, MOST_TABLES, 1),
-                "counts": ListOf(Integer(0, 2**32), MOST_TABLES),
-                "training": Boolean(),
-                "step": STEP,
-                "now": NOW,
-                "wire": WIRE,
-                "done": _BATCHES,
-            },
-            _COMMIT,
-        ),
-        [ArrayKind("keys and uses", "int64", _keys_of_pull)],
-        answers=[ArrayKind("vectors", wire_dtype, ANY)],
-        rule=_check_pull,
-    ),
-    Call(
-        "push",
-        Fields(PUSH_FIELDS, {"mine": _MINE, "step": NUMBER, **_COMMIT}),  # step: in an elastic run
-        [ForEach(lambda head: len(passes_of(head)), [ArrayKind("gradients", wire_dtype, ANY)])],
-        rule=_check_push,
-    ),
-    Call("withdraw", Fields({"store": NUMBER, "batches": _BATCHES})),
+PULL = Call(
+    "pull",
+    Struct(Pull),
+    [ArrayKind("keys and uses", "int64", _keys_of_pull)],
+    answers=[ArrayKind("vectors", wire_dtype, ANY)],
+    rule=_check_pull,
 )
+PUSH = Call(
+    "push",
+    Struct(Push),
+    [ForEach(lambda head: len(head.positions), [ArrayKind("gradients", wire_dtype, ANY)])],
+    rule=_check_push,
+)
+WITHDRAW = Call("withdraw", Struct(Withdraw))
 
-_OF_TABLE = Fields({"table": TABLE})
 
+class OfTable(Head):
+    """A call about a table."""
+
+    table: str = field(TABLE)
+
+
+class AddTable(Head):
+    """A table to add."""
+
+    spec: dict[str, Any] = field(SPEC)
+
+
+class SetState(OfTable):
+    """The optimizer state that new rows of a table get."""
+
+    initial: list[float] = field(STATE)
+    fresh: bool = field(Boolean())
+
+
+class OfTables(Head):
+    """A call about several tables."""
+
+    tables: list[str] = field(TABLES)
+
+
+class Lookup(OfTables):
+    """Tables whose keys are looked up."""
+
+    training: bool = field(Boolean())
+    step: int = field(STEP)
+    now: float = field(NOW)
+
+
+class Apply(Head):
+    """The rules and steps of updates, and the number of pushes by table."""
+
+    rules: dict[str, dict[str, Any]] = field(RULES)
+    steps: dict[str, int] = field(STEPS)
+    numbers: dict[str, int] = field(MapOf(Integer(0, 512), MOST_TABLES, TABLE))
+
+
+class Evict(OfTable):
+    """The moment at which rows are evicted."""
+
+    step: int = field(STEP)
+    now: float = field(NOW)
+
+
+class RowCount(Head):
+    """A number of rows."""
+
+    rows: int = field(NUMBER)
+
+
+class TableVersion(Head):
+    """The version of a table."""
+
+    version: int = field(_SIZE)
+
+
+class EvictedSince(OfTable):
+    """A version, after which keys were evicted."""
+
+    version: int = field(_SIZE)
+
+
+class Snapshot(OfTable):
+    """A part of a table's rows."""
+
+    part: int = field(NUMBER)
+    parts: int = field(_PARTS)
+
+
+class Stats(Head):
+    """The counters of tables."""
+
+    stats: dict[str, dict[str, int]] = field(MapOf(MapOf(_SIZE, 64), MOST_TABLES, TABLE))
+
+
+def _check_tables(head: OfTables, arrays: Sequence[Array]) -> None:
+    expect_distinct("the tables", head.tables)
+
+
+def _check_apply(head: Apply, arrays: Sequence[Array]) -> None:
+    expect_same_names("rules", head.rules, "steps", head.steps)
+    expect_same_names("rules", head.rules, "numbers", head.numbers)
+
+
+def _check_part(head: Snapshot, arrays: Sequence[Array]) -> None:
+    if head.part >= head.parts:
+        raise RefusedError(f"expected a part from 0 to {head.parts - 1}, got {head.part}.")
+
+
+ADD_TABLE = Call("add_table", Struct(AddTable))
+SET_STATE = Call("set_state", Struct(SetState))
+LOOKUP = Call(
+    "lookup",
+    Struct(Lookup),
+    [
+        ForEach(
+            lambda head: len(head.tables),
+            [ArrayKind("keys", "int64", "n"), ArrayKind("counts", "uint32", "n")],
+        )
+    ],
+    answers=[ForEach(lambda answer: len(answer.tables), [ArrayKind("vectors", "float32", ANY, ANY)])],
+    rule=_check_tables,
+)
+APPLY = Call(
+    "apply",
+    Struct(Apply),
+    [
+        ForEach(
+            lambda head: sum(head.numbers.values()),
+            [ArrayKind("keys", "int64", "n"), ArrayKind("gradients", "float32", "n", ANY)],
+        )
+    ],
+    rule=_check_apply,
+)
+SKIP = Call("skip", Struct(OfTable))
+EVICT = Call("evict", Struct(Evict), answer=Struct(RowCount))
+ERASE = Call("erase", Struct(OfTable), [ArrayKind("keys", "int64", "n")], answer=Struct(RowCount))
+CLEAR = Call("clear", Struct(OfTable))
+VERSION = Call("version", Struct(OfTable), answer=Struct(TableVersion))
+EVICTED_SINCE = Call("evicted_since", Struct(EvictedSince), answers=[ArrayKind("keys", "int64", "n")])
+SNAPSHOT = Call("snapshot", Struct(Snapshot), answers=_ROWS, rule=_check_part)
+LOAD = Call("load", Struct(OfTable), _ROWS)
+STATS = Call("stats", Struct(OfTables), answer=Struct(Stats), rule=_check_tables)
 TABLE_CALLS = table_of(
-    Call("add_table", Fields({"spec": SPEC})),
-    Call("set_state", Fields({"table": TABLE, "initial": STATE, "fresh": Boolean()})),
-    Call(
-        "lookup",
-        Fields({"tables": TABLES, "training": Boolean(), "step": STEP, "now": NOW}),
-        [
-            ForEach(
-                lambda head: len(head["tables"]),
-                [ArrayKind("keys", "int64", "n"), ArrayKind("counts", "uint32", "n")],
-            )
-        ],
-        answers=[ForEach(lambda answer: len(answer["tables"]), [ArrayKind("vectors", "float32", ANY, ANY)])],
-        rule=_check_tables,
-    ),
-    Call(
-        "apply",
-        Fields({"rules": RULES, "steps": STEPS, "numbers": MapOf(Integer(0, 512), MOST_TABLES, TABLE)}),
-        [
-            ForEach(
-                lambda head: sum(head["numbers"].values()),
-                [ArrayKind("keys", "int64", "n"), ArrayKind("gradients", "float32", "n", ANY)],
-            )
-        ],
-        rule=_check_apply,
-    ),
-    Call("skip", _OF_TABLE),
-    Call("evict", Fields({"table": TABLE, "step": STEP, "now": NOW}), answer=Fields({"rows": NUMBER})),
-    Call("erase", _OF_TABLE, [ArrayKind("keys", "int64", "n")], answer=Fields({"rows": NUMBER})),
-    Call("clear", _OF_TABLE),
-    Call("version", _OF_TABLE, answer=Fields({"version": _SIZE})),
-    Call(
-        "evicted_since",
-        Fields({"table": TABLE, "version": _SIZE}),
-        answers=[ArrayKind("keys", "int64", "n")],
-    ),
-    Call(
-        "snapshot", Fields({"table": TABLE, "part": NUMBER, "parts": _PARTS}), answers=_ROWS, rule=_check_part
-    ),
-    Call("load", _OF_TABLE, _ROWS),
-    Call(
-        "stats",
-        Fields({"tables": TABLES}),
-        answer=Fields({"stats": MapOf(MapOf(_SIZE, 64), MOST_TABLES, TABLE)}),
-        rule=_check_tables,
-    ),
+    *(ADD_TABLE, SET_STATE, LOOKUP, APPLY, SKIP, EVICT, ERASE, CLEAR),
+    *(VERSION, EVICTED_SINCE, SNAPSHOT, LOAD, STATS),
 )
 
-_SAVING = table_of(
-    Call(
-        "capture",
-        Fields(
-            {
-                "capture": NUMBER,
-                "tables": TABLES,
-                "parts": MapOf(_PARTS, MOST_TABLES, TABLE),
-                "since": Nullable(NUMBER),
-                "track": Boolean(),
-                "store": NUMBER,
-                "used": ListOf(_BATCHES, 2**20),  # by trainer: lookups that are trained without a push
-            }
-        ),
-        rule=_check_capture,
-    ),
-    Call(
-        "save",
-        Fields(
-            {
-                "capture": NUMBER,
-                "folder": PATH,
-                "store": NUMBER,
-                "tables": MapOf(
-                    Fields(
-                        {
-                            "optimizer": Nullable(Text(200)),
-                            "parts": _PARTS,
-                            "delta": Boolean(),
-                            "base": Nullable(Text(200)),
-                        }
-                    ),
-                    MOST_TABLES,
-                    TABLE,
-                ),
-                "writers": Integer(1, 256),
-            }
-        ),
-        answer=Fields({"shares": MapOf(_SHARE, MOST_TABLES, TABLE)}),
-    ),
-    Call("close_capture", Fields({"capture": NUMBER})),
-    Call(
-        "fill",
-        Fields(
-            {
-                "path": PATH,
-                "tables": MapOf(
-                    Fields({"keep": Boolean(), "initial": STATE, "extra": Boolean()}), MOST_TABLES, TABLE
-                ),
-            }
-        ),
-        answer=Fields({"damaged": ListOf(TupleOf(Text(8192), Text(8192)))}),  # files, and their damage
-    ),
-    Call("check_folder", Fields({"folder": PATH})),
-    Call(
-        "restore",
-        Fields({"tables": DECLARED, "folder": PATH}, {"unless_tables": Boolean()}),
-        rule=_check_restore,
-    ),
-    Call("updates", Fields({"store": NUMBER}), answer=Fields({"trainers": _TRAINERS})),
-)
+
+class Capture(OfTables):
+    """The tables of a capture, and what it contains."""
+
+    capture: int = field(NUMBER)
+    parts: dict[str, int] = field(MapOf(_PARTS, MOST_TABLES, TABLE))
+    since: int | None = field(Nullable(NUMBER))
+    track: bool = field(Boolean())
+    store: int = field(NUMBER)
+    used: list[list[int]] = field(ListOf(_BATCHES, 2**20))  # by trainer: lookups trained without a push
+
+
+class Save(Head):
+    """How a capture is written into a folder."""
+
+    capture: int = field(NUMBER)
+    folder: str = field(PATH)
+    store: int = field(NUMBER)
+    tables: dict[str, dict[str, Any]] = field(
+        MapOf(
+            Fields(
+                {
+                    "optimizer": Nullable(Text(200)),
+                    "parts": _PARTS,
+                    "delta": Boolean(),
+                    "base": Nullable(Text(200)),
+                }
+            ),
+            MOST_TABLES,
+            TABLE,
+        )
+    )
+    writers: int = field(Integer(1, 256))
+
+
+class Shares(Head):
+    """What a server wrote of each table."""
+
+    shares: dict[str, dict[str, Any]] = field(MapOf(_SHARE, MOST_TABLES, TABLE))
+
+
+class CloseCapture(Head):
+    """A capture that is not needed any more."""
+
+    capture: int = field(NUMBER)
+
+
+class Fill(Head):
+    """A checkpoint, and how its tables are loaded."""
+
+    path: str = field(PATH)
+    tables: dict[str, dict[str, Any]] = field(
+        MapOf(Fields({"keep": Boolean(), "initial": STATE, "extra": Boolean()}), MOST_TABLES, TABLE)
+    )
+
+
+class Damage(Head):
+    """Files, and what is wrong with each."""
+
+    damaged: list[tuple[str, str]] = field(ListOf(TupleOf(Text(8192), Text(8192))))
+
+
+class Folder(Head):
+    """A folder for checkpoints."""
+
+    folder: str = field(PATH)
+
+
+class Restore(Folder):
+    """The tables that a restarted server must have."""
+
+    tables: dict[str, DeclaredTable] = field(DECLARED)
+    unless_tables: bool = optional(Boolean(), default=False)
+
+
+class OfStore(Head):
+    """A call about a store."""
+
+    store: int = field(NUMBER)
+
+
+class Updates(Head):
+    """How many updates of each trainer tables contain."""
+
+    trainers: dict[str, int] = field(_TRAINERS)
+
+
+def _check_capture(head: Capture, arrays: Sequence[Array]) -> None:
+    expect_distinct("the tables", head.tables)
+    expect_same_names("tables", dict.fromkeys(head.tables), "parts", head.parts)
+
+
+CAPTURE = Call("capture", Struct(Capture), rule=_check_capture)
+SAVE = Call("save", Struct(Save), answer=Struct(Shares))
+CLOSE_CAPTURE = Call("close_capture", Struct(CloseCapture))
+FILL = Call("fill", Struct(Fill), answer=Struct(Damage))
+CHECK_FOLDER = Call("check_folder", Struct(Folder))
+RESTORE = Call("restore", Struct(Restore), rule=lambda head, arrays: expect_declared_names(head.tables))
+UPDATES = Call("updates", Struct(OfStore), answer=Struct(Updates))
+DESCRIBE = Call("describe", answer=Plain())
 
 SERVER_CALLS = {
-    **_TRAINING,
+    **table_of(PULL, PUSH, WITHDRAW),
     **TABLE_CALLS,
-    **_SAVING,
+    **table_of(CAPTURE, SAVE, CLOSE_CAPTURE, FILL, CHECK_FOLDER, RESTORE, UPDATES, DESCRIBE),
     **DENSE_CALLS,
     **COMMIT_CALLS,
-    "describe": Call("describe", answer=Plain()),
 }

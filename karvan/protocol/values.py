@@ -10,7 +10,7 @@ from typing import Any
 
 from karvan.activity import MOST_WAITS
 from karvan.job.roles import all_roles
-from karvan.job.sync_modes import MODES
+from karvan.job.sync_modes import MODES, SYNC
 from karvan.native import rules
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array
@@ -20,14 +20,18 @@ from karvan.wire.schema import (
     Call,
     Fields,
     Float,
+    Head,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     OneOf,
     Plain,
+    Struct,
     Text,
     TupleOf,
+    field,
+    optional,
     shown,
     table_of,
 )
@@ -41,18 +45,20 @@ GENERATION = Integer(0, 2**31)
 _ADDRESS = Text(300)
 _PID = Integer(0, 2**31)
 
-# A member sends all of it with each of its calls; `process` is a random name.
-_WHO = {
-    "role": ROLE,
-    "index": INDEX,
-    "address": _ADDRESS,
-    "generation": GENERATION,
-    "pid": _PID,
-    "process": Text(64),
-}
-# How many processes the role has, if the member knows; see `Directory.count`.
-_COUNT = {"count": INDEX}
-_MEMBER = Fields(_WHO, optional=_COUNT)
+
+class MemberFields(Head):
+    """What a member sends with each of its calls; `process` is a random name."""
+
+    role: str = field(ROLE)
+    index: int = field(INDEX)
+    address: str = field(_ADDRESS)
+    generation: int = field(GENERATION)
+    pid: int = field(_PID)
+    process: str = field(Text(64))
+    # How many processes the role has, if the member knows; see `Directory.count`.
+    count: int = optional(INDEX, default=0)
+
+
 # See `karvan.activity.ActivityReport`.
 _ACTIVITY = Fields(
     {
@@ -63,27 +69,52 @@ _ACTIVITY = Fields(
         "dumps": Boolean(),
     }
 )
-_BEAT = Fields({**_WHO, "activity": _ACTIVITY}, optional=_COUNT)
-_LISTED = Fields(
-    {
-        "role": ROLE,
-        "index": INDEX,
-        "address": _ADDRESS,
-        "generation": GENERATION,
-        "pid": _PID,
-        "healthy": Boolean(),
-        "silent": Float(0.0),
-        **_COUNT,
-    }
-)
 
-REGISTRY_CALLS = table_of(
-    Call("register", _MEMBER),
-    Call("beat", _BEAT, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
-    Call("leave", _MEMBER),
-    Call("generation", answer=Fields({"generation": GENERATION})),
-    Call("members", answer=Fields({"members": ListOf(_LISTED)})),
-)
+
+class Beat(MemberFields):
+    """A member is alive, and what it has done."""
+
+    activity: dict[str, Any] = field(_ACTIVITY)
+
+
+class BeatAnswer(Head):
+    """Whether the registry knows the member, and whether another process has its place."""
+
+    known: bool = field(Boolean())
+    replaced: bool = field(Boolean())
+
+
+class ListedMember(Head):
+    """A member as the registry lists it; `silent` in seconds."""
+
+    role: str = field(ROLE)
+    index: int = field(INDEX)
+    address: str = field(_ADDRESS)
+    generation: int = field(GENERATION)
+    pid: int = field(_PID)
+    healthy: bool = field(Boolean())
+    silent: float = field(Float(0.0))
+    count: int = field(INDEX)
+
+
+class Generation(Head):
+    """How often the job went back to a checkpoint."""
+
+    generation: int = field(GENERATION)
+
+
+class Members(Head):
+    """The members of a job."""
+
+    members: list[ListedMember] = field(ListOf(Struct(ListedMember)))
+
+
+REGISTER = Call("register", Struct(MemberFields))
+BEAT = Call("beat", Struct(Beat), answer=Struct(BeatAnswer))
+LEAVE = Call("leave", Struct(MemberFields))
+GENERATION_OF_JOB = Call("generation", answer=Struct(Generation))
+MEMBERS = Call("members", answer=Struct(Members))
+REGISTRY_CALLS = table_of(REGISTER, BEAT, LEAVE, GENERATION_OF_JOB, MEMBERS)
 
 
 MOST_DIM = 65536
@@ -118,8 +149,17 @@ SPEC = Fields(
         "shards": Integer(1, 256),
     }
 )
+
+
+class DeclaredTable(Head):
+    """A table, and how optimizer state starts in it."""
+
+    spec: dict[str, Any] = field(SPEC)
+    initial: list[float] | None = optional(STATE)
+
+
 # The tables that a restarted server must have, by name.
-DECLARED = MapOf(Fields({"spec": SPEC}, {"initial": STATE}), MOST_TABLES, TABLE)
+DECLARED = MapOf(Struct(DeclaredTable), MOST_TABLES, TABLE)
 
 RULE = Fields(
     {
@@ -143,21 +183,29 @@ DENSE_SETTINGS = Fields(
 RUN = Text(64)
 MODEL = Integer(0, 2**31)  # one whose dense parameters are on servers
 MEMBER = Integer(0, 2**20)  # a trainer; in an elastic run the master gives out each number once
-TRAINER_HELLO = {
-    "generation": GENERATION,
-    "run": RUN,
-    "trainer": MEMBER,
-    "trainers": Integer(1, 2**20),
-}
-TRAINER_OPTIONS = {
-    "mode": OneOf(*MODES),
-    "staleness": Integer(1, 2**20),
-    "grad_reduce": OneOf("mean", "key", "sum"),
-    "divisor": Integer(1, 2**20),
-    "dense": DENSE_SETTINGS,
-    "reload": Boolean(),
-    "line": Text(40),
-}
+
+
+class TrainerHello(Head):
+    """What each trainer says of itself and its run."""
+
+    generation: int = field(GENERATION)
+    run: str = field(RUN)
+    trainer: int = field(MEMBER)
+    trainers: int = field(Integer(1, 2**20))
+
+
+class RunHello(TrainerHello):
+    """What a trainer says to those who store and look up rows."""
+
+    trainers: int = field(Integer(0, 2**20))  # 0 in an elastic run, whose trainers come and go
+    servers: int = field(Integer(1, 2**20))
+    mode: str = optional(OneOf(*MODES), default=SYNC.name)
+    staleness: int = optional(Integer(1, 2**20), default=1)
+    grad_reduce: str = optional(OneOf("mean", "key", "sum"), default="mean")
+    dense: dict[str, Any] | None = optional(DENSE_SETTINGS)
+    reload: bool = optional(Boolean(), default=False)
+    line: str = optional(Text(40), default="")
+    elastic: bool = optional(Boolean(), default=False)
 
 
 def words(keys: int) -> int:
@@ -165,9 +213,9 @@ def words(keys: int) -> int:
     return keys + (keys + 1) // 2
 
 
-def wire_dtype(head: Mapping[str, Any]) -> str:
+def wire_dtype(head: Any) -> str:
     """The dtype in which floats are sent; two-byte floats are sent as uint16."""
-    return "float32" if head["wire"] == "float32" else "uint16"
+    return "float32" if head.wire == "float32" else "uint16"
 
 
 def expect_distinct(what: str, names: Sequence[Any]) -> None:
@@ -184,12 +232,12 @@ def expect_same_names(what: str, names: Mapping[str, Any], other: str, others: M
         raise RefusedError(f"expected {what} and {other} of the same tables, got '{odd}' in one of them.")
 
 
-def expect_declared_names(tables: Mapping[str, Mapping[str, Any]]) -> None:
+def expect_declared_names(tables: Mapping[str, DeclaredTable]) -> None:
     """A RefusedError unless each table has the name of its spec."""
     for name, table in tables.items():
-        if table["spec"]["name"] != name:
+        if table.spec["name"] != name:
             raise RefusedError(
-                f"expected the spec of table '{name}', got the spec of '{table['spec']['name']}'."
+                f"expected the spec of table '{name}', got the spec of '{table.spec['name']}'."
             )
 
 
@@ -204,10 +252,10 @@ NAME = Text(1000)
 BATCH = MapOf(TupleOf(OneOf(*_PARTS, "plain", "reference"), Plain()), 2**16, NAME)
 
 
-def check_batch(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+def check_batch(batch: Mapping[str, Any], arrays: Sequence[Array]) -> None:
     """A RefusedError unless every part is an array of the message, and every array is exactly one part."""
     used: list[int] = []
-    for name, (kind, content) in head["batch"].items():
+    for name, (kind, content) in batch.items():
         if kind == "reference":
             _REFERENCE.check(content, f"batch[{name!r}]")
         if kind not in _PARTS:

@@ -9,13 +9,14 @@ from karvan.wire.client import Client, Reply
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.message import Array, Message
 from karvan.wire.security import Security
-from karvan.wire.server import Caller, Limits, Request, Server, Service, endpoints
+from karvan.wire.server import Caller, Endpoint, Limits, Request, Server, Service, endpoints
 
 __all__ = [
     "Array",
     "BusyError",
     "Caller",
     "Client",
+    "Endpoint",
     "Limits",
     "ListenError",
     "Message",

@@ -16,10 +16,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeAlias, cast
 
 import pyarrow as pa
 import pyarrow.flight as flight
+from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
@@ -27,8 +28,8 @@ from karvan.job.address import location, split_address
 from karvan.outages import mark, retry_delay
 from karvan.wire.errors import BusyError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed
-from karvan.wire.message import SCHEMA, Array, Message, Packed, pack, read, write
-from karvan.wire.schema import CallTable
+from karvan.wire.message import SCHEMA, Array, Message, Packed, Sent, pack, read, write
+from karvan.wire.schema import Call
 from karvan.wire.security import Security
 from karvan.wire.server import REPORTED_ERRORS
 
@@ -142,27 +143,30 @@ _GOODBYE = 1.0  # seconds to wait for the service to end the connection after a 
 _SLOWEST = 8e6  # bytes per second that any network is assumed to carry: large messages get more time
 
 
-class Reply:
-    """The answer to a call, once it has arrived."""
+A = TypeVar("A", default=Any)
+Declared: TypeAlias = Call[Any, A] | str
 
-    def __init__(
-        self, peer: Client, method: str, head: Mapping[str, Any], call: Packed, within: float
-    ) -> None:
+
+class Reply(Generic[A]):
+    """The answer to a call, once it has arrived; one to a declared call has been checked."""
+
+    def __init__(self, peer: Client, declared: Declared[A], head: Any, call: Packed, within: float) -> None:
         self._peer = peer
-        self.method = method
-        self.head = head
+        self._declared = declared
+        self.method = declared if isinstance(declared, str) else declared.name
+        self._head = head
         self.call = call
         self.bytes = sum(array.nbytes for array in call.arrays)
         self.started = clock.now()
         self.within = within  # seconds
         self.deadline = self.started + within
         self._done = threading.Event()
-        self._answer: Message | None = None
+        self._answer: Message[A] | None = None
         self._error: Exception | None = None
-        self._then: Callable[[Reply], None] | None = None
+        self._then: Callable[[Reply[A]], None] | None = None
         self.seconds = 0.0  # from the call to its answer
 
-    def wait(self) -> Message:
+    def wait(self) -> Message[A]:
         """The answer; raises the error of the service, or of the connection to it."""
         self._peer.check_process()
         if not self._done.is_set():
@@ -187,7 +191,17 @@ class Reply:
         """Wait for the answer for at most this long."""
         self._done.wait(seconds)
 
-    def set(self, answer: Message | Exception) -> None:
+    def answer(self, message: Message) -> None:
+        """Set the answer, unless it differs from its declaration; for the client's own threads."""
+        if isinstance(self._declared, str):
+            self.set(cast("Message[A]", message))
+            return
+        try:
+            self.set(self._declared.check_answer(self._head, message))
+        except RefusedError as error:
+            self.set(RefusedError(f"{self._peer.name}: {error}"))
+
+    def set(self, answer: Message[A] | Exception) -> None:
         """Set the answer, or why there is none; for the client's own threads."""
         self.seconds = clock.now() - self.started
         if isinstance(answer, Exception):
@@ -211,8 +225,7 @@ class Client:
     deadline: seconds for a call, all attempts included; a call that misses it is a WireError, and the client
     gives up. patience: seconds of silence after which a connection counts as broken. forgetful: the service
     may restart and need not know earlier calls. on_restart: returns the calls, each with its head, that a
-    restarted service must get before any other; its argument is the service's new incarnation. calls: the
-    declared calls of the service; an answer that does not match its declaration is a RefusedError.
+    restarted service must get before any other; its argument is the service's new incarnation.
     """
 
     def __init__(
@@ -225,8 +238,7 @@ class Client:
         deadline: float = 120.0,
         patience: float = 10.0,
         forgetful: bool = False,
-        on_restart: Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
-        calls: CallTable | None = None,
+        on_restart: Callable[[str], Sequence[tuple[Declared[Any], Sent]]] | None = None,
     ) -> None:
         self.name = name
         self.role = "-".join(name.split())  # as launched jobs call their processes: parameter-server-0
@@ -238,10 +250,9 @@ class Client:
         self._patience = patience
         self._forgetful = forgetful or on_restart is not None
         self._on_restart = on_restart
-        self._calls = calls or {}
         self._process = os.getpid()
         self._changed = threading.Condition()
-        self._waiting: deque[Reply] = deque()  # calls without an answer, the oldest first
+        self._waiting: deque[Reply[Any]] = deque()  # calls without an answer, the oldest first
         self._sent = 0  # how many of them were sent on this connection
         self._sent_bytes = 0  # of these calls
         self._answered = 0  # number of the last call that was answered
@@ -261,41 +272,42 @@ class Client:
 
     def begin(
         self,
-        method: str,
-        head: Mapping[str, Any] | None = None,
+        call: Declared[A],
+        head: Sent | None = None,
         arrays: Sequence[Array] = (),
         *,
-        then: Callable[[Reply], None] | None = None,
+        then: Callable[[Reply[A]], None] | None = None,
         deadline: float | None = None,
-    ) -> Reply:
+    ) -> Reply[A]:
         """Start a call; arrays must not change until the answer has arrived.
+
+        An answer that differs from the declaration of the call is a RefusedError; that to a name is any.
 
         then: called with the reply once it has arrived, on a thread of the client, so it must not block.
         """
         self.check_process()
-        call = pack(Message({**(head or {}), "method": method}, arrays))
         seconds = self._deadline if deadline is None else deadline
-        reply = Reply(self, method, head or {}, call, seconds)
+        reply = Reply(self, call, head or {}, _packed(call, head or {}, arrays), seconds)
         reply._then = then
         with self._changed:
             if self._failure is not None:
                 raise _copy_of(self._failure)
             if self._closing:
-                raise WireError(f"The connection to {self.name} was closed, got a call of {method!r}.")
+                raise WireError(f"The connection to {self.name} was closed, got a call of {reply.method!r}.")
             self._waiting.append(reply)
             self._changed.notify_all()
         return reply
 
     def call(
         self,
-        method: str,
-        head: Mapping[str, Any] | None = None,
+        call: Declared[A],
+        head: Sent | None = None,
         arrays: Sequence[Array] = (),
         *,
         deadline: float | None = None,
-    ) -> Message:
+    ) -> Message[A]:
         """Call and wait for the answer."""
-        return self.begin(method, head, arrays, deadline=deadline).wait()
+        return self.begin(call, head, arrays, deadline=deadline).wait()
 
     def close(self) -> None:
         """Disconnect; calls without an answer fail."""
@@ -444,10 +456,9 @@ class Client:
             self._heard = clock.now()
             self.connections += 1
 
-    def _first(self, method: str, head: Mapping[str, Any]) -> Reply:
+    def _first(self, call: Declared[A], head: Sent) -> Reply[A]:
         """A call that nobody waits for; if it fails, the client gives up."""
-        call = pack(Message({**head, "method": method}))
-        reply = Reply(self, method, head, call, self._deadline)
+        reply = Reply(self, call, head, _packed(call, head, ()), self._deadline)
         reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
         return reply
 
@@ -542,16 +553,12 @@ class Client:
             error = kind(cause, text) if kind is OSError and isinstance(cause, int) else kind(text)
             reply.set(_marked(error, answer.head))
         else:
-            reply.set(self._checked(reply, answer))
+            reply.answer(answer)
 
-    def _checked(self, reply: Reply, answer: Message) -> Message | Exception:
-        declared = self._calls.get(reply.method)
-        if declared is None:
-            return answer
-        try:
-            return declared.check_answer(reply.head, answer)
-        except RefusedError as error:
-            return RefusedError(f"{self.name}: {error}")
+
+def _packed(call: Declared[Any], head: Sent, arrays: Sequence[Array]) -> Packed:
+    fields = head if isinstance(head, Mapping) else head.as_json()
+    return pack(Message({**fields, "method": call if isinstance(call, str) else call.name}, arrays))
 
 
 def _marked(error: Exception, said: Mapping[str, Any]) -> Exception:

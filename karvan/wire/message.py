@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from karvan.wire.errors import RefusedError
 
@@ -29,10 +30,21 @@ _MOST_ARRAYS = 1024
 _MOST_DIMENSIONS = 32
 
 
-class Message(NamedTuple):
-    """A call or an answer."""
+class Fielded(Protocol):
+    """An object with fields; `karvan.wire.schema.Head` is one."""
 
-    head: dict[str, Any]
+    def as_json(self) -> dict[str, Any]:
+        """The object that is sent."""
+
+
+Sent: TypeAlias = Fielded | Mapping[str, Any]
+H = TypeVar("H", default=dict[str, Any])
+
+
+class Message(NamedTuple, Generic[H]):
+    """A call or an answer; its head is a mapping, or a `karvan.wire.schema.Head`."""
+
+    head: H
     arrays: Sequence[Array] = ()
 
     @property
@@ -48,7 +60,7 @@ class Packed(NamedTuple):
     arrays: Sequence[Array]
 
 
-def pack(message: Message, most: int = MOST_BYTES) -> Packed:
+def pack(message: Message[Any], most: int = MOST_BYTES) -> Packed:
     """A message ready to be written; a ValueError or TypeError if it cannot be."""
     if len(message.arrays) > _MOST_ARRAYS or message.bytes > most:
         raise ValueError(
@@ -63,7 +75,16 @@ def pack(message: Message, most: int = MOST_BYTES) -> Packed:
                 f"got {array.dtype} with {array.ndim}."
             )
         described.append([str(array.dtype), list(array.shape)])
-    return Packed(json.dumps({**message.head, "arrays": described}, separators=(",", ":")), message.arrays)
+    head = message.head if isinstance(message.head, Mapping) else message.head.as_json()
+    text = json.dumps({**head, "arrays": described}, separators=(",", ":"), default=_as_json)
+    return Packed(text, message.arrays)
+
+
+def _as_json(value: Any) -> dict[str, Any]:
+    if not hasattr(value, "as_json"):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")  # as json says
+    fields: dict[str, Any] = value.as_json()
+    return fields
 
 
 def write(writer: Any, packed: Packed, **numbers: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeAlias, cast
 
-from typing_extensions import override
+from typing_extensions import TypeVar, dataclass_transform, override
 
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array, Message
@@ -31,13 +30,17 @@ from karvan.wire.message import Array, Message
 FLOAT32_MAX = 3.4028234663852886e38
 _LARGEST = sys.float_info.max
 _SHOWN = 80  # characters of a value in a message
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+S_co = TypeVar("S_co", covariant=True)
+D = TypeVar("D")
 
 
-class Kind(ABC):
+class Kind(ABC, Generic[T_co]):
     """A set of values."""
 
     @abstractmethod
-    def check(self, value: Any, where: str) -> Any:
+    def check(self, value: Any, where: str) -> T_co:
         """The value, ready for use; otherwise a RefusedError that names `where` in the message it is."""
 
     @abstractmethod
@@ -49,7 +52,7 @@ class Kind(ABC):
         raise RefusedError(f"expected {where} to be {self}, got {shown(value)}.")
 
 
-class Integer(Kind):
+class Integer(Kind[int]):
     """A whole number within bounds, both included."""
 
     def __init__(self, least: int = 0, most: int = 2**53) -> None:
@@ -66,7 +69,7 @@ class Integer(Kind):
         return f"a whole number from {self._least} to {self._most}"
 
 
-class Float(Kind):
+class Float(Kind[float]):
     """A number within bounds, both included; finite: neither infinite nor NaN."""
 
     def __init__(self, least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> None:
@@ -96,7 +99,7 @@ class Float(Kind):
         return f"{finite} from {self._least:g} to {self._most:g}"
 
 
-class Boolean(Kind):
+class Boolean(Kind[bool]):
     """True or false."""
 
     @override
@@ -109,7 +112,7 @@ class Boolean(Kind):
         return "true or false"
 
 
-class Text(Kind):
+class Text(Kind[str]):
     """Text of a bounded number of characters."""
 
     def __init__(self, longest: int = 200, shortest: int = 1) -> None:
@@ -130,7 +133,7 @@ class Text(Kind):
         return f"text of {self._shortest} to {self._longest} characters"
 
 
-class OneOf(Kind):
+class OneOf(Kind[str]):
     """One of several texts."""
 
     def __init__(self, *choices: str) -> None:
@@ -146,30 +149,30 @@ class OneOf(Kind):
         return f"one of {', '.join(map(repr, self._choices))}"
 
 
-class Nullable(Kind):
+class Nullable(Kind[T_co | None]):
     """Null, or a value of another kind."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind[T_co]) -> None:
         self._kind = kind
 
     @override
-    def check(self, value: Any, where: str) -> Any:
+    def check(self, value: Any, where: str) -> T_co | None:
         return None if value is None else self._kind.check(value, where)
 
     def __str__(self) -> str:
         return f"null or {self._kind}"
 
 
-class ListOf(Kind):
+class ListOf(Kind[list[T]]):
     """A bounded number of values of one kind."""
 
-    def __init__(self, kind: Kind, longest: int = 2**20, shortest: int = 0) -> None:
+    def __init__(self, kind: Kind[T], longest: int = 2**20, shortest: int = 0) -> None:
         self._kind = kind
         self._longest = longest
         self._shortest = shortest
 
     @override
-    def check(self, value: Any, where: str) -> list[Any]:
+    def check(self, value: Any, where: str) -> list[T]:
         if type(value) is not list or not self._shortest <= len(value) <= self._longest:
             self.refuse(value, where)
         check = self._kind.check
@@ -182,10 +185,10 @@ class ListOf(Kind):
         return f"a list of {self._shortest} to {self._longest} values"
 
 
-class TupleOf(Kind):
+class TupleOf(Kind[Any]):
     """A list of fixed length with a kind for each of its values."""
 
-    def __init__(self, *kinds: Kind) -> None:
+    def __init__(self, *kinds: Kind[Any]) -> None:
         self._kinds = kinds
 
     @override
@@ -201,16 +204,16 @@ class TupleOf(Kind):
         return f"a list of {len(self._kinds)} values"
 
 
-class MapOf(Kind):
+class MapOf(Kind[dict[str, T]]):
     """An object whose names are of one kind and whose values are of another."""
 
-    def __init__(self, kind: Kind, longest: int = 2**16, names: Kind | None = None) -> None:
+    def __init__(self, kind: Kind[T], longest: int = 2**16, names: Kind[str] | None = None) -> None:
         self._kind = kind
         self._longest = longest
         self._names = names or Text()
 
     @override
-    def check(self, value: Any, where: str) -> dict[str, Any]:
+    def check(self, value: Any, where: str) -> dict[str, T]:
         if type(value) is not dict or len(value) > self._longest:
             self.refuse(value, where)
         names, check = self._names.check, self._kind.check
@@ -226,10 +229,12 @@ class MapOf(Kind):
         return f"an object with up to {self._longest} names"
 
 
-class Fields(Kind):
+class Fields(Kind[dict[str, Any]]):
     """An object with all of these names, any of the optional ones, and no others."""
 
-    def __init__(self, fields: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> None:
+    def __init__(
+        self, fields: Mapping[str, Kind[Any]], optional: Mapping[str, Kind[Any]] | None = None
+    ) -> None:
         self.fields = dict(fields)
         self.optional = dict(optional or {})
         self._kinds = {**self.optional, **self.fields}
@@ -258,16 +263,95 @@ class Fields(Kind):
         return f"an object with {', '.join(self._kinds) or 'nothing'}"
 
 
-class Variant(Kind):
+class _Field(NamedTuple):
+    """A declared field of a `Head`."""
+
+    kind: Kind[Any]
+    optional: bool = False
+    default: Any = None
+
+
+def field(kind: Kind[T]) -> T:
+    """A field that a head must have."""
+    return cast("T", _Field(kind))
+
+
+def optional(kind: Kind[T], *, default: D = None) -> T | D:  # type: ignore[assignment]
+    """A field that may be missing, which reads as `default`."""
+    return cast("T | D", _Field(kind, True, default))
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field, optional))
+class Head:
+    """The fields of a call, of an answer, or of an object in one of them.
+
+    A subclass declares each field with its type and its kind, which mypy compares:
+
+        class Erase(Head):
+            table: str = field(Text())
+
+    A head is sent as exactly the fields that it was made with, in their order.
+    """
+
+    declaration: ClassVar[Fields] = Fields({})
+
+    def __init_subclass__(cls) -> None:
+        required: dict[str, Kind[Any]] = {}
+        may_miss: dict[str, Kind[Any]] = {}
+        for base in cls.__bases__:
+            if issubclass(base, Head):
+                required |= base.declaration.fields
+                may_miss |= base.declaration.optional
+        for name, declared in [item for item in vars(cls).items() if isinstance(item[1], _Field)]:
+            if declared.optional:
+                may_miss[name] = declared.kind
+                setattr(cls, name, declared.default)
+            else:
+                may_miss.pop(name, None)
+                required[name] = declared.kind
+                delattr(cls, name)
+        cls.declaration = Fields(required, may_miss)
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ = fields
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that is sent."""
+        return vars(self)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+S = TypeVar("S", bound=Head)
+
+
+class Struct(Kind[S]):
+    """Objects that become heads of a class."""
+
+    def __init__(self, head: type[S]) -> None:
+        self.head = head
+        self.optional = head.declaration.optional
+
+    @override
+    def check(self, value: Any, where: str) -> S:
+        return self.head(**self.head.declaration.check(value, where))
+
+    def __str__(self) -> str:
+        return str(self.head.declaration)
+
+
+class Variant(Kind[T_co | S_co]):
     """An object of one of two kinds: the first if it has a certain name, otherwise the second."""
 
-    def __init__(self, name: str, with_name: Kind, without: Kind) -> None:
+    def __init__(self, name: str, with_name: Kind[T_co], without: Kind[S_co]) -> None:
         self._name = name
         self._with = with_name
         self._without = without
 
     @override
-    def check(self, value: Any, where: str) -> Any:
+    def check(self, value: Any, where: str) -> T_co | S_co:
         if type(value) is not dict:
             self.refuse(value, where)
         return (self._with if self._name in value else self._without).check(value, where)
@@ -276,7 +360,7 @@ class Variant(Kind):
         return f"{self._with}, or {self._without}"
 
 
-class Plain(Kind):
+class Plain(Kind[Any]):
     """Any JSON value: for what a service passes on without looking into it.
 
     test: a condition that it must fulfil; text: its description for error messages.
@@ -310,22 +394,21 @@ def shown(value: Any) -> str:
 # Declarations of calls: the head and arrays of a call and of its answer.
 #
 #     keys = ArrayKind("keys", "int64", "n")
-#     CALLS = table_of(Call("erase", Fields({"table": Text()}), [keys], answer=Fields({"rows": Integer()})))
+#     ERASE = Call("erase", Struct(Erase), [keys], answer=Struct(Rows))
 #
 # A service has one table of such declarations (`karvan.wire.server`) and checks every call against it before
-# any code of its own runs. The clients of the service check answers against the same table: a malicious
-# service, or one of another version, cannot make its caller read beyond an array either.
+# any code of its own runs. Its clients call by the declaration, which checks the answer: a malicious service,
+# or one of another version, cannot make its caller read beyond an array either.
 #
 # Sizes of arrays are numbers, or names, which mean the same size everywhere within one message, or functions
 # of the head. What depends on the state of a service, such as the dim of a table, is checked first thing in
 # the service, with `expect_array`.
 
 
-Head: TypeAlias = Mapping[str, Any]
-Size: TypeAlias = int | str | Callable[[Head], int]
+# Functions of a head get the call's, or, for the arrays of an answer, the answer's joined with the call's.
+Size: TypeAlias = int | str | Callable[[Any], int]
 
 ANY = "*"  # any size
-_NOTHING = Fields({})
 
 # The fields that the wire itself adds to the head of a call, of an answer, and of a hello.
 _OF_CALLS = frozenset({"method", "number", "received", "within", "arrays"})
@@ -339,12 +422,12 @@ class ArrayKind:
     dtype: one, or several that are allowed, or a function of the head that returns it.
     """
 
-    def __init__(self, name: str, dtype: str | tuple[str, ...] | Callable[[Head], str], *shape: Size) -> None:
+    def __init__(self, name: str, dtype: str | tuple[str, ...] | Callable[[Any], str], *shape: Size) -> None:
         self.name = name
         self._dtype = dtype
         self._shape = shape
 
-    def check(self, array: Array, head: Head, sizes: dict[str, int], where: str) -> None:
+    def check(self, array: Array, head: Any, sizes: dict[str, int], where: str) -> None:
         """A RefusedError unless the array is as declared; named sizes are added to `sizes`."""
         dtypes = self._dtype(head) if callable(self._dtype) else self._dtype
         fits = len(array.shape) == len(self._shape)
@@ -367,7 +450,7 @@ class ArrayKind:
 class ForEach:
     """Arrays that are repeated as often as the head says; named sizes are valid within one repetition."""
 
-    count: Callable[[Head], int]
+    count: Callable[[Any], int]
     arrays: Sequence[ArrayKind]
 
 
@@ -382,15 +465,33 @@ class DescribedArrays:
 class OptionalArrays:
     """Arrays that are all present, or all absent, as the head says."""
 
-    present: Callable[[Head], bool]
+    present: Callable[[Any], bool]
     arrays: Sequence[ArrayKind]
 
 
 Declared: TypeAlias = ArrayKind | ForEach | DescribedArrays | OptionalArrays
 
 
+class _Joined:
+    """The fields of several heads; those of an earlier one hide those of a later one."""
+
+    def __init__(self, *heads: Any) -> None:
+        self._heads = [Head(**head) if isinstance(head, Mapping) else head for head in heads]
+
+    def __getattr__(self, name: str) -> Any:
+        for head in self._heads:
+            if hasattr(head, name):
+                return getattr(head, name)
+        raise AttributeError(name)
+
+
+_NOTHING: Any = Struct(Head)
+H = TypeVar("H", default=Head)
+A = TypeVar("A", default=Head)
+
+
 @dataclass(frozen=True)
-class Call:
+class Call(Generic[H, A]):
     """The declaration of a call.
 
     rule: a check across several parts of a call; called with the checked head and the arrays.
@@ -399,17 +500,17 @@ class Call:
     """
 
     name: str
-    head: Kind = _NOTHING
+    head: Kind[H] = _NOTHING
     arrays: Sequence[Declared] = ()
-    answer: Kind = _NOTHING
+    answer: Kind[A] = _NOTHING
     answers: Sequence[Declared] = ()
-    rule: Callable[[Head, Sequence[Array]], None] | None = None
-    answer_rule: Callable[[Head, Sequence[Array]], None] | None = None
+    rule: Callable[[H, Sequence[Array]], None] | None = None
+    answer_rule: Callable[[A, Sequence[Array]], None] | None = None
 
-    def check(self, call: Message) -> dict[str, Any]:
+    def check(self, call: Message) -> H:
         """The checked head of a call without the wire's own fields; a RefusedError says what is wrong."""
         try:
-            head: dict[str, Any] = self.head.check(_without(call.head, _OF_CALLS), "the head")
+            head = self.head.check(_without(call.head, _OF_CALLS), "the head")
             _check_arrays(self.arrays, call.arrays, head)
             if self.rule is not None:
                 self.rule(head, call.arrays)
@@ -417,11 +518,11 @@ class Call:
             raise RefusedError(f"{self.name}: {error}") from None
         return head
 
-    def check_answer(self, call_head: Head, answer: Message) -> Message:
+    def check_answer(self, call_head: Any, answer: Message) -> Message[A]:
         """The checked answer to a call with that head; a RefusedError says what is wrong."""
         try:
-            head: dict[str, Any] = self.answer.check(_without(answer.head, _OF_ANSWERS), "the answer")
-            _check_arrays(self.answers, answer.arrays, ChainMap(head, dict(call_head)))
+            head = self.answer.check(_without(answer.head, _OF_ANSWERS), "the answer")
+            _check_arrays(self.answers, answer.arrays, _Joined(head, call_head))
             if self.answer_rule is not None:
                 self.answer_rule(head, answer.arrays)
         except RefusedError as error:
@@ -429,10 +530,10 @@ class Call:
         return Message(head, answer.arrays)
 
 
-CallTable: TypeAlias = Mapping[str, Call]
+CallTable: TypeAlias = Mapping[str, Call[Any, Any]]
 
 
-def table_of(*calls: Call) -> dict[str, Call]:
+def table_of(*calls: Call[Any, Any]) -> dict[str, Call[Any, Any]]:
     """Calls by their names."""
     table = {call.name: call for call in calls}
     if len(table) != len(calls):
@@ -440,7 +541,7 @@ def table_of(*calls: Call) -> dict[str, Call]:
     return table
 
 
-def hello_fields(hello: Head) -> dict[str, Any]:
+def hello_fields(hello: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a caller's hello without those that the wire itself has added."""
     return _without(hello, _OF_HELLOS)
 
@@ -454,11 +555,11 @@ def expect_array(array: Array, what: str, dtype: str, *shape: int) -> Array:
     return array
 
 
-def _without(head: Head, names: frozenset[str]) -> dict[str, Any]:
+def _without(head: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in head.items() if name not in names}
 
 
-def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: Head) -> None:
+def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: Any) -> None:
     if any(isinstance(each, DescribedArrays) for each in declared):
         (one,) = declared
         assert isinstance(one, DescribedArrays)
@@ -474,7 +575,7 @@ def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: H
 
 
 def _expanded(
-    declared: Sequence[Declared], head: Head, received: int
+    declared: Sequence[Declared], head: Any, received: int
 ) -> Iterator[tuple[ArrayKind, dict[str, int], str]]:
     """Each expected array, with the sizes known within its repetition, and its name."""
     common: dict[str, int] = {}

@@ -18,11 +18,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, final
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.flight as flight
+from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
@@ -47,33 +48,34 @@ class Caller(NamedTuple):
     """Who calls: the name of its session, and its checked hello."""
 
     session: str
-    hello: Mapping[str, Any]
+    hello: Any
 
 
-class Request(NamedTuple):
+H = TypeVar("H", default=Any)
+
+
+class Request(NamedTuple, Generic[H]):
     """A call that matches its declaration, for the method that executes it."""
 
-    head: dict[str, Any]
+    head: H
     arrays: Sequence[Array]
     caller: Caller
 
 
-Method: TypeAlias = Callable[[Request], Message]
-
-
-class Endpoint(NamedTuple):
+class Endpoint(NamedTuple, Generic[H]):
     """A declared call and the method that executes it."""
 
-    call: Call
-    method: Method
+    call: Call[H, Any]
+    method: Callable[[Request[H]], Message[Any]]
 
 
-def endpoints(calls: CallTable, methods: Mapping[str, Method]) -> dict[str, Endpoint]:
-    """A method for each declared call; one too many or too few is a ValueError."""
-    if set(calls) != set(methods):
-        odd = ", ".join(sorted(set(calls) ^ set(methods)))
+def endpoints(calls: CallTable, *methods: Endpoint[Any]) -> dict[str, Endpoint[Any]]:
+    """The method of each declared call by its name; one too many or too few is a ValueError."""
+    by_name = {endpoint.call.name: endpoint for endpoint in methods}
+    if set(calls) != set(by_name) or len(by_name) != len(methods):
+        odd = ", ".join(sorted(set(calls) ^ set(by_name)))
         raise ValueError(f"Expected one method for each declared call, got another set: {odd}.")
-    return {name: Endpoint(call, methods[name]) for name, call in calls.items()}
+    return by_name
 
 
 class Service:
@@ -86,8 +88,8 @@ class Service:
     """
 
     name = "service"
-    hello: ClassVar[Kind] = Fields({})
-    endpoints: Mapping[str, Endpoint] = {}
+    hello: ClassVar[Kind[Any]] = Fields({})
+    endpoints: Mapping[str, Endpoint[Any]] = {}
     progresses = True
     on_exhaustion: Callable[[BaseException], object] | None = None
 
@@ -104,7 +106,7 @@ class Service:
         """Before each call: refuse callers that may not call any more, such as those of an older run."""
 
     @final
-    def answer(self, call: Message, caller: Caller) -> Message:
+    def answer(self, call: Message, caller: Caller) -> Message[Any]:
         """Execute the call that `call.head["method"]` names; the server answers "ping" for all services."""
         method = call.head.get("method")
         known = self.endpoints.get(method) if isinstance(method, str) else None

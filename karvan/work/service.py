@@ -51,8 +51,8 @@ from typing import Any
 
 from karvan.clock import clock
 from karvan.outages import mark
-from karvan.protocol.work import POSITION, WORK_CALLS
-from karvan.wire import Message, RefusedError, Request, Service, endpoints
+from karvan.protocol import work as protocol
+from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerDiskError, LedgerError
 from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, WorkSpec, is_of_process, process_of
@@ -93,19 +93,17 @@ class WorkService(Service):
         self._postponed: deque[Callable[[], object]] = deque()  # ends of leases that the disk did not take
         self._disk_is_full = False  # as far as the log says
         self.endpoints = endpoints(
-            WORK_CALLS,
-            {
-                "open_work": self._open,
-                "lease_tasks": self._lease,
-                "acknowledge_records": self._acknowledge,
-                "give_back_tasks": self._give_back,
-                "fail_task": self._fail,
-                "begin_evaluation": self._begin_evaluation,
-                "begin_prediction": self._begin_prediction,
-                "begin_export": self._begin_export,
-                "take_position": self._take_position,
-                "restore_position": self._restore_position,
-            },
+            protocol.WORK_CALLS,
+            Endpoint(protocol.OPEN_WORK, self._open),
+            Endpoint(protocol.LEASE_TASKS, self._lease),
+            Endpoint(protocol.ACKNOWLEDGE_RECORDS, self._acknowledge),
+            Endpoint(protocol.GIVE_BACK_TASKS, self._give_back),
+            Endpoint(protocol.FAIL_TASK, self._fail),
+            Endpoint(protocol.BEGIN_EVALUATION, self._begin_evaluation),
+            Endpoint(protocol.BEGIN_PREDICTION, self._begin_prediction),
+            Endpoint(protocol.BEGIN_EXPORT, self._begin_export),
+            Endpoint(protocol.TAKE_POSITION, self._take_position),
+            Endpoint(protocol.RESTORE_POSITION, self._restore_position),
         )
 
     @property
@@ -120,8 +118,8 @@ class WorkService(Service):
         if self._opened is not None:
             self._opened.close()
 
-    def _open(self, request: Request) -> Message:
-        fields = request.head["spec"]
+    def _open(self, request: Request[protocol.OpenWork]) -> Message:
+        fields = request.head.spec
         spec = WorkSpec(**{**fields, "parts": tuple(map(tuple, fields["parts"]))})
         with self._lock:
             try:
@@ -129,7 +127,7 @@ class WorkService(Service):
                 if self._opened is None:
                     self._opened = Ledger(self._path, spec)
                 elif not self._described:
-                    self._opened.change_settings(spec, request.head.get("drops_rest", False))
+                    self._opened.change_settings(spec, request.head.drops_rest)
                 else:
                     spec.check(self._opened.spec.settings(), data_only=False)
                 self._described = True
@@ -281,32 +279,31 @@ class WorkService(Service):
             self._forget(tokens)
             return late
 
-    def _lease(self, request: Request) -> Message:
-        head = request.head
-        holder = head["holder"]
-        kinds = frozenset(map(TaskKind, head["kinds"]))
+    def _lease(self, request: Request[protocol.LeaseTasks]) -> Message[protocol.LeasedTasks]:
+        head, holder = request.head, request.head.holder
+        kinds = frozenset(map(TaskKind, head.kinds))
         with self._lock:
             self._require_running(holder)
-            if kinds == {TaskKind.PREDICT} and head.get("epoch") is not None:
-                self._predicts[holder] = (head["epoch"], self._now())
+            if kinds == {TaskKind.PREDICT} and head.epoch is not None:
+                self._predicts[holder] = (head.epoch, self._now())
             held = self.ledger.leases_of(holder)
-            leases = [each for each in held if each.token > head["last_token"] and each.task.kind in kinds]
+            leases = [each for each in held if each.token > head.last_token and each.task.kind in kinds]
             if leases:
-                return Message({"leases": [_as_json(lease) for lease in leases], "answer": "tasks"})
+                return _leased(leases)
             try:
-                made = self.ledger.lease(holder, kinds, head["most"], head.get("epoch"))
+                made = self.ledger.lease(holder, kinds, head.most, head.epoch)
             except JobFailedError as error:
-                return Message({"leases": [], "answer": "failed", "failure": str(error)})
+                return Message(protocol.LeasedTasks(leases=[], answer="failed", failure=str(error)))
             if isinstance(made, NoTask):
-                return Message({"leases": [], "answer": made.value})
+                return Message(protocol.LeasedTasks(leases=[], answer=made.value))
             now = self._now()
             for lease in made:
                 self._begun[lease.token] = now
             self._heard[holder] = now
-        return Message({"leases": [_as_json(lease) for lease in made], "answer": "tasks"})
+        return _leased(made)
 
-    def _acknowledge(self, request: Request) -> Message:
-        done = dict(request.head["done"])
+    def _acknowledge(self, request: Request[protocol.DoneRecords]) -> Message[protocol.EndedLeases]:
+        done = dict(request.head.done)
         with self._lock:
             holders = {lease.holder for lease in map(self.ledger.lease_of, done) if lease is not None}
             try:
@@ -319,41 +316,39 @@ class WorkService(Service):
                 if not self.ledger.is_leased(token) and token in self._begun:
                     self._slowest = max(self._slowest, now - self._begun[token])
             self._forget(done)
-        return Message({"ended": ended})
+        return Message(protocol.EndedLeases(ended=ended))
 
-    def _give_back(self, request: Request) -> Message:
+    def _give_back(self, request: Request[protocol.ReturnedLeases]) -> Message:
         with self._lock:
-            mine = {lease.token for lease in self.ledger.leases_of(request.head["holder"])}
-            tokens = sorted(mine.intersection(request.head["tokens"]))  # wait in the order of their leases
+            mine = {lease.token for lease in self.ledger.leases_of(request.head.holder)}
+            tokens = sorted(mine.intersection(request.head.tokens))  # wait in the order of their leases
             self.ledger.give_back(tokens)
             self._forget(tokens)
         return Message({})
 
-    def _fail(self, request: Request) -> Message:
+    def _fail(self, request: Request[protocol.FailedLease]) -> Message[protocol.FailureAnswer]:
         head = request.head
         with self._lock:
             try:
-                failed = self.ledger.fail(
-                    head["token"], head["error"], head["record"], head["number_in_file"]
-                )
+                failed = self.ledger.fail(head.token, head.error, head.record, head.number_in_file)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
-            self._forget([head["token"]])
-        return Message(failed._asdict())
+            self._forget([head.token])
+        return Message(protocol.FailureAnswer(**failed._asdict()))
 
-    def _begin_evaluation(self, request: Request) -> Message:
+    def _begin_evaluation(self, request: Request[protocol.BeginEvaluation]) -> Message:
         head = request.head
         with self._lock:
-            self._require_running(head["holder"])
+            self._require_running(head.holder)
             try:
-                self.ledger.begin_evaluation(head["evaluation"], head["parts"], head["records_per_task"])
+                self.ledger.begin_evaluation(head.evaluation, head.parts, head.records_per_task)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
         return Message({})
 
-    def _begin_prediction(self, request: Request) -> Message:
+    def _begin_prediction(self, request: Request[protocol.BeginPrediction]) -> Message[protocol.Begun]:
         head = request.head
-        holder, number = head["holder"], head["prediction"]
+        holder, number = head.holder, head.prediction
         with self._lock:
             self._require_running(holder)
             if self._opened is None:
@@ -363,35 +358,35 @@ class WorkService(Service):
             if number > last and self._opened.is_predicting(last):
                 unknown = now - self._started < _PRESENT  # who has asked the master before this one
                 if unknown or self._in_prediction(last) - {holder}:
-                    return Message({"begun": False})
+                    return Message(protocol.Begun(begun=False))
             try:
-                self._opened.begin_prediction(number, head["parts"], head["records_per_task"])
+                self._opened.begin_prediction(number, head.parts, head.records_per_task)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
-        return Message({"begun": True})
+        return Message(protocol.Begun(begun=True))
 
-    def _begin_export(self, request: Request) -> Message:
-        holder = request.head["holder"]
+    def _begin_export(self, request: Request[protocol.Holder]) -> Message[protocol.Token]:
+        holder = request.head.holder
         with self._lock:
             self._require_running(holder)
             lease = self.ledger.begin_export(holder)
             self._begun[lease.token] = self._heard[holder] = self._now()
-        return Message({"token": lease.token})
+        return Message(protocol.Token(token=lease.token))
 
-    def _take_position(self, request: Request) -> Message:
+    def _take_position(self, request: Request[protocol.Holder]) -> Message[protocol.Position]:
         with self._lock:
-            self._require_running(request.head["holder"])
-            return Message({"state": json.dumps(self.ledger.state_dict())})
+            self._require_running(request.head.holder)
+            return Message(protocol.Position(state=json.dumps(self.ledger.state_dict())))
 
-    def _restore_position(self, request: Request) -> Message:
-        state = request.head["state"]
+    def _restore_position(self, request: Request[protocol.RestorePosition]) -> Message:
+        state = request.head.state
         with self._lock:
-            self._require_running(request.head["holder"])
+            self._require_running(request.head.holder)
             try:
                 if state is None:
                     self.ledger.reset()
                 else:
-                    self.ledger.load_state_dict(POSITION.check(json.loads(state), "the position"))
+                    self.ledger.load_state_dict(protocol.POSITION.check(json.loads(state), "the position"))
             except (RefusedError, RecursionError, ValueError) as error:
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
@@ -410,5 +405,9 @@ class WorkService(Service):
             self._heard = {each: at for each, at in self._heard.items() if self.ledger.leases_of(each)}
 
 
-def _as_json(lease: TaskLease) -> dict[str, Any]:
-    return {"token": lease.token, "task": {**lease.task._asdict(), "skipped": list(lease.task.skipped)}}
+def _leased(leases: Iterable[TaskLease]) -> Message[protocol.LeasedTasks]:
+    told = [
+        protocol.Lease(token=lease.token, task={**lease.task._asdict(), "skipped": list(lease.task.skipped)})
+        for lease in leases
+    ]
+    return Message(protocol.LeasedTasks(leases=told, answer="tasks"))

@@ -39,8 +39,8 @@ from typing import Any
 from karvan.clock import clock
 from karvan.files import read_object, replace_file
 from karvan.outages import mark
-from karvan.protocol.master import GROUP_CALLS, MOST_TRAINERS
-from karvan.wire import Message, RefusedError, Request, Service, endpoints
+from karvan.protocol import master as protocol
+from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 
 _log = logging.getLogger(__name__)
 
@@ -87,14 +87,12 @@ class TrainerGroup(Service):
         if path is not None and (state := read_object(path)) is not None:
             self._read(state)
         self.endpoints = endpoints(
-            GROUP_CALLS,
-            {
-                "enter_group": self._enter,
-                "join_group": self._join,
-                "watch_group": self._watch,
-                "settle_group": self._settle,
-                "leave_group": self._leave,
-            },
+            protocol.GROUP_CALLS,
+            Endpoint(protocol.ENTER_GROUP, self._enter),
+            Endpoint(protocol.JOIN_GROUP, self._join),
+            Endpoint(protocol.WATCH_GROUP, self._watch),
+            Endpoint(protocol.SETTLE_GROUP, self._settle),
+            Endpoint(protocol.LEAVE_GROUP, self._leave),
         )
 
     @property
@@ -153,36 +151,31 @@ class TrainerGroup(Service):
     def close(self) -> None:
         """Nothing to do: the file is closed after each change."""
 
-    def _enter(self, request: Request) -> Message:
+    def _enter(self, request: Request[protocol.GroupProcess]) -> Message[protocol.EnteredGroup]:
         with self._lock:
-            member = self._admit(request.head["process"])
-            return Message({"member": member, "group": self._group, "run": self._run})
+            member = self._admit(request.head.process)
+            return Message(protocol.EnteredGroup(member=member, group=self._group, run=self._run))
 
-    def _join(self, request: Request) -> Message:
+    def _join(self, request: Request[protocol.JoinGroup]) -> Message[protocol.JoinedGroup]:
         head, now = request.head, self._now()
         with self._lock:
-            member = self._admit(head["process"])
+            member = self._admit(head.process)
             self._hear(member, now)
-            if member in self._members and head["round"] < self._round:
+            if member in self._members and head.round < self._round:
                 return self._answer(member)
             self._waits[member] = now
-            if lost := {each for each in head["lost"] if each in self._members} - self._gone:
+            if lost := {each for each in head.lost if each in self._members} - self._gone:
                 self._gone |= lost
                 self._write()
             self._begin_round(now)
             return self._answer(member)
 
-    def _answer(self, member: int) -> Message:
-        begun = member in self._members and member not in self._waits
-        members = self._members if begun else []
-        return Message(
-            {
-                "member": member,
-                "round": self._round if begun else 0,
-                "members": members,
-                "run": self._run if begun else "",
-            }
-        )
+    def _answer(self, member: int) -> Message[protocol.JoinedGroup]:
+        if member in self._members and member not in self._waits:
+            return Message(
+                protocol.JoinedGroup(member=member, round=self._round, members=self._members, run=self._run)
+            )
+        return Message(protocol.JoinedGroup(member=member, round=0, members=[], run=""))
 
     def _begin_round(self, now: float) -> None:
         """Begin the next round, if all who are needed for it wait."""
@@ -208,36 +201,38 @@ class TrainerGroup(Service):
             self._members = []
             self._run = secrets.token_hex(8)
 
-    def _watch(self, request: Request) -> Message:
+    def _watch(self, request: Request[protocol.ProcessRound]) -> Message[protocol.RoundState]:
         head, now = request.head, self._now()
         with self._lock:
-            member = self._admit(head["process"])
+            member = self._admit(head.process)
             self._hear(member, now)
             if self._unwritten:
                 self._write()
-            if head["round"] != self._round:
-                return Message({"regroup": True, "broken": True, "gone": [], "waiting": []})
+            if head.round != self._round:
+                return Message(protocol.RoundState(regroup=True, broken=True, gone=[], waiting=[]))
             for each in self._present():
                 if now - self._heard.setdefault(each, now) > self._lost_after:
                     self._gone.add(each)
             here = set(self._here(now))
             gone = [each for each in self._members if each in self._gone]
             broken = bool(gone) or not here.isdisjoint(self._members)
-            regroup = broken or bool(here)
-            return Message({"regroup": regroup, "broken": broken, "gone": gone, "waiting": sorted(here)})
+            state = protocol.RoundState(
+                regroup=broken or bool(here), broken=broken, gone=gone, waiting=sorted(here)
+            )
+            return Message(state)
 
-    def _settle(self, request: Request) -> Message:
+    def _settle(self, request: Request[protocol.ProcessRound]) -> Message:
         with self._lock:
-            self._admit(request.head["process"])
-            if request.head["round"] != self._round:
+            self._admit(request.head.process)
+            if request.head.round != self._round:
                 return Message({})
             gone = [each for each in self._processes if each in self._gone]
             processes = [self._processes[each] for each in gone]
         self._on_settled(processes)
         return Message({})
 
-    def _leave(self, request: Request) -> Message:
-        process = request.head["process"]
+    def _leave(self, request: Request[protocol.GroupProcess]) -> Message:
+        process = request.head.process
         with self._lock:
             if self._member_of(process) in self._members:
                 self._left.add(process)
@@ -250,8 +245,10 @@ class TrainerGroup(Service):
             text = f"The trainers have continued without {process}: it left, or did not answer."
             raise mark(RefusedError(text), True)
         if member is None:
-            if len(self._processes) - len(self._gone) >= MOST_TRAINERS:
-                raise RefusedError(f"expected at most {MOST_TRAINERS:,} trainers, got {process} as well.")
+            if len(self._processes) - len(self._gone) >= protocol.MOST_TRAINERS:
+                raise RefusedError(
+                    f"expected at most {protocol.MOST_TRAINERS:,} trainers, got {process} as well."
+                )
             member = self._next_member
             self._next_member += 1
             self._processes[member] = process

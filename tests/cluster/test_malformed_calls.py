@@ -10,7 +10,7 @@ from malformed_calls import SUBJECTS
 from server_calls import KEYS, ElasticServerSubject, ServerSubject
 
 import karvan as kv
-from karvan.protocol.values import TRAINER_OPTIONS
+from karvan.protocol.values import RunHello
 from karvan.store.types import FeatureSpec
 from karvan.wire import RefusedError
 
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(subject):
 
 def test_a_wrong_hello_is_refused(subject):
     hello = subject.hello()
-    for wrong, name in heads(hello, {*TRAINER_OPTIONS, "elastic"}):
+    for wrong, name in heads(hello, {*RunHello.declaration.optional, "divisor"}):
         if name == "run" and "run" not in wrong:
             continue  # for a worker, that is a loader's
         with pytest.raises(RefusedError, match=name):

@@ -20,12 +20,13 @@ from karvan.data.leasing.task_records import TaskToRead, after, places_of, recor
 from karvan.data.loading.splits import permutation
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
+from karvan.protocol.loader import TaskReadingHello, Waiting
 from karvan.train.elastic.choice import require_evaluable
 from karvan.wire import Message, RefusedError, WireError
 from karvan.wire.server import Caller
 from karvan.work.task import Task, TaskKind
 
-ME = Caller("session", {"loader": 0})
+ME = Caller("session", TaskReadingHello(loader=0))
 
 
 def ask(service, tasks, caller=ME):
@@ -34,8 +35,13 @@ def ask(service, tasks, caller=ME):
     head = json.loads(json.dumps({"tasks": sent}))
     while True:
         answer = service.answer(Message({"method": "read_batch", **head}), caller)
-        if "wait" not in answer.head:
+        if not isinstance(answer.head, Waiting):
             return answer
+
+
+def batch_of(answer):
+    """The batch of an answer."""
+    return unpack(answer.head.batch, answer.arrays)
 
 
 def rest_of(tasks, records):
@@ -115,8 +121,8 @@ def test_batches_of_tasks_are_those_of_a_slow_reader(tasks, batch_size, seed, kn
             while sent < len(left) and not slowly(left[:sent], batch_size, seed):
                 sent += 1
             answer = ask(service, left[:sent])
-            seen.append(unpack(answer)["id"].tolist())
-            assert answer.head["records"] == len(seen[-1])
+            seen.append(batch_of(answer)["id"].tolist())
+            assert answer.head.records == len(seen[-1])
             left = rest_of(left, len(seen[-1]))
         assert seen == slowly(tasks, batch_size, seed)
     finally:
@@ -141,11 +147,11 @@ def test_a_record_that_cannot_be_read_fails_its_task_and_can_be_tried_again(tmp_
     service = TaskReadingService()
     service.offer(shared_data(source, batch_size=8))
     tasks = [TaskToRead(one_task()[0].task, False), *one_task(path="1", number=1)]
-    assert ask(service, tasks).head["records"] == 8
-    failed = ask(service, rest_of(tasks, 8)).head
+    assert ask(service, tasks).head.records == 8
+    failed = vars(ask(service, rest_of(tasks, 8)).head)
     assert failed == {"failed": "DataError: 1: A bad number.", "task": 1, "kind": "damaged"}
     source.bad = None
-    assert unpack(ask(service, rest_of(tasks, 8)))["id"].tolist() == [8, 9, *range(1000, 1006)]
+    assert batch_of(ask(service, rest_of(tasks, 8)))["id"].tolist() == [8, 9, *range(1000, 1006)]
     service.close()
 
 

@@ -1,11 +1,13 @@
 """Calls as they are declared: what passes the border of a service, what comes back, and what is refused."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from karvan.wire import Client, Message, RefusedError, Server, Service, endpoints
+from karvan.wire import Client, Endpoint, Message, RefusedError, Server, Service, endpoints
+from karvan.wire.message import pack
 from karvan.wire.schema import (
     ANY,
     ArrayKind,
@@ -15,6 +17,7 @@ from karvan.wire.schema import (
     Fields,
     Float,
     ForEach,
+    Head,
     Integer,
     ListOf,
     MapOf,
@@ -22,10 +25,13 @@ from karvan.wire.schema import (
     OneOf,
     OptionalArrays,
     Plain,
+    Struct,
     Text,
     TupleOf,
     Variant,
     expect_array,
+    field,
+    optional,
     table_of,
 )
 
@@ -87,26 +93,91 @@ def test_a_refusal_says_where_and_shows_little():
         Integer().check(10**5000, "n")
 
 
+class Part(Head):
+    name: str = field(Text())
+    size: int | None = optional(Integer())
+
+
+class Whole(Head):
+    parts: list[Part] = field(ListOf(Struct(Part)))
+    mode: str = optional(OneOf("a", "b"), default="a")
+
+
+class Extended(Whole):
+    last: Part = field(Struct(Part))
+    mode: str = field(OneOf("c"))
+
+
+def test_a_head_has_its_fields_and_is_sent_as_it_was_made():
+    fields = {"parts": [{"name": "x"}, {"size": 3, "name": "y"}]}
+    whole = Struct(Whole).check(fields, "the head")
+    assert [(part.name, part.size) for part in whole.parts] == [("x", None), ("y", 3)]
+    assert whole.mode == "a"
+    assert repr(whole) == "Whole(parts=[Part(name='x'), Part(size=3, name='y')])"
+    for sent in (whole, Whole(parts=[Part(name="x"), Part(size=3, name="y")])):
+        assert pack(Message(sent)).head == json.dumps({**fields, "arrays": []}, separators=(",", ":"))
+    with pytest.raises(TypeError, match="bytes is not JSON serializable"):
+        pack(Message(Part(name=b"x")))
+
+
+def test_a_head_refuses_other_fields_and_inherits_those_of_its_base():
+    good = {"parts": [], "last": {"name": "x"}, "mode": "c"}
+    assert Struct(Extended).check(good, "the head").last.name == "x"
+    for other, said in [
+        ({"mode": "a"}, "mode to be one of 'c'"),
+        ({"last": {}}, "expected last with 'name'"),
+        ({"more": 1}, "got 'more' as well"),
+        ({"parts": [{"name": "x", "size": "1"}]}, r"expected parts\[0\]\['size'\]"),
+    ]:
+        with pytest.raises(RefusedError, match=said):
+            Struct(Extended).check({**good, **other}, "the head")
+    with pytest.raises(RefusedError, match="expected the head with 'mode', one of 'c'; got none"):
+        Struct(Extended).check({"parts": [], "last": {"name": "x"}}, "the head")
+
+
 KEYS = ArrayKind("keys", "int64", "n")
-VECTORS = ArrayKind("vectors", ("float32", "uint16"), "n", lambda head: head["dim"])
+VECTORS = ArrayKind("vectors", ("float32", "uint16"), "n", lambda head: head.dim)
+
+
+class Put(Head):
+    dim: int = field(Integer(1, 64))
+
+
+class Rows(Head):
+    rows: int = field(Integer())
+
+
+class Tables(Head):
+    tables: list[str] = field(ListOf(Text()))
+    extra: bool = field(Boolean())
+
+
+class Get(Head):
+    n: int = field(Integer())
+
+
+class Dim(Head):
+    dim: int = field(Integer(1))
+
+
 CALLS = table_of(
-    Call("put", Fields({"dim": Integer(1, 64)}), [KEYS, VECTORS], answer=Fields({"rows": Integer()})),
+    Call("put", Struct(Put), [KEYS, VECTORS], answer=Struct(Rows)),
     Call(
         "many",
-        Fields({"tables": ListOf(Text()), "extra": Boolean()}),
+        Struct(Tables),
         [
-            ForEach(lambda head: len(head["tables"]), [KEYS, ArrayKind("counts", "uint32", "n")]),
-            OptionalArrays(lambda head: head["extra"], [ArrayKind("extra", "bool", ANY, 2)]),
+            ForEach(lambda head: len(head.tables), [KEYS, ArrayKind("counts", "uint32", "n")]),
+            OptionalArrays(lambda head: head.extra, [ArrayKind("extra", "bool", ANY, 2)]),
         ],
     ),
-    Call("described", Fields({}), [DescribedArrays(2)], rule=lambda head, arrays: _no_floats(arrays)),
+    Call("described", arrays=[DescribedArrays(2)], rule=lambda head, arrays: _no_floats(arrays)),
     Call(
         "get",
-        Fields({"n": Integer()}),
+        Struct(Get),
         (),
-        Fields({"dim": Integer(1)}),
+        Struct(Dim),
         [
-            ArrayKind("vectors", "float32", lambda told: told["n"], lambda told: told["dim"]),
+            ArrayKind("vectors", "float32", lambda told: told.n, lambda told: told.dim),
         ],
     ),
 )
@@ -118,9 +189,8 @@ def _no_floats(arrays):
 
 
 def check(name, head, *arrays):
-    return CALLS[name].check(
-        Message({**head, "method": name, "number": 1, "received": 0, "arrays": []}, arrays)
-    )
+    call = Message({**head, "method": name, "number": 1, "received": 0, "arrays": []}, arrays)
+    return CALLS[name].check(call).as_json()
 
 
 def test_arrays_must_be_as_declared():
@@ -187,14 +257,16 @@ class Shelf(Service):
         self.done = []
         self._lie = lie
         calls = {name: CALLS[name] for name in ("put", "get")}
-        self.endpoints = endpoints(calls, {"put": self._put, "get": self._get})
+        self.endpoints = endpoints(
+            calls, Endpoint(calls["put"], self._put), Endpoint(calls["get"], self._get)
+        )
 
     def _put(self, request):
-        self.done.append((request.head, len(request.arrays), request.caller.session))
+        self.done.append((request.head.as_json(), len(request.arrays), request.caller.session))
         return Message({"rows": len(request.arrays[0])})
 
     def _get(self, request):
-        return self._lie or Message({"dim": 2}, [np.zeros((request.head["n"], 2), np.float32)])
+        return self._lie or Message({"dim": 2}, [np.zeros((request.head.n, 2), np.float32)])
 
 
 def test_a_service_refuses_a_call_and_answers_the_next():
@@ -238,15 +310,15 @@ def test_a_hello_is_held_against_its_declaration():
 )
 def test_a_caller_refuses_an_answer_that_is_otherwise_and_takes_the_next(lie, said):
     shelf = Shelf(lie)
-    with Server(shelf) as server, Client("shelf", server.address, calls=CALLS) as peer:
+    with Server(shelf) as server, Client("shelf", server.address) as peer:
         with pytest.raises(RefusedError, match=f"shelf: the answer to get: .*{said}"):
-            peer.call("get", {"n": 3})
+            peer.call(CALLS["get"], {"n": 3})
         shelf._lie = None
-        assert peer.call("get", {"n": 3}).arrays[0].shape == (3, 2)
+        assert peer.call(CALLS["get"], {"n": 3}).arrays[0].shape == (3, 2)
 
 
 def test_each_declared_call_has_one_method():
     with pytest.raises(ValueError, match="get"):
-        endpoints(CALLS, {name: None for name in CALLS if name != "get"})
+        endpoints(CALLS, *(Endpoint(call, None) for name, call in CALLS.items() if name != "get"))
     with pytest.raises(ValueError, match="once"):
         table_of(Call("a"), Call("a"))

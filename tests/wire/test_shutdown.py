@@ -9,7 +9,7 @@ from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import Client, ListenError, Message, RefusedError, Server, Service, WireError
-from karvan.wire.schema import Fields, Text
+from karvan.wire.schema import Head, Struct, Text, field
 
 
 @pytest.fixture
@@ -96,19 +96,23 @@ def test_what_is_done_after_a_call_is_told_of_failures():
     peer.close()
 
 
+class Who(Head):
+    who: str = field(Text())
+
+
 class Choosy(Service):
     name = "choosy"
-    hello = Fields({"who": Text()})
+    hello = Struct(Who)
 
     def welcome(self, caller):
-        if caller.hello["who"] == "refused":
+        if caller.hello.who == "refused":
             raise RefusedError("not you")
-        if caller.hello["who"] == "broken":
+        if caller.hello.who == "broken":
             raise ZeroDivisionError("oh")
-        return {"told": caller.hello["who"]}
+        return {"told": caller.hello.who}
 
     def answer(self, call, caller):
-        return Message({"who": caller.hello["who"]})
+        return Message({"who": caller.hello.who})
 
 
 def test_a_service_chooses_its_callers_and_tells_them_something():

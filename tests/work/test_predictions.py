@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from karvan.protocol.work import WORK_CALLS
+from karvan.protocol.work import BEGIN_PREDICTION, LEASE_TASKS
 from karvan.wire import Client, Server
 from karvan.work.ledger import Ledger, NoTask
 from karvan.work.service import WorkService
@@ -162,7 +162,7 @@ def served(tmp_path):
     work = WorkService(tmp_path / "ledger.db", now=now)
     now.seconds += 60  # the master was not restarted just now
     server = Server(work, "127.0.0.1")
-    with Client("master", server.address, calls=WORK_CALLS) as client:
+    with Client("master", server.address) as client:
         yield work, client, now
     server.close()
     work.close()
@@ -170,13 +170,13 @@ def served(tmp_path):
 
 def begin(client, number, holder):
     head = {"holder": holder, "prediction": number, "parts": [["x", 9]], "records_per_task": 4}
-    return client.call("begin_prediction", head).head["begun"]
+    return client.call(BEGIN_PREDICTION, head).head.begun
 
 
 def lease(client, number, holder, most=1):
     head = {"holder": holder, "last_token": 10**6, "kinds": ["predict"], "most": most, "epoch": number}
-    got = client.call("lease_tasks", head).head
-    return got["answer"], {each["token"]: each["task"]["records"] for each in got["leases"]}
+    got = client.call(LEASE_TASKS, head).head
+    return got.answer, {each.token: each.task["records"] for each in got.leases}
 
 
 def acknowledge(client, done, holder):
@@ -222,7 +222,7 @@ def test_a_process_that_dies_leaves_its_prediction_tasks_and_only_these(served):
     assert begin(client, 1, dead)
     client.call("open_work", {"spec": {**TRAINED.settings(), "parts": [["f", 6]]}})
     head = {"holder": dead, "last_token": 10**6, "kinds": ["train"], "most": 1}
-    assert client.call("lease_tasks", head).head["answer"] == "tasks"
+    assert client.call(LEASE_TASKS, head).head.answer == "tasks"
     lease(client, 1, dead)
     assert not work.release_predictions(dead)  # nobody else predicts
     assert [each.task.kind for each in work.ledger.leases_of(dead)] == [TaskKind.TRAIN]

@@ -18,7 +18,7 @@ from wire_helpers import wait_for
 from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
 from karvan.outages import is_temporary
-from karvan.protocol.work import WORK_CALLS
+from karvan.protocol.work import ACKNOWLEDGE_RECORDS, FAIL_TASK, LEASE_TASKS, TAKE_POSITION
 from karvan.wire import Client, RefusedError, Server
 from karvan.work.ledger import Ledger
 from karvan.work.ledger_file import LedgerFile
@@ -41,11 +41,10 @@ for line in sys.stdin:
 HOLDER = """
 import sys, time
 from dataclasses import asdict
-from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
 from karvan.work.task import WorkSpec
 name = sys.argv[2]
-client = Client("master", sys.argv[1], calls=WORK_CALLS, forgetful=True)
+client = Client("master", sys.argv[1], forgetful=True)
 client.call("open_work", {"spec": asdict(WorkSpec((("f", 900),), 7, seed=1, epochs=2))})
 while True:
     got = client.call("lease_tasks", {"holder": name, "last_token": 0, "kinds": ["train"], "most": 2}).head
@@ -76,7 +75,7 @@ def serving(tmp_path, most_tries=3, **options):
     work = WorkService(tmp_path / "ledger.db", **options)
     server = Server(work, "127.0.0.1")
     try:
-        with Client("master", server.address, calls=WORK_CALLS) as client:
+        with Client("master", server.address) as client:
             open_work(client, WorkSpec((("f", 10),), 3, most_tries=most_tries))
             yield work.ledger, work, client
     finally:
@@ -90,11 +89,12 @@ def open_work(client, spec):
 
 def lease(client, holder="a", most=1, last_token=10**6, kinds=("train",)):
     head = {"holder": holder, "last_token": last_token, "kinds": list(kinds), "most": most}
-    return client.call("lease_tasks", head).head
+    answer = client.call(LEASE_TASKS, head).head
+    return {**vars(answer), "leases": [vars(each) for each in answer.leases]}
 
 
 def acknowledge(client, done, holder="a"):
-    return client.call("acknowledge_records", {"holder": holder, "done": list(done.items())}).head["ended"]
+    return client.call(ACKNOWLEDGE_RECORDS, {"holder": holder, "done": list(done.items())}).head.ended
 
 
 def test_tasks_are_leased_acknowledged_and_done(tmp_path):
@@ -160,7 +160,7 @@ def test_nothing_is_leased_before_the_work_is_opened(tmp_path, master_died_early
         LedgerFile(tmp_path / "ledger.db").close()
     work = WorkService(tmp_path / "ledger.db")
     server = Server(work, "127.0.0.1")
-    with Client("master", server.address, calls=WORK_CALLS) as client:
+    with Client("master", server.address) as client:
         assert (work.release("a"), work.overdue()) == ([], [])
         with pytest.raises(RefusedError, match="expected a call of open_work first"):
             lease(client)
@@ -224,9 +224,9 @@ def test_a_failed_job_refuses_to_lease_and_says_why(tmp_path):
     with serving(tmp_path, most_tries=1) as (_, _, client):
         token = lease(client)["leases"][0]["token"]
         head = {"holder": "a", "token": token, "error": "KeyError: 'price'", "record": 1, "number_in_file": 1}
-        failed = client.call("fail_task", head).head
-        assert failed["failure"] == "record 1 of f (epoch 0) failed 1 time. The last error: KeyError: 'price'"
-        assert lease(client) == {"leases": [], "answer": "failed", "failure": failed["failure"]}
+        failed = client.call(FAIL_TASK, head).head
+        assert failed.failure == "record 1 of f (epoch 0) failed 1 time. The last error: KeyError: 'price'"
+        assert lease(client) == {"leases": [], "answer": "failed", "failure": failed.failure}
 
 
 def test_the_next_master_takes_other_settings_of_the_same_data_once(tmp_path):
@@ -385,7 +385,7 @@ def test_work_that_no_memory_holds_and_positions_of_other_data_are_refused(tmp_p
         for call in ("evaluation", "prediction"):
             with pytest.raises(RefusedError, match="tasks of an evaluation or a prediction"):
                 client.call(f"begin_{call}", {"holder": "h", call: 1, **huge})
-        told = client.call("take_position", {"holder": "h"}).head["state"]
+        told = client.call(TAKE_POSITION, {"holder": "h"}).head.state
         state = json.loads(told)
         task = ["train", 0, 0, "f", 9, 3, 0, 0, ""]
         changes = [{"position": {**state["position"], **each}} for each in ({"epoch": "0"}, {"token": 2**53})]
@@ -395,7 +395,7 @@ def test_work_that_no_memory_holds_and_positions_of_other_data_are_refused(tmp_p
                 client.call("restore_position", {"holder": "h", "state": wrong})
         with pytest.raises(RefusedError, match="position"):
             client.call("restore_position", {"holder": "h", "state": "[" * 100_000})
-        assert client.call("take_position", {"holder": "h"}).head["state"] == told
+        assert client.call(TAKE_POSITION, {"holder": "h"}).head.state == told
 
 
 @pytest.mark.parametrize("kind", ["evaluation", "prediction"])
@@ -403,6 +403,6 @@ def test_a_position_with_the_largest_number_that_a_call_may_give_can_be_restored
     with serving(tmp_path) as (_, _, client):
         begun = {"holder": "h", kind: 2**53, "parts": [], "records_per_task": 1}
         client.call(f"begin_{kind}", begun)
-        told = client.call("take_position", {"holder": "h"}).head["state"]
+        told = client.call(TAKE_POSITION, {"holder": "h"}).head.state
         assert json.loads(told)["position"][kind] == 2**53
         client.call("restore_position", {"holder": "h", "state": told})

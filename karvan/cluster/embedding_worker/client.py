@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from karvan.cluster.batch_messages import pack
 from karvan.discovery.directory import directory_from_environment
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
-from karvan.protocol.embedding_worker import WORKER_CALLS
+from karvan.protocol.embedding_worker import DESCRIBE_WORKER, FORGET, PUT
 from karvan.ragged import Ragged
 from karvan.wire import Client, Security, WireError
 
@@ -45,7 +44,6 @@ class WorkerClient:
             hello={"loader": True},
             deadline=deadline,
             forgetful=True,
-            calls=WORKER_CALLS,
         )
         self._lock = threading.Lock()
         self._client = self._open()
@@ -73,7 +71,7 @@ class WorkerClient:
         within = self._deadline if within is None else within
         due = clock.now() + within
         pause, longest = _PAUSES
-        while not client.call("put", {**message.head, "reference": reference}, message.arrays).head["kept"]:
+        while not client.call(PUT, {**message.head, "reference": reference}, message.arrays).head.kept:
             if clock.now() > due:
                 raise WireError(
                     f"embedding worker {self.index} expected to have room for a batch within "
@@ -84,16 +82,16 @@ class WorkerClient:
 
     def forget(self, references: Sequence[str]) -> None:
         """Drop batches that nobody will claim."""
-        self._client.call("forget", {"references": list(references)})
+        self._client.call(FORGET, {"references": list(references)})
 
     def begin_forget(self, references: Sequence[str]) -> None:
         """The same, without waiting; a worker that cannot be reached has forgotten them, or will."""
         with suppress(WireError):
-            self._client.begin("forget", {"references": list(references)})
+            self._client.begin(FORGET, {"references": list(references)})
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, int]:
         """What the worker holds and has done: waiting, kept, received, expired, claims, backwards, plans."""
-        return self._client.call("describe").head
+        return self._client.call(DESCRIBE_WORKER).head
 
     def close(self) -> None:
         """Disconnect."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +42,13 @@ from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding,
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.distributed.parameter_servers import Servers, find_servers
 from karvan.job.environment import JobEnvironment
-from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
+from karvan.protocol import embedding_worker as protocol
 from karvan.protocol.parameter_server import expect_trainer
 from karvan.ragged import Batch, Ragged
 from karvan.store.messages import to_wire
 from karvan.store.remote.workers import pack_layouts
-from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+from karvan.store.types import LookupContext
+from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
 
 # The id features that an embedding worker holds, by the names that loaders gave them.
 
@@ -170,7 +171,7 @@ _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 class EmbeddingWorker(Service):
     """Worker number `index`; expire and most: see `IdCache`."""
 
-    hello = WORKER_HELLO
+    hello = protocol.WORKER_HELLO
 
     def __init__(
         self,
@@ -192,25 +193,23 @@ class EmbeddingWorker(Service):
         self.claims = 0
         self.backwards = 0
         self.endpoints = endpoints(
-            WORKER_CALLS,
-            {
-                "put": self._put,
-                "forget": self._forget,
-                "abandon": self._abandon,
-                "describe": self._describe,
-                "engine": self._engine,
-                "claim": self._claim,
-                "backward": self._backward,
-            },
+            protocol.WORKER_CALLS,
+            Endpoint(protocol.PUT, self._put),
+            Endpoint(protocol.FORGET, self._forget),
+            Endpoint(protocol.ABANDON_MEMBERS, self._abandon),
+            Endpoint(protocol.DESCRIBE_WORKER, self._describe),
+            Endpoint(protocol.ENGINE, self._engine),
+            Endpoint(protocol.CLAIM, self._claim),
+            Endpoint(protocol.BACKWARD, self._backward),
         )
 
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """A trainer says what it would say to a parameter server, a loader nothing."""
-        hello = caller.hello
-        if "run" not in hello:
+        hello: protocol.WorkerHello | protocol.LoaderHello = caller.hello
+        if isinstance(hello, protocol.LoaderHello):
             return {"worker": self._index}
-        given, run, worker = hello["generation"], hello["run"], hello["worker"]
+        given, run, worker = hello.generation, hello.run, hello.worker
         if worker != self._index:
             raise RefusedError(f"expected to be asked for as worker {self._index}, got {worker}.")
         expect_trainer(hello)
@@ -231,9 +230,9 @@ class EmbeddingWorker(Service):
             self._open(hello)
         return {"worker": self._index}
 
-    def _open(self, hello: Mapping[str, Any]) -> TrainerSession:
+    def _open(self, hello: protocol.WorkerHello) -> TrainerSession:
         """The session of a trainer; one that was dropped is opened again."""
-        trainer = hello["trainer"]
+        trainer = hello.trainer
         if trainer not in self._sessions:
             self._sessions[trainer] = TrainerSession(_servers_for(hello), hello)
         return self._sessions[trainer]
@@ -255,26 +254,26 @@ class EmbeddingWorker(Service):
     def _session(self, caller: Caller) -> Iterator[TrainerSession]:
         """The session of a trainer, while its call is executed."""
         with self._lock:
-            hello = caller.hello
-            if "run" not in hello or hello["run"] != self._run:
+            hello: protocol.WorkerHello | protocol.LoaderHello = caller.hello
+            if isinstance(hello, protocol.LoaderHello) or hello.run != self._run:
                 raise RefusedError("expected a trainer of the job's newest run, got another caller.")
             session = self._open(hello)
             session.begin_call()
-            if hello.get("elastic"):
+            if hello.elastic:
                 self._drop([each for each, its in self._sessions.items() if its.silence > self._ids.expire])
         try:
             yield session
         finally:
             session.end_call()
 
-    def _abandon(self, call: Request) -> Message:
+    def _abandon(self, call: Request[protocol.GoneMembers]) -> Message:
         """Members of an elastic run are gone; a trainer of the same run says so."""
         with self._session(call.caller), self._lock:
-            self._drop(call.head["members"])
+            self._drop(call.head.members)
         return Message({})
 
-    def _put(self, call: Request) -> Message:
-        ids = unpack(Message(call.head, call.arrays))
+    def _put(self, call: Request[protocol.Put]) -> Message:
+        ids = unpack(call.head.batch, call.arrays)
         for feature, entry in ids.items():
             values = entry.values if isinstance(entry, Ragged) else entry
             if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
@@ -287,82 +286,84 @@ class EmbeddingWorker(Service):
                     raise RefusedError(
                         f"expected weights that are floats for '{feature}', got {entry.weights.dtype}."
                     )
-        return Message({"kept": self._ids.put(call.head["reference"], ids)})
+        return Message({"kept": self._ids.put(call.head.reference, ids)})
 
-    def _forget(self, call: Request) -> Message:
-        self._ids.forget(call.head["references"])
+    def _forget(self, call: Request[protocol.References]) -> Message:
+        self._ids.forget(call.head.references)
         return Message({})
 
-    def _engine(self, call: Request) -> Message:
+    def _engine(self, call: Request[protocol.Engine]) -> Message:
         head = call.head
         with self._session(call.caller) as session:
-            engine = Embedding(session, head["features"], head["wire"])
-            session.declare(head["tables"], head["declarations"])
-            session.engines[head["engine"]] = engine
+            engine = Embedding(session, head.features, head.wire)
+            session.declare(head.tables, head.declarations)
+            session.engines[head.engine] = engine
         return Message({})
 
-    def _claim(self, call: Request) -> Message:
+    def _claim(self, call: Request[protocol.Claim]) -> Message:
         with self._session(call.caller) as session:
             return self._embed(session, call)
 
-    def _embed(self, session: TrainerSession, call: Request) -> Message:
+    def _embed(self, session: TrainerSession, call: Request[protocol.Claim]) -> Message:
         """The outputs of a batch, for its trainer."""
         head = call.head
-        self._release(head, session)
+        self._release(head.store, head.done, head.gone, session)
         engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
-        name = head["reference"]
-        ids = self._ids.claim(name, call.caller.hello["trainer"])
+        name = head.reference
+        ids = self._ids.claim(name, call.caller.hello.trainer)
         if ids is None:
             return self._needs_ids(name)
-        embedded = engine.begin(ids, head["store"], head["batch"], head)
+        context = LookupContext(head.training, head.step, head.now)
+        embedded = engine.begin(ids, head.store, head.batch, context)
         outs = embedded.finish()
-        if head["training"]:
-            session.add(head["store"], head["batch"], embedded)
+        if head.training:
+            session.add(head.store, head.batch, embedded)
         self.claims += 1
         layouts, arrays = pack_layouts([one.layout() for one in embedded.inputs])
         vectors = torch.cat([out.reshape(-1) for out in outs])
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])
 
-    def _backward(self, call: Request) -> Message:
+    def _backward(self, call: Request[protocol.PushPasses]) -> Message:
         with self._session(call.caller) as session:
             return self._push(session, call)
 
-    def _push(self, session: TrainerSession, call: Request) -> Message:
+    def _push(self, session: TrainerSession, call: Request[protocol.PushPasses]) -> Message:
         """Send the gradients of a batch to the servers, and wait until they have them."""
         head = call.head
         engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
-        if head["wire"] != engine.wire:
-            raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head['wire']}.")
-        store = head["store"]
-        batches = [head["batches"][index] for index in head["mine"]]
+        if head.wire != engine.wire:
+            raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head.wire}.")
+        store = head.store
+        batches = [head.batches[index] for index in head.mine]
         passes: list[Embedded] = []
-        for batch, described in zip(batches, head["passes"], strict=True):
+        for batch, described in zip(batches, head.passes, strict=True):
             embedded = session.find(store, batch)
             if embedded is None:
-                name = described["reference"]
-                ids = self._ids.claim(name, call.caller.hello["trainer"])
+                name = described.reference
+                ids = self._ids.claim(name, call.caller.hello.trainer)
                 if ids is None:
                     return self._needs_ids(name)
                 embedded = engine.group(ids)
                 session.add(store, batch, embedded)
             passes.append(embedded)
         sums = [
-            embedded.sum(array, described["given"], head["complete"])
-            for embedded, described, array in zip(passes, head["passes"], call.arrays, strict=True)
+            embedded.sum(array, described.given, head.complete)
+            for embedded, described, array in zip(passes, head.passes, call.arrays, strict=True)
         ]
-        self._release(head, session)  # servers hear of it with this push: a worker may die after its answer
+        # Servers hear of it with this push: a worker may die after its answer.
+        self._release(head.store, head.done, head.gone, session)
         engine.push(head, sums)
         self.backwards += 1
         return Message({"restarted_servers": session.take_restarted()})
 
-    def _release(self, head: Mapping[str, Any], session: TrainerSession) -> None:
-        session.forget(head["store"], head["done"])
-        self._ids.forget(head["gone"])
+    def _release(self, store: int, done: list[int], gone: list[str], session: TrainerSession) -> None:
+        session.forget(store, done)
+        self._ids.forget(gone)
 
     def _needs_ids(self, name: str) -> Message:
         text = f"expected the ids of reference {name!r}, got a claim without: {self._ids.why_missing(name)}."
@@ -388,24 +389,24 @@ class EmbeddingWorker(Service):
             self._leave()
 
 
-def _servers_for(hello: Mapping[str, Any]) -> Servers:
+def _servers_for(hello: protocol.WorkerHello) -> Servers:
     """The parameter servers, connected as the trainer would connect to them."""
-    own = {name: value for name, value in hello.items() if name not in ("worker", "line")}
+    own = {name: value for name, value in hello.as_json().items() if name not in ("worker", "line")}
     try:
-        servers = find_servers(None, own, _SERVER_WITHIN, hello.get("reload", False))
+        servers = find_servers(None, own, _SERVER_WITHIN, hello.reload)
     except (RuntimeError, ValueError) as error:
         raise RefusedError(f"expected parameter servers in the environment, got none: {error}") from error
-    if len(servers) != hello["servers"]:
+    if len(servers) != hello.servers:
         raise RefusedError(
-            f"expected a trainer with {len(servers)} parameter servers, got one with {hello['servers']}."
+            f"expected a trainer with {len(servers)} parameter servers, got one with {hello.servers}."
         )
     return servers
 
 
-def _engine_of(head: Mapping[str, Any], session: TrainerSession) -> Embedding | None:
+def _engine_of(head: protocol.OfEngine, session: TrainerSession) -> Embedding | None:
     """The engine; None if the trainer has to send it or newer declarations of its tables first."""
-    known = session.declarations >= head["declarations"]
-    return session.engines.get(head["engine"]) if known else None
+    known = session.declarations >= head.declarations
+    return session.engines.get(head.engine) if known else None
 
 
 def _needs_engine() -> Message:

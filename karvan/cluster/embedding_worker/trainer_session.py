@@ -18,6 +18,9 @@ from karvan.clock import clock
 from karvan.distributed.parameter_servers import Servers
 from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
 from karvan.native import _native
+from karvan.protocol.embedding_worker import PushPasses, WorkerHello
+from karvan.protocol.parameter_server import PUSH
+from karvan.protocol.values import DeclaredTable
 from karvan.store.messages import from_wire, to_wire
 from karvan.store.remote.servers import ServerLookup, begin_pull
 from karvan.store.types import LookupContext
@@ -27,9 +30,9 @@ from karvan.wire import Array, RefusedError, Reply
 class TrainerSession:
     """Calls the parameter servers on behalf of one trainer."""
 
-    def __init__(self, servers: Servers, hello: Mapping[str, Any]) -> None:
+    def __init__(self, servers: Servers, hello: WorkerHello) -> None:
         self.servers = servers
-        self.scale = 1.0 / int(hello["divisor"])
+        self.scale = 1.0 / hello.divisor
         self.engines: dict[str, Embedding] = {}
         self._lock = threading.Lock()
         self._batches: dict[tuple[int, int], Embedded] = {}  # by store and batch
@@ -82,10 +85,10 @@ class TrainerSession:
         with self._lock:
             return self._done.pop(store, [])
 
-    def declare(self, tables: Mapping[str, Mapping[str, Any]], declarations: int) -> None:
+    def declare(self, tables: Mapping[str, DeclaredTable], declarations: int) -> None:
         """Remember the tables, for servers that restart."""
         for name, declaration in tables.items():
-            self.servers.declare(name, **declaration)
+            self.servers.declare(name, **declaration.as_json())
         self.declarations = max(self.declarations, declarations)
 
     def take_restarted(self) -> list[tuple[int, str]]:
@@ -112,11 +115,11 @@ class Embedding:
 
     def group(self, ids: Mapping[str, Any]) -> Embedded:
         """Group a batch by key."""
-        return Embedded(self, ids, {"training": True, "step": 0, "now": 0.0, "store": 0})
+        return Embedded(self, ids, 0, LookupContext(True, 0, 0.0))
 
-    def begin(self, ids: Mapping[str, Any], store: int, batch: int, head: Mapping[str, Any]) -> Embedded:
+    def begin(self, ids: Mapping[str, Any], store: int, batch: int, context: LookupContext) -> Embedded:
         """Group a batch by key, and ask the servers."""
-        embedded = Embedded(self, ids, {**head, "store": store})
+        embedded = Embedded(self, ids, store, context)
         embedded.pull.begin(batch)
         return embedded
 
@@ -125,23 +128,23 @@ class Embedding:
         done = self._session.take_done(store)
         return begin_pull(self._session.servers, lookup, store=store, done=done)
 
-    def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> None:
+    def push(self, head: PushPasses, sums: Sequence[tuple[Tensor, ...]]) -> None:
         """Send sums by key, by pass and server, and wait until they have been applied, or staged.
 
         Servers that have restarted since the lookup do not apply them; they count the updates they contain.
         """
         names = ("store", "sequence", "batches", "mine", "rules", "steps", "skipped", "complete", "wire")
-        step = {"step": head["step"]} if "step" in head else {}  # of an elastic run, whose servers stage it
+        step = {} if head.step is None else {"step": head.step}  # of an elastic run, whose servers stage it
         request = {
-            **{name: head[name] for name in names},
+            **{name: getattr(head, name) for name in names},
             **step,
-            "done": self._session.take_done(int(head["store"])),
+            "done": self._session.take_done(head.store),
         }
         replies = []
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
             # Not queued behind lookups: they wait for those of other trainers, which may wait for this push.
-            replies.append(self._session.servers.peer(server, "push").begin("push", request, arrays))
+            replies.append(self._session.servers.peer(server, "push").begin(PUSH, request, arrays))
         for reply in replies:
             reply.wait()
 
@@ -154,7 +157,7 @@ class Embedding:
 class Embedded:
     """A batch between its lookup and its gradients."""
 
-    def __init__(self, engine: Embedding, ids: Mapping[str, Any], head: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Embedding, ids: Mapping[str, Any], store: int, context: LookupContext) -> None:
         self._engine = engine
         self.inputs: list[FeatureInput] = []
         for feature, table in engine.features.items():
@@ -178,11 +181,11 @@ class Embedded:
         self.pull = ServerLookup(
             engine.program,
             plan,
-            LookupContext(bool(head["training"]), int(head["step"]), float(head["now"])),
+            context,
             servers=engine.count,
             dims=engine.dims,
             wire=engine.wire,
-            send=partial(engine.send_pull, int(head["store"])),
+            send=partial(engine.send_pull, store),
         )
         self._sizes = [one.numel() for one in self.inputs]
 

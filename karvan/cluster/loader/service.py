@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,9 +51,10 @@ from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.role_process import Generations
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.outages import mark
-from karvan.protocol.loader import LOADER_CALLS, LOADER_HELLO
+from karvan.protocol import loader as protocol
 from karvan.ragged import Batch
-from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
+from karvan.wire.schema import Head, Struct
 
 # A loader's queue for one trainer: its position, and the batches that wait for it.
 
@@ -72,7 +73,7 @@ class Item(NamedTuple):
     """What a trainer receives: a batch, or the end of an epoch."""
 
     epoch: int
-    message: Message
+    message: Message[protocol.EndOfEpoch | protocol.EpochBatch]
     ends: bool = False
 
 
@@ -99,22 +100,23 @@ class TrainerQueue:
     unread: set[EpochIndex] = field(default_factory=set)
 
     @classmethod
-    def of(cls, hello: Mapping[str, Any]) -> TrainerQueue:
+    def of(cls, hello: protocol.LoaderHello) -> TrainerQueue:
         """The queue of a trainer, from what its hello asks for."""
-        epoch, end, before = hello["epoch"], hello["end"], hello["before_unfinished"]
+        epoch = hello.epoch
         queue = cls(
-            hello["run"],
-            hello["ids"],
-            (epoch, hello["next"]),
-            frozenset((epoch, index) for index in hello["taken"]),
-            [Known((epoch, index), position) for index, position in hello["positions"]],
+            hello.run,
+            hello.ids,
+            (epoch, hello.next),
+            frozenset((epoch, index) for index in hello.taken),
+            [Known((epoch, index), position) for index, position in hello.positions],
         )
-        if end is not None:
-            queue.end(epoch, *end)
-            queue.positions.append(Known(queue.filled, end[1]))
-        queue.unread = {(epoch, index) for epoch, index in hello["unfinished"]}
-        if before is not None:
-            queue.positions.append(Known((before[0], before[1]), before[2]))
+        if hello.end is not None:
+            queue.end(epoch, *hello.end)
+            queue.positions.append(Known(queue.filled, hello.end[1]))
+        queue.unread = set(hello.unfinished)
+        if hello.before_unfinished is not None:
+            epoch, index, position = hello.before_unfinished
+            queue.positions.append(Known((epoch, index), position))
         return queue
 
     @property
@@ -134,8 +136,8 @@ class TrainerQueue:
 
     def end(self, epoch: int, total: int, position: Any) -> None:
         """The epoch has `total` batches, and the source is at `position` after them."""
-        message = Message({"epoch": epoch, "end": total, "position": position})
-        self.items.append(Item(epoch, message, ends=True))
+        head = protocol.EndOfEpoch(epoch=epoch, end=total, position=position)
+        self.items.append(Item(epoch, Message(head), ends=True))
         self.filled = (epoch + 1, 0)
 
 
@@ -156,7 +158,7 @@ class Start:
 class LoaderService(Service):
     """Loader number `index` of `count`: trainers call its endpoints, one reading thread calls the rest."""
 
-    hello = LOADER_HELLO
+    hello = Struct(protocol.LoaderHello)
 
     progresses = False  # calls are not progress; batches are, see `send`
 
@@ -195,26 +197,24 @@ class LoaderService(Service):
         self._over = False  # the program has no more epochs
         self._closed = False
         self.endpoints = endpoints(
-            LOADER_CALLS,
-            {
-                "next": self._next,
-                "stay": self._stay,
-                "done": self._done,
-                "resend": self._resend,
-                "identity": self._answer_identity,
-                "statistics": self._answer_statistics,
-                "leave": self._leave,
-            },
+            protocol.LOADER_CALLS,
+            Endpoint(protocol.NEXT, self._next),
+            Endpoint(protocol.STAY, self._stay),
+            Endpoint(protocol.DONE, self._done),
+            Endpoint(protocol.RESEND, self._resend),
+            Endpoint(protocol.IDENTITY, self._answer_identity),
+            Endpoint(protocol.STATISTICS, self._answer_statistics),
+            Endpoint(protocol.LEAVE, self._leave),
         )
 
     # Called by trainers
 
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        hello = caller.hello
-        given, trainer, world, run = (hello[name] for name in ("generation", "trainer", "trainers", "run"))
-        requested = hello["loader"], hello["loaders"]
-        queue = TrainerQueue.of(hello) if hello["kind"] != "control" else None
+        hello: protocol.LoaderHello = caller.hello
+        trainer, world = hello.trainer, hello.trainers
+        requested = hello.loader, hello.loaders
+        queue = TrainerQueue.of(hello) if hello.kind != "control" else None
         if queue is not None and queue.unread and max(queue.unread) >= queue.filled:
             raise RefusedError(
                 f"expected unfinished batches before the next one, {queue.filled}, got {max(queue.unread)}."
@@ -224,9 +224,9 @@ class LoaderService(Service):
             raise RefusedError(f"expected to be asked for as loader {mine}, got {asked}.")
         if trainer >= world:
             raise RefusedError(f"expected a trainer from 0 to {world - 1}, got {trainer}.")
-        generation = self._generations.check(given)
+        generation = self._generations.check(hello.generation)
         with self._changed:
-            if generation < self._generation or run in self._gone:
+            if generation < self._generation or hello.run in self._gone:
                 raise RefusedError("expected the newest trainers, got one that was replaced by a newer one.")
             if queue is not None:
                 self._admit(trainer, queue, (generation, world))
@@ -249,7 +249,7 @@ class LoaderService(Service):
             self._trainers[trainer] = queue
         self._changed.notify_all()
 
-    def _stay(self, call: Request) -> Message:
+    def _stay(self, call: Request[Head]) -> Message:
         with self._changed:
             trainer = self._of(call.caller)
             # The first one is answered at once: if loaders are killed one after the other, a call that waits
@@ -259,8 +259,8 @@ class LoaderService(Service):
             trainer.watches = True
         return Message({})
 
-    def _done(self, call: Request) -> Message:
-        number, references = call.caller.hello["trainer"], call.head["references"]
+    def _done(self, call: Request[protocol.References]) -> Message:
+        number, references = call.caller.hello.trainer, call.head.references
         with self._changed:
             trainer = self._trainers.get(number)
             if trainer is not None:
@@ -268,37 +268,44 @@ class LoaderService(Service):
         self._sent.done(number, references)
         return Message({})
 
-    def _resend(self, call: Request) -> Message:
-        reference = BatchName(*call.head["reference"])
+    def _resend(
+        self, call: Request[protocol.IdsOfBatch]
+    ) -> Message[protocol.Waiting | protocol.StatisticsDigest]:
+        reference = BatchName(*call.head.reference)
         with self._changed:
             read = lambda: self._closed or self._error or self._has_read(call.caller, reference)  # noqa: E731
             self._changed.wait_for(read, _WAIT)
             if not self._has_read(call.caller, reference):
                 if self._error:
                     raise self._failure()
-                return Message({"wait": True})
-        self._sent.resend(reference, call.head["worker"])
-        return Message({"statistics": digest} if (digest := self._statistics.digest) else {})
+                return Message(protocol.Waiting(wait=True))
+        self._sent.resend(reference, call.head.worker)
+        digest = self._statistics.digest
+        return Message(
+            protocol.StatisticsDigest(statistics=digest) if digest else protocol.StatisticsDigest()
+        )
 
     def _has_read(self, caller: Caller, reference: BatchName) -> bool:
         """Whether a batch of this trainer has been read; False before it has said what it needs."""
-        if caller.hello["run"] in self._gone:
+        if caller.hello.run in self._gone:
             raise RefusedError("expected a call of the newest trainers, got one of an earlier run.")
-        trainer = self._trainers.get(caller.hello["trainer"])
-        if trainer is None or trainer.run != caller.hello["run"]:
+        trainer = self._trainers.get(caller.hello.trainer)
+        if trainer is None or trainer.run != caller.hello.run:
             return False
         begin = reference.epoch, reference.number // self._count
         return begin < trainer.filled and begin not in trainer.unread
 
-    def _answer_identity(self, call: Request) -> Message:
+    def _answer_identity(self, call: Request[Head]) -> Message[protocol.Waiting | protocol.DataIdentity]:
         known = self._wait_for_program()
-        return Message({"wait": True} if known is None else {"identity": known[0]})
+        return Message(
+            protocol.Waiting(wait=True) if known is None else protocol.DataIdentity(identity=known[0])
+        )
 
-    def _answer_statistics(self, call: Request) -> Message:
+    def _answer_statistics(self, call: Request[protocol.Whole]) -> Message[Any]:
         started = self._wait_for_program() is not None
-        return self._statistics.message(call.head["whole"]) if started else Message({"wait": True})
+        return self._statistics.message(call.head.whole) if started else Message(protocol.Waiting(wait=True))
 
-    def _leave(self, call: Request) -> Message:
+    def _leave(self, call: Request[Head]) -> Message:
         with self._changed:
             trainer = self._of(call.caller)
             trainer.left = True
@@ -314,8 +321,8 @@ class LoaderService(Service):
                 raise self._failure()
             return self._identity
 
-    def _next(self, call: Request) -> Message:
-        epoch, caller = call.head["epoch"], call.caller
+    def _next(self, call: Request[protocol.Epoch]) -> Message[Any]:
+        epoch, caller = call.head.epoch, call.caller
         with self._changed:
             trainer = self._of(caller)
             trainer.asked = max(trainer.asked, epoch)
@@ -331,8 +338,8 @@ class LoaderService(Service):
             return item.message
 
     def _of(self, caller: Caller) -> TrainerQueue:
-        trainer = self._trainers.get(caller.hello["trainer"])
-        if trainer is None or trainer.run != caller.hello["run"]:
+        trainer = self._trainers.get(caller.hello.trainer)
+        if trainer is None or trainer.run != caller.hello.run:
             raise RefusedError("expected a call of the newest trainers, got one of an earlier run.")
         return trainer
 
@@ -353,7 +360,7 @@ class LoaderService(Service):
             mark(error, self._error_code == TEMPORARY)
         return error
 
-    def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message:
+    def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message[protocol.MissingTrainers]:
         if self._error:
             trainer.error_sent = True
             self._changed.notify_all()
@@ -364,7 +371,7 @@ class LoaderService(Service):
                 f"more, got {epoch}. To send several, write `for epoch in data.epochs()`."
             )
         missing = sorted(set(range(self._world)) - set(self._trainers))
-        return Message({"wait": missing})
+        return Message(protocol.MissingTrainers(wait=missing))
 
     @property
     def _last_epoch(self) -> int:
@@ -456,8 +463,8 @@ class LoaderService(Service):
             if self._statistics.digest:
                 head["statistics"] = self._statistics.digest
             if worker is not None:
-                head |= {"reference": list(reference), "worker": worker}
-            item = Item(epoch, Message({**packed.head, **head}, packed.arrays))
+                head |= {"reference": reference, "worker": worker}
+            item = Item(epoch, Message(protocol.EpochBatch(**packed.head, **head), packed.arrays))
         with self._changed:
             if self._stopped() or generation != self._generation:
                 return False
@@ -488,7 +495,7 @@ class LoaderService(Service):
                     had = max(had, each.filled[1])
                 if had > total:
                     raise RuntimeError(
-                        f"Epoch {epoch} expected {had} batches, as before, got {total}: "
+                        f"protocol.Epoch {epoch} expected {had} batches, as before, got {total}: "
                         "a source without positions must give the same batches every time."
                     )
                 if each.filled[0] == epoch:

@@ -31,6 +31,7 @@ from karvan.checkpoint.transforms import COLUMNS, KEY, has_state, name_of
 from karvan.data.columns.kinds import ColumnKind
 from karvan.features import FeatureEngine
 from karvan.job.checkpoint_url import local_path
+from karvan.protocol.loader import Statistics
 from karvan.train.state.transforms import replace_statistics
 from karvan.wire import Message
 
@@ -67,10 +68,10 @@ class LoaderStatistics:
                 )
         return cls(packed)
 
-    def message(self, whole: bool) -> Message:
+    def message(self, whole: bool) -> Message[Statistics]:
         """The answer to a trainer."""
         states = [np.frombuffer(state, np.uint8) for state in self._packed.values()] if whole else []
-        return Message({"statistics": self.digests}, states)
+        return Message(Statistics(statistics=self.digests), states)
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
@@ -78,15 +79,17 @@ def digest_of(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16] if digests else ""
 
 
-def ask_loaders(ask: Callable[[int, bool], Message], loaders: Sequence[int]) -> tuple[dict[str, Any], str]:
+def ask_loaders(
+    ask: Callable[[int, bool], Message[Statistics]], loaders: Sequence[int]
+) -> tuple[dict[str, Any], str]:
     """The states of the loaders' transforms by name, and their digest; an error if loaders differ.
 
     ask: calls `statistics` of a loader, with `whole`.
     """
     answers = [ask(loader, loader == loaders[0]) for loader in loaders]
-    first: dict[str, str] = answers[0].head["statistics"]
+    first = answers[0].head.statistics
     for loader, answer in zip(loaders, answers, strict=True):
-        other: dict[str, str] = answer.head["statistics"]
+        other = answer.head.statistics
         if other != first:
             differ = {name for name in {*first, *other} if first.get(name) != other.get(name)}
             names = sorted(differ - {COLUMNS})

@@ -32,8 +32,8 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
@@ -49,9 +49,10 @@ from karvan.data.leasing.task_records import TaskToRead, after, places_of
 from karvan.data.loading.pipeline import Closed
 from karvan.devices import require_cpu_batches
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
-from karvan.protocol.loader import TASK_READING_CALLS, TASK_READING_HELLO
+from karvan.protocol import loader as protocol
 from karvan.ragged import Batch, IdsReference
-from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
+from karvan.wire.schema import Head, Struct
 from karvan.work.task import Task
 
 # `DataDescription`: what trainers have to know of the data that loaders read for them.
@@ -76,22 +77,18 @@ class DataDescription:
     def of(cls, data: SharedData, statistics: LoaderStatistics) -> DataDescription:
         """The description of some data."""
         made = cls(data.parts, data.records_per_task, data.seed, data.batch_size, data.identity())
-        text = json.dumps([made.as_head(), statistics.digests], sort_keys=True)
+        text = json.dumps([vars(made.as_head()), statistics.digests], sort_keys=True)
         return cls(**{**vars(made), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]})
 
-    def as_head(self) -> dict[str, Any]:
+    def as_head(self) -> protocol.Description:
         """Its fields, for a message."""
-        return {
-            **asdict(self),
-            "parts": [list(each) for each in self.parts],
-            "identity": self.identity.state(),
-        }
+        return protocol.Description(**{**vars(self), "identity": self.identity.state()})
 
     @classmethod
-    def from_head(cls, head: Mapping[str, Any]) -> DataDescription:
+    def from_head(cls, head: protocol.Description) -> DataDescription:
         """The description that `as_head` made."""
-        parts = tuple((str(path), int(records)) for path, records in head["parts"])
-        return cls(**{**head, "parts": parts, "identity": Identity.from_state(head["identity"])})
+        identity = Identity.from_state(head.identity)
+        return cls(**{**vars(head), "parts": tuple(head.parts), "identity": identity})
 
     def difference(self, other: DataDescription) -> str:
         """What differs, in words; empty if nothing does."""
@@ -115,7 +112,7 @@ _IDLE = 60.0  # seconds without a call after which the caller counts as gone
 class ReadBatch(NamedTuple):
     """A batch as a message, how many records of the tasks it has, and where its ids are, if not in it."""
 
-    message: Message
+    message: Message[protocol.TaskBatch]
     records: int
     ids: IdsReference | None = None
 
@@ -270,7 +267,7 @@ class SentParts(NamedTuple):
 class TaskReadingService(Service):
     """Loader number `index`: `offer` sets the data, trainers call the endpoints."""
 
-    hello = TASK_READING_HELLO
+    hello = Struct(protocol.TaskReadingHello)
 
     progresses = False  # calls are not progress; batches are, see `TaskReading`
 
@@ -292,13 +289,11 @@ class TaskReadingService(Service):
         self._readings: dict[str, tuple[SentParts, TaskReading]] = {}  # by session of the caller
         self._closed = False
         self.endpoints = endpoints(
-            TASK_READING_CALLS,
-            {
-                "describe": self._describe,
-                "statistics": self._answer_statistics,
-                "read_batch": self._read_batch,
-                "stop_reading": self._stop_reading,
-            },
+            protocol.TASK_READING_CALLS,
+            Endpoint(protocol.DESCRIBE, self._describe),
+            Endpoint(protocol.STATISTICS, self._answer_statistics),
+            Endpoint(protocol.READ_BATCH, self._read_batch),
+            Endpoint(protocol.STOP_READING, self._stop_reading),
         )
 
     @property
@@ -323,9 +318,9 @@ class TaskReadingService(Service):
 
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        if caller.hello["loader"] != self._index:
+        if caller.hello.loader != self._index:
             raise RefusedError(
-                f"expected to be asked for as loader {self._index}, got {caller.hello['loader']}."
+                f"expected to be asked for as loader {self._index}, got {caller.hello.loader}."
             )
         return {"loader": self._index}
 
@@ -346,29 +341,29 @@ class TaskReadingService(Service):
                 return None
             return self._data, self._description
 
-    def _describe(self, call: Request) -> Message:
+    def _describe(self, call: Request[Head]) -> Message[protocol.Waiting | protocol.Description]:
         offered = self._offered()
-        return Message({"wait": True} if offered is None else offered[1].as_head())
+        return Message(protocol.Waiting(wait=True) if offered is None else offered[1].as_head())
 
-    def _answer_statistics(self, call: Request) -> Message:
-        offered = self._offered()
-        return Message({"wait": True}) if offered is None else self._statistics.message(call.head["whole"])
+    def _answer_statistics(self, call: Request[protocol.Whole]) -> Message[Any]:
+        started = self._offered() is not None
+        return self._statistics.message(call.head.whole) if started else Message(protocol.Waiting(wait=True))
 
-    def _stop_reading(self, call: Request) -> Message:
+    def _stop_reading(self, call: Request[Head]) -> Message:
         self._drop(call.caller.session)
         return Message({})
 
-    def _read_batch(self, call: Request) -> Message:
+    def _read_batch(self, call: Request[protocol.RequestedTasks]) -> Message[Any]:
         offered = self._offered()
         if offered is None:
-            return Message({"wait": True})
+            return Message(protocol.Waiting(wait=True))
         data, description = offered
-        tasks = [TaskToRead(task_from(each["task"]), each["ends"]) for each in call.head["tasks"]]
+        tasks = [TaskToRead(task_from(each.task), each.ends) for each in call.head.tasks]
         for task, _ in tasks:
             self._check(task)
         session = call.caller.session
-        to = call.head.get("to")
-        parts = SentParts(tuple(call.head.get("ids", ())), None if to is None else SendTo(**to))
+        to = call.head.to
+        parts = SentParts(tuple(call.head.ids), None if to is None else SendTo(to.worker, to.name))
         known, reading = self._readings.get(session, (None, None))
         if reading is None or known != parts or not reading.extend(tasks):
             self._drop(session)
@@ -376,7 +371,7 @@ class TaskReadingService(Service):
             reading.extend(tasks)
         taken = reading.take(_WAIT)
         if taken is None:
-            return Message({"wait": True})
+            return Message(protocol.Waiting(wait=True))
         if isinstance(taken, ReadFailure):
             self._drop(session)
             return self._failure(taken)
@@ -411,7 +406,7 @@ class TaskReadingService(Service):
         if reading is not None:
             reading.close()
 
-    def _failure(self, failure: ReadFailure) -> Message:
+    def _failure(self, failure: ReadFailure) -> Message[protocol.FailedTask]:
         error, code = failure.error, code_of(failure.error)
         self.note_failure(error)
         text = f"{type(error).__name__}: {error}"
@@ -420,7 +415,7 @@ class TaskReadingService(Service):
         else:
             _log.error("%s could not read a task", self.name, exc_info=error)
         kind = _KINDS.get(code, "failed")
-        return Message({"failed": text[:20_000], "task": failure.task, "kind": kind})
+        return Message(protocol.FailedTask(failed=text[:20_000], task=failure.task, kind=kind))
 
 
 class _Packer(BatchPacker):
@@ -435,8 +430,8 @@ class _Packer(BatchPacker):
     def pack(self, batch: Batch, records: int, closed: Callable[[], bool]) -> ReadBatch:
         batch, reference = self._ids.send(batch, self._parts.ids, self._parts.to, closed)
         made = pack(batch)
-        head = {"records": records, "samples": batch.samples, "digest": self._digest}
-        return ReadBatch(Message({**made.head, **head}, made.arrays), records, reference)
+        head = protocol.TaskBatch(**made.head, records=records, samples=batch.samples, digest=self._digest)
+        return ReadBatch(Message(head, made.arrays), records, reference)
 
     @override
     def drop(self, batches: Sequence[ReadBatch]) -> None:

@@ -18,7 +18,6 @@ before. A malformed call is refused and changes nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -26,7 +25,9 @@ from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.step_policies import AsyncPolicy, Policy, SyncPolicy
 from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
 from karvan.job.sync_modes import DenseSettings
-from karvan.wire import Message, RefusedError, Request
+from karvan.protocol import parameter_server as protocol
+from karvan.protocol.values import RunHello
+from karvan.wire import Endpoint, Message, RefusedError, Request
 
 _MOST_MODELS = 1024
 
@@ -38,15 +39,15 @@ class DenseService:
         self._settings = DenseSettings()
         self._models: dict[int, DenseParameters] = {}
         self._lock = threading.Lock()
-        self.methods: dict[str, Callable[[Request], Message]] = {
-            "pull_dense": self._pull,
-            "push_dense": self._push,
-            "stage_dense": _refuse_staging,
-            "next_sequence": self._next_sequence,
-            "flush_dense": self._flush,
-            "dense_state": self._state,
-            "load_dense_state": self._load_state,
-        }
+        self.endpoints: list[Endpoint[Any]] = [
+            Endpoint(protocol.PULL_DENSE, self._pull),
+            Endpoint(protocol.PUSH_DENSE, self._push),
+            Endpoint(protocol.STAGE_DENSE, _refuse_staging),
+            Endpoint(protocol.NEXT_SEQUENCE, self._next_sequence),
+            Endpoint(protocol.FLUSH_DENSE, self._flush),
+            Endpoint(protocol.DENSE_STATE, self._state),
+            Endpoint(protocol.LOAD_DENSE_STATE, self._load_state),
+        ]
 
     def begin(self, settings: DenseSettings) -> None:
         """A new run of trainers; parameters stay."""
@@ -92,36 +93,36 @@ class DenseService:
                 self._models[number] = DenseParameters(policy_of(self._settings))
             return self._models[number]
 
-    def _pull(self, call: Request) -> Message:
-        version, parameters = self.model(call.head["model"]).pull(call.head["version"])
+    def _pull(self, call: Request[protocol.PullDense]) -> Message:
+        version, parameters = self.model(call.head.model).pull(call.head.version)
         if parameters is None:
             return Message({"version": version})
         return tensors_message(parameters, version=version)
 
-    def _push(self, call: Request) -> Message:
+    def _push(self, call: Request[protocol.PushDense]) -> Message:
         head = call.head
-        answer = self.model(call.head["model"]).push_gradients(
-            tensors_of(call),
-            head["version"],
-            trainer=head["trainer"],
-            sequence=head["sequence"],
-            lr=head["lr"],
+        answer = self.model(call.head.model).push_gradients(
+            tensors_of(head.tensors, call.arrays),
+            head.version,
+            trainer=head.trainer,
+            sequence=head.sequence,
+            lr=head.lr,
         )
         return Message({"answer": astuple(answer)})
 
-    def _next_sequence(self, call: Request) -> Message:
-        return Message({"sequence": self.model(call.head["model"]).next_sequence(call.head["trainer"])})
+    def _next_sequence(self, call: Request[protocol.NextSequence]) -> Message:
+        return Message({"sequence": self.model(call.head.model).next_sequence(call.head.trainer)})
 
-    def _flush(self, call: Request) -> Message:
-        return Message({"version": self.model(call.head["model"]).flush()})
+    def _flush(self, call: Request[protocol.OfModel]) -> Message:
+        return Message({"version": self.model(call.head.model).flush()})
 
-    def _state(self, call: Request) -> Message:
-        return state_message(self.model(call.head["model"]).state())
+    def _state(self, call: Request[protocol.OfModel]) -> Message:
+        return state_message(self.model(call.head.model).state())
 
-    def _load_state(self, call: Request) -> Message:
-        model, state = self.model(call.head["model"]), state_of(call)
+    def _load_state(self, call: Request[protocol.LoadDenseState]) -> Message:
+        model, state = self.model(call.head.model), state_of(call.arrays)
         try:
-            model.load_state(state, first=call.head.get("first", False))
+            model.load_state(state, first=call.head.first)
         except WRONG as error:
             raise RefusedError(
                 f"expected a state of dense parameters, got one that cannot be used: {error}"
@@ -129,13 +130,13 @@ class DenseService:
         return Message({"version": model.version})
 
 
-def _refuse_staging(call: Request) -> Message:
+def _refuse_staging(call: Request[protocol.StageDense]) -> Message:
     raise RefusedError("expected an elastic run of mode async, got gradients to stage in another run.")
 
 
-def settings_of(hello: Mapping[str, Any]) -> DenseSettings:
+def settings_of(hello: RunHello) -> DenseSettings:
     """The settings of steps in a trainer's hello; a RefusedError if they are not valid."""
-    settings = hello.get("dense", {})
+    settings = hello.dense or {}
     try:
         return DenseSettings(**settings)
     except (TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ In mode async every member has steps of its own, and its commits and drops name 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -40,15 +40,15 @@ from karvan.cluster.parameter_server.row_updates import (
 )
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import expect_same_keys, settings_of_run
-from karvan.job.sync_modes import MODES, SYNC
+from karvan.job.sync_modes import MODES
 from karvan.native import _native
 from karvan.outages import mark
-from karvan.protocol.parameter_server import passes_of
+from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, to_wire
 from karvan.store.row_owner import Owner
 from karvan.store.types import LookupContext, Vectors
-from karvan.wire import Message, RefusedError, Request
-from karvan.wire.schema import expect_array
+from karvan.wire import Endpoint, Message, RefusedError, Request
+from karvan.wire.schema import Call, H, expect_array
 
 # `Members`: which trainers of an elastic run a server has heard of, and whose calls it refuses.
 #
@@ -113,7 +113,7 @@ _REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness
 
 class _Committed(NamedTuple):
     step: int
-    commit: Mapping[str, Any]
+    commit: protocol.Commit
 
 
 class ElasticBatches:
@@ -122,10 +122,10 @@ class ElasticBatches:
     own_steps = False  # whether each member has steps of its own
 
     def __init__(
-        self, owner: Owner, tables: ServerTables, hello: Mapping[str, Any], *, counts_skips: bool = True
+        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
     ) -> None:
-        mode = MODES[hello.get("mode", SYNC.name)]
-        if hello.get("reload"):
+        mode = MODES[hello.mode]
+        if hello.reload:
             raise RefusedError(
                 "expected an elastic run with on_server_loss rollback, got reload: rows of a checkpoint lack "
                 "steps that the members have committed."
@@ -135,9 +135,9 @@ class ElasticBatches:
         self._agreed = settings_of_run(hello)
         make = JointUpdates if mode.joint_rows else SingleUpdates
         self._rows: RowUpdates = make(
-            owner, tables, by_key=hello.get("grad_reduce") == "key", counts_skips=counts_skips
+            owner, tables, by_key=hello.grad_reduce == "key", counts_skips=counts_skips
         )
-        window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
+        window = _REMEMBERED + 2 * hello.staleness
         self._lock = threading.RLock()
         self._lookups: dict[tuple[int, int, int], HeldLookup] = {}  # by member, store and batch
         self._over: AnswerWindow[bool] = AnswerWindow(window)  # lookups that members are done with
@@ -147,29 +147,29 @@ class ElasticBatches:
         self.on_abandon: Callable[[int], None] = lambda member: None
         self._ended = ""  # why no more calls are accepted
         self.restored: Restored | None = None  # never: see on_server_loss above
-        self.updates = UpdateCounts(str(hello["run"]))
+        self.updates = UpdateCounts(hello.run)
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0  # committed
-        self.methods: dict[str, Callable[[Request], Message]] = {
-            "pull": self._guarded(self._pull),
-            "push": self._guarded(self._push),
-            "withdraw": self._guarded(self._withdraw),
-            "commit": self._guarded(self._commit),
-            "drop": self._guarded(self._drop),
-            "fence": self._guarded(self._fence),
-            "abandon": self._guarded(self._abandon),
-            "progress": self._guarded(self._progress),
-            "members": self._guarded(self._list_members),
-            "tally": self._guarded(self._answer_tally),
-        }
+        self.endpoints = [
+            self._guarded(protocol.PULL, self._pull),
+            self._guarded(protocol.PUSH, self._push),
+            self._guarded(protocol.WITHDRAW, self._withdraw),
+            self._guarded(protocol.COMMIT, self._commit),
+            self._guarded(protocol.DROP, self._drop),
+            self._guarded(protocol.FENCE, self._fence),
+            self._guarded(protocol.ABANDON, self._abandon),
+            self._guarded(protocol.PROGRESS, self._progress),
+            self._guarded(protocol.MEMBERS_IN_ROUND, self._list_members),
+            self._guarded(protocol.TALLY, self._answer_tally),
+        ]
 
     @property
     def log(self) -> _native.LookupLog | None:
         """Lookups in flight, which captures omit."""
         return self._rows.log
 
-    def check_run(self, hello: Mapping[str, Any]) -> None:
+    def check_run(self, hello: protocol.ServerHello) -> None:
         """All members of a run must have the same settings; one that was abandoned cannot come back."""
         settings = settings_of_run(hello)
         if settings != self._agreed:
@@ -178,9 +178,9 @@ class ElasticBatches:
             )
         self.expect_caller(hello)
 
-    def expect_caller(self, hello: Mapping[str, Any]) -> None:
+    def expect_caller(self, hello: protocol.ServerHello) -> None:
         """A RefusedError for any call of a member that the others have fenced off or abandoned."""
-        self._members.expect(int(hello["trainer"]))
+        self._members.expect(hello.trainer)
 
     def end(self, reason: str) -> None:
         """End the run: what is staged is dropped, lookups in flight are undone."""
@@ -199,36 +199,38 @@ class ElasticBatches:
         if any(used):
             raise RefusedError("expected no used lookups in the capture of an elastic run, got some.")
 
-    def _guarded(self, method: Callable[[int, Request], Message]) -> Callable[[Request], Message]:
-        def call(request: Request) -> Message:
-            member = int(request.caller.hello["trainer"])
+    def _guarded(
+        self, call: Call[H, Any], method: Callable[[int, Request[H]], Message[Any]]
+    ) -> Endpoint[Any]:
+        def execute(request: Request[H]) -> Message[Any]:
+            member = request.caller.hello.trainer
             with self._lock:
                 if self._ended:
                     raise RuntimeError(self._ended)
                 self._members.expect(member)
                 return method(member, request)
 
-        return call
+        return Endpoint(call, execute)
 
-    def _pull(self, member: int, call: Request) -> Message:
+    def _pull(self, member: int, call: Request[protocol.Pull]) -> Message:
         head, message = call.head, call.arrays[0]
-        self._commit_first(head)
-        tables, counts = head["tables"], head["counts"]
+        self._commit_first(head.commit)
+        tables, counts = head.tables, head.counts
         self._tables.check_tables(tables)
         self._forget(member, head)
-        if head["training"]:
+        if head.training:
             vectors = self._held_lookup(member, call).vectors
         else:
-            context = LookupContext(False, head["step"], head["now"])
+            context = LookupContext(False, head.step, head.now)
             vectors = self._owner.lookup(tables, [counts], [message], context).vectors
             self._count_pull(counts)
-        return Message({}, [to_wire(vectors, head["wire"])])
+        return Message({}, [to_wire(vectors, head.wire)])
 
-    def _held_lookup(self, member: int, call: Request) -> HeldLookup:
+    def _held_lookup(self, member: int, call: Request[protocol.Pull]) -> HeldLookup:
         """A lookup for training; one that is repeated gets the same answer."""
         head, message = call.head, call.arrays[0]
-        tables, counts, batch = head["tables"], head["counts"], head["batch"]
-        name, who = (member, head["store"], batch), _who(member, head["store"])
+        tables, counts, batch = head.tables, head.counts, head.batch
+        name, who = (member, head.store, batch), _who(member, head.store)
         self._members.note(member)
         known = self._lookups.get(name)
         if known is not None:
@@ -236,7 +238,7 @@ class ElasticBatches:
             return known
         if self._over.find(who, batch) or self._over.forgotten(who, batch):
             raise RefusedError(f"expected a batch that the trainer is not done with, got {batch}.")
-        made = self._rows.look_up(tables, counts, message, head["step"], head["now"])
+        made = self._rows.look_up(tables, counts, message, head.step, head.now)
         self._lookups[name] = made
         self._count_pull(counts)
         return made
@@ -245,12 +247,12 @@ class ElasticBatches:
         self.keys += sum(counts)
         self.pulls += 1
 
-    def _push(self, member: int, call: Request) -> Message:
+    def _push(self, member: int, call: Request[protocol.Push]) -> Message:
         head = call.head
-        self._commit_first(head)
-        if "step" not in head:
+        self._commit_first(head.commit)
+        if head.step is None:
             raise RefusedError("expected the push of an elastic run to have a step, got none.")
-        step, sequence, batches = head["step"], head["sequence"], head["batches"]
+        step, sequence, batches = head.step, head.sequence, head.batches
         if not self._staged.holds(member, sequence, step, batches):
             committed = self._committed_step(member if self.own_steps else None)
             if step <= committed:
@@ -259,7 +261,7 @@ class ElasticBatches:
                     f"{committed} are committed without it."
                 )
             self._members.note(member)
-            self._staged.add(self._staged_push(member, call))
+            self._staged.add(self._staged_push(member, step, call))
         self._forget(member, head)
         return Message({})
 
@@ -267,20 +269,20 @@ class ElasticBatches:
         """The last step that is committed; -1 before the first."""
         return self._committed[whose].step if whose in self._committed else -1
 
-    def _staged_push(self, member: int, call: Request) -> StagedPush:
-        head, batches = call.head, call.head["batches"]
-        if passes_of(head) != list(range(len(batches))):
+    def _staged_push(self, member: int, step: int, call: Request[protocol.Push]) -> StagedPush:
+        head, batches = call.head, call.head.batches
+        if list(head.positions) != list(range(len(batches))):
             raise RefusedError(
                 f"expected all {len(batches)} passes of an elastic run's push at once and in order, got "
-                f"{passes_of(head)}."
+                f"{list(head.positions)}."
             )
         lookups: list[HeldLookup] = []
         gradients: list[Vectors] = []
         for number, (batch, array) in enumerate(zip(batches, call.arrays, strict=True)):
-            lookup = self._lookups.get((member, head["store"], batch))
+            lookup = self._lookups.get((member, head.store, batch))
             if lookup is None:
                 raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
-            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in lookup.tables]:
+            if unknown := [name for name in (*head.rules, *head.skipped) if name not in lookup.tables]:
                 raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
             if lookups and lookup.tables != lookups[0].tables:
                 raise RefusedError(
@@ -290,43 +292,43 @@ class ElasticBatches:
             (size,) = floats([list(lookup.counts)], lookup.dims)
             expect_array(array, f"gradients[{number}]", array.dtype.name, size)
             lookups.append(lookup)
-            gradients.append(from_wire(array, head["wire"]))
-        self._tables.check_rules(head["rules"])  # a commit must not fail
+            gradients.append(from_wire(array, head.wire))
+        self._tables.check_rules(head.rules)  # a commit must not fail
         return StagedPush(
             member=member,
-            sequence=head["sequence"],
-            step=head["step"],
-            store=head["store"],
+            sequence=head.sequence,
+            step=step,
+            store=head.store,
             batches=batches,
             lookups=lookups,
             gradients=gradients,
-            rules=head["rules"],
-            steps=head["steps"],
-            skipped=head["skipped"],
-            complete=head["complete"],
+            rules=head.rules,
+            steps=head.steps,
+            skipped=head.skipped,
+            complete=head.complete,
         )
 
-    def _commit_first(self, head: Mapping[str, Any]) -> None:
+    def _commit_first(self, commit: protocol.Commit | None) -> None:
         """The commit that a call carries comes before the call itself."""
-        if head.get("commit") is not None:
-            self._apply(head["commit"])
+        if commit is not None:
+            self._apply(commit)
 
-    def _commit(self, member: int, call: Request) -> Message:
+    def _commit(self, member: int, call: Request[protocol.Commit]) -> Message:
         self._apply(call.head)
         return Message({})
 
-    def _apply(self, commit: Mapping[str, Any]) -> None:
+    def _apply(self, commit: protocol.Commit) -> None:
         """Apply a step, unless it was applied; a RefusedError changes nothing."""
-        whose, step = self._whose(commit), commit["step"]
+        whose, step = self._whose(commit.member), commit.step
         if step <= self._committed_step(whose):
             return
-        parts = self._staged.find(commit["parts"], step)
+        parts = self._staged.find(commit.parts, step)
         if other := next((part for part in parts if not _is_of(part, whose)), None):
             raise RefusedError(f"expected parts of member {whose}, got one of member {other.member}.")
         self._rows.check(parts)
         self._find_more(commit)
         try:
-            self._rows.apply(parts, commit["scale"])
+            self._rows.apply(parts, commit.scale)
             self._apply_more(commit)
         except Exception as error:
             # Rows may have some of it. A repetition would apply that twice, so nothing more is accepted.
@@ -340,38 +342,38 @@ class ElasticBatches:
             self.updates.add(part.store, part.member)
         self.pushes += len(parts)
 
-    def _find_more(self, commit: Mapping[str, Any]) -> None:
+    def _find_more(self, commit: protocol.Commit) -> None:
         """A RefusedError if something that a commit names, other than pushes, is not staged."""
-        if commit.get("dense") or commit.get("counts"):
+        if commit.dense or commit.counts:
             raise RefusedError(
                 "expected dense parameters and counts in commits of mode async alone, got some."
             )
 
-    def _apply_more(self, commit: Mapping[str, Any]) -> None:
+    def _apply_more(self, commit: protocol.Commit) -> None:
         """Apply what a commit has besides pushes: nothing, unless members have steps of their own."""
 
-    def _drop(self, member: int, call: Request) -> Message:
-        whose, first = self._whose(call.head), call.head["step"]
+    def _drop(self, member: int, call: Request[protocol.Drop]) -> Message:
+        whose, first = self._whose(call.head.member), call.head.step
         dropped = self._staged.drop(lambda push: push.step >= first and _is_of(push, whose))
         self._release(dropped, keep=self._lookups.values())
         return Message({})
 
-    def _fence(self, member: int, call: Request) -> Message:
-        self._members.fence(call.head["member"])
+    def _fence(self, member: int, call: Request[protocol.OfMember]) -> Message:
+        self._members.fence(call.head.member)
         return Message({})
 
-    def _list_members(self, member: int, call: Request) -> Message:
+    def _list_members(self, member: int, call: Request[protocol.Round]) -> Message:
         """The caller trains from now on, so it is one of them."""
-        self._members.enter_round(call.head["round"])
+        self._members.enter_round(call.head.round)
         self._members.note(member)
         return Message({"members": self._members.known})
 
-    def _answer_tally(self, member: int, call: Request) -> Message:
+    def _answer_tally(self, member: int, call: Request[protocol.Meeting]) -> Message:
         raise RefusedError("expected an elastic run of mode async, got a request for a tally in another one.")
 
-    def _abandon(self, member: int, call: Request) -> Message:
+    def _abandon(self, member: int, call: Request[protocol.OfMember]) -> Message:
         """A member is gone; it may be the caller itself, which leaves."""
-        gone = call.head["member"]
+        gone = call.head.member
         self._members.abandon(gone)
         self.on_abandon(gone)
         dropped = self._staged.drop(lambda push: push.member == gone)
@@ -387,18 +389,17 @@ class ElasticBatches:
             self._over.forget(_who(gone, store))
         return Message({})
 
-    def _progress(self, member: int, call: Request) -> Message:
-        whose = self._whose(call.head)
+    def _progress(self, member: int, call: Request[protocol.ProgressOf]) -> Message:
+        whose = self._whose(call.head.member)
         staged = self._staged.names(lambda push: _is_of(push, whose))
         last = self._committed.get(whose)
         if last is None:
             return Message({"committed": None, "ack": None, "staged": staged})
-        answer = {"committed": last.step, "ack": last.commit["ack"], "staged": staged}
-        return Message({**answer, "commit": dict(last.commit)} if self.own_steps else answer)
+        answer = {"committed": last.step, "ack": last.commit.ack, "staged": staged}
+        return Message({**answer, "commit": last.commit} if self.own_steps else answer)
 
-    def _whose(self, head: Mapping[str, Any]) -> int | None:
+    def _whose(self, member: int | None) -> int | None:
         """The member whose step it is; None for a step of all members."""
-        member: int | None = head.get("member")
         if self.own_steps and member is None:
             raise RefusedError(
                 "expected the member that made the step, as in all elastic runs of mode async."
@@ -413,16 +414,16 @@ class ElasticBatches:
         lookups = {id(each): each for push in dropped for each in push.lookups if id(each) not in kept}
         self._rows.withdraw(each for each in lookups.values() if not self._staged.uses(each))
 
-    def _withdraw(self, member: int, call: Request) -> Message:
+    def _withdraw(self, member: int, call: Request[protocol.Withdraw]) -> Message:
         """A member will not train these batches: their lookups are undone."""
         head = call.head
-        lookups = self._take(member, head["store"], head["batches"])
+        lookups = self._take(member, head.store, head.batches)
         self._rows.withdraw(each for each in lookups if not self._staged.uses(each))
         return Message({})
 
-    def _forget(self, member: int, head: Mapping[str, Any]) -> None:
+    def _forget(self, member: int, head: protocol.Done) -> None:
         """A member is done with lookups; those in a staged push wait for its commit."""
-        done = self._take(member, head["store"], head["done"])
+        done = self._take(member, head.store, head.done)
         self._rows.trained(each for each in done if not self._staged.uses(each))
 
     def _take(self, member: int, store: int, batches: Iterable[int]) -> list[HeldLookup]:

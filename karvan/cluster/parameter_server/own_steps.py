@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -29,6 +28,7 @@ from karvan.cluster.parameter_server.elastic_requests import ElasticBatches
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.dense.tensor_checks import dense_tensor
 from karvan.dense.wire_format import tensors_of
+from karvan.protocol.parameter_server import STAGE_DENSE, Commit, Meeting, OfMember, ServerHello, StageDense
 from karvan.store.row_owner import Owner
 from karvan.wire import Message, RefusedError, Request
 
@@ -54,7 +54,7 @@ class OwnStepBatches(ElasticBatches):
         self,
         owner: Owner,
         tables: ServerTables,
-        hello: Mapping[str, Any],
+        hello: ServerHello,
         dense: DenseService,
         *,
         counts_skips: bool = True,
@@ -69,11 +69,11 @@ class OwnStepBatches(ElasticBatches):
         self._staged_dense: dict[tuple[int, int], _StagedDense] = {}  # by member and model
         self._tally: dict[str, int] = {"batches": 0}
         self._meeting = 0
-        self.methods["stage_dense"] = self._guarded(self._stage_dense)
+        self.endpoints.append(self._guarded(STAGE_DENSE, self._stage_dense))
 
-    def _stage_dense(self, member: int, call: Request) -> Message:
+    def _stage_dense(self, member: int, call: Request[StageDense]) -> Message:
         head = call.head
-        step, number = head["step"], head["model"]
+        step, number = head.step, head.model
         model = self._dense.model(number)
         self._members.note(member)
         staged = self._staged_dense.get((member, number))
@@ -83,9 +83,12 @@ class OwnStepBatches(ElasticBatches):
                 raise RefusedError(f"expected gradients of step {staged.step}, got some of step {step}.")
             if sum(other == member for other, _ in self._staged_dense) >= _MOST_STAGED:
                 raise RefusedError(f"expected up to {_MOST_STAGED} models in a step, got one more.")
-            gradients = {name: dense_tensor(name, each, copy=True) for name, each in tensors_of(call).items()}
+            gradients = {
+                name: dense_tensor(name, each, copy=True)
+                for name, each in tensors_of(head.tensors, call.arrays).items()
+            }
             self._check(model, gradients)
-            self._staged_dense[member, number] = _StagedDense(step, head["version"], head["lr"], gradients)
+            self._staged_dense[member, number] = _StagedDense(step, head.version, head.lr, gradients)
         return Message({"version": model.version})
 
     def _check(self, model: DenseParameters, gradients: Mapping[str, Tensor]) -> None:
@@ -94,8 +97,8 @@ class OwnStepBatches(ElasticBatches):
         except (ValueError, RuntimeError) as error:
             raise RefusedError(str(error)) from error
 
-    def _commit(self, member: int, call: Request) -> Message:
-        whose = self._whose(call.head)
+    def _commit(self, member: int, call: Request[Commit]) -> Message:
+        whose = self._whose(call.head.member)
         if whose != member and whose not in self._members.fenced:
             raise RefusedError(
                 f"expected a commit of member {member}'s own step, or of a member that is fenced off, got "
@@ -106,42 +109,44 @@ class OwnStepBatches(ElasticBatches):
         return self._answer()
 
     @override
-    def _find_more(self, commit: Mapping[str, Any]) -> None:
-        for number in commit.get("dense", ()):
-            staged = self._staged_dense.get((commit["member"], number))
-            if staged is None or staged.step != commit["step"]:
+    def _find_more(self, commit: Commit) -> None:
+        assert commit.member is not None
+        for number in commit.dense:
+            staged = self._staged_dense.get((commit.member, number))
+            if staged is None or staged.step != commit.step:
                 raise RefusedError(
-                    f"expected gradients of model {number} that are staged for step {commit['step']} of "
-                    f"member {commit['member']}, got none: they would be lost."
+                    f"expected gradients of model {number} that are staged for step {commit.step} of "
+                    f"member {commit.member}, got none: they would be lost."
                 )
 
     @override
-    def _apply_more(self, commit: Mapping[str, Any]) -> None:
-        member, step = commit["member"], commit["step"]
-        for number in commit.get("dense", ()):
+    def _apply_more(self, commit: Commit) -> None:
+        member, step = commit.member, commit.step
+        assert member is not None
+        for number in commit.dense:
             staged = self._staged_dense[member, number]
             answer = self._dense.model(number).push_gradients(
                 staged.gradients, staged.version, trainer=_name(member), sequence=step, lr=staged.lr
             )
             if not answer.accepted:
                 raise RuntimeError(f"the gradients of model {number} are not accepted: {answer.reason}")
-        for name in [each for each, staged in self._staged_dense.items() if each[0] == member]:
-            del self._staged_dense[name]
+        for key in [each for each in self._staged_dense if each[0] == member]:
+            del self._staged_dense[key]
         self._tally["batches"] += 1
-        for name, count in commit.get("counts", {}).items():
+        for name, count in commit.counts.items():
             self._tally[name] = self._tally.get(name, 0) + count
 
-    def _abandon(self, member: int, call: Request) -> Message:
-        gone = call.head["member"]
+    def _abandon(self, member: int, call: Request[OfMember]) -> Message:
+        gone = call.head.member
         models = {number for whose, number in self._staged_dense if whose == gone}
         for number in models:
             del self._staged_dense[gone, number]
         self._dense.forget(_name(gone))
         return super()._abandon(member, call)
 
-    def _answer_tally(self, member: int, call: Request) -> Message:
+    def _answer_tally(self, member: int, call: Request[Meeting]) -> Message:
         """The tally; a member may ask for the meeting of a number, which stays until that has been."""
-        self._meeting = max(self._meeting, call.head["meeting"])
+        self._meeting = max(self._meeting, call.head.meeting)
         return self._answer()
 
     def _answer(self) -> Message:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from karvan.protocol import parameter_server as protocol
 from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
 from karvan.store.memory import MemoryTable
 from karvan.store.messages import rule_from_json, spec_from_json
 from karvan.system_limits import available_memory
-from karvan.wire import Message, RefusedError, Request
+from karvan.wire import Endpoint, Message, RefusedError, Request
 from karvan.wire.schema import expect_array
 
 _log = logging.getLogger("karvan.cluster")
+T = TypeVar("T", bound=protocol.OfTable)
 
 _ROW_UNIT, _INDEX = 16, 30  # bytes to which a row is rounded up; bytes of a row in the index
 
@@ -39,21 +41,21 @@ class ServerTables:
         self.store = MemoryStore(capacity=capacity)
         self.specs: dict[str, TableSpec] = {}
         self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
-        self.methods: dict[str, Callable[[Request], Message]] = {
-            "add_table": self._add_table,
-            "set_state": self._set_state,
-            "lookup": self._lookup,
-            "apply": self._apply,
-            "skip": self._skip,
-            "evict": self._evict,
-            "erase": self._erase,
-            "clear": self._clear,
-            "version": self._version,
-            "evicted_since": self._evicted_since,
-            "snapshot": self._snapshot,
-            "load": self._load,
-            "stats": self._stats,
-        }
+        self.endpoints: list[Endpoint[Any]] = [
+            Endpoint(protocol.ADD_TABLE, self._add_table),
+            Endpoint(protocol.SET_STATE, self._set_state),
+            Endpoint(protocol.LOOKUP, self._lookup),
+            Endpoint(protocol.APPLY, self._apply),
+            Endpoint(protocol.SKIP, self._skip),
+            Endpoint(protocol.EVICT, self._evict),
+            Endpoint(protocol.ERASE, self._erase),
+            Endpoint(protocol.CLEAR, self._clear),
+            Endpoint(protocol.VERSION, self._version),
+            Endpoint(protocol.EVICTED_SINCE, self._evicted_since),
+            Endpoint(protocol.SNAPSHOT, self._snapshot),
+            Endpoint(protocol.LOAD, self._load),
+            Endpoint(protocol.STATS, self._stats),
+        ]
 
     def spec(self, table: str) -> TableSpec:
         """The spec of a table; a RefusedError if there is none of that name."""
@@ -126,67 +128,67 @@ class ServerTables:
                 *(f"{size / 2**30:,.0f}" for size in (needed, available)),
             )
 
-    def _add_table(self, request: Request) -> Message:
-        self.add(request.head["spec"])
+    def _add_table(self, request: Request[protocol.AddTable]) -> Message:
+        self.add(request.head.spec)
         return Message({})
 
-    def _set_state(self, request: Request) -> Message:
+    def _set_state(self, request: Request[protocol.SetState]) -> Message:
         head = request.head
-        self.set_state(head["table"], head["initial"], head["fresh"])
+        self.set_state(head.table, head.initial, head.fresh)
         return Message({})
 
-    def _lookup(self, request: Request) -> Message:
+    def _lookup(self, request: Request[protocol.Lookup]) -> Message:
         head, arrays = request.head, request.arrays
-        tables = head["tables"]
+        tables = head.tables
         self.check_tables(tables)
         keys = {table: (arrays[2 * at], arrays[2 * at + 1]) for at, table in enumerate(tables)}
-        found = self.store.lookup(keys, LookupContext(head["training"], head["step"], head["now"]))
+        found = self.store.lookup(keys, LookupContext(head.training, head.step, head.now))
         return Message({}, [found[table].vectors for table in tables])
 
-    def _apply(self, request: Request) -> Message:
+    def _apply(self, request: Request[protocol.Apply]) -> Message:
         head, arrays = request.head, iter(request.arrays)
-        self.check_tables(list(head["numbers"]))
+        self.check_tables(list(head.numbers))
         pushes: dict[str, list[Push]] = {}
-        for table, number in head["numbers"].items():
+        for table, number in head.numbers.items():
             dim, version = self.spec(table).dim, self.store.table(table).version
             pushes[table] = []
             for _ in range(number):
                 keys, gradients = next(arrays), next(arrays)
                 expect_array(gradients, f"gradients of table '{table}'", "float32", len(keys), dim)
                 pushes[table].append(Push(keys, gradients, version))
-        rules = {table: rule_from_json(rule) for table, rule in head["rules"].items()}
-        self.store.apply(pushes, rules, head["steps"])
+        rules = {table: rule_from_json(rule) for table, rule in head.rules.items()}
+        self.store.apply(pushes, rules, head.steps)
         return Message({})
 
-    def _stored(self, request: Request) -> MemoryTable:
-        return self.store.table(self.spec(request.head["table"]).name)
+    def _stored(self, request: Request[T]) -> MemoryTable:
+        return self.store.table(self.spec(request.head.table).name)
 
-    def _skip(self, request: Request) -> Message:
+    def _skip(self, request: Request[protocol.OfTable]) -> Message:
         self._stored(request).skip()
         return Message({})
 
-    def _evict(self, request: Request) -> Message:
+    def _evict(self, request: Request[protocol.Evict]) -> Message:
         head = request.head
-        return Message({"rows": self._stored(request).evict(step=head["step"], now=head["now"])})
+        return Message({"rows": self._stored(request).evict(step=head.step, now=head.now)})
 
-    def _erase(self, request: Request) -> Message:
+    def _erase(self, request: Request[protocol.OfTable]) -> Message:
         return Message({"rows": self._stored(request).erase(request.arrays[0])})
 
-    def _clear(self, request: Request) -> Message:
+    def _clear(self, request: Request[protocol.OfTable]) -> Message:
         self._stored(request).clear()
         return Message({})
 
-    def _version(self, request: Request) -> Message:
+    def _version(self, request: Request[protocol.OfTable]) -> Message:
         return Message({"version": self._stored(request).version})
 
-    def _evicted_since(self, request: Request) -> Message:
-        return Message({}, [self._stored(request).evicted_since(request.head["version"])])
+    def _evicted_since(self, request: Request[protocol.EvictedSince]) -> Message:
+        return Message({}, [self._stored(request).evicted_since(request.head.version)])
 
-    def _snapshot(self, request: Request) -> Message:
+    def _snapshot(self, request: Request[protocol.Snapshot]) -> Message:
         head = request.head
-        return Message({}, list(self._stored(request).snapshot(head["part"], head["parts"])))
+        return Message({}, list(self._stored(request).snapshot(head.part, head.parts)))
 
-    def _load(self, request: Request) -> Message:
+    def _load(self, request: Request[protocol.OfTable]) -> Message:
         table, rows = self._stored(request), Rows(*request.arrays)
         expect_array(
             rows.vectors, f"vectors of table '{table.name}'", "float32", len(rows.keys), table.spec.dim
@@ -194,7 +196,7 @@ class ServerTables:
         table.load(rows)  # which checks how much state a row has at that moment
         return Message({})
 
-    def _stats(self, request: Request) -> Message:
-        tables = request.head["tables"]
+    def _stats(self, request: Request[protocol.OfTables]) -> Message:
+        tables = request.head.tables
         self.check_tables(tables)
         return Message({"stats": {table: self.store.table(table).stats() for table in tables}})

@@ -29,11 +29,13 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.job.checkpoint_url import local_path
-from karvan.job.sync_modes import MODES, SYNC
+from karvan.job.sync_modes import MODES
 from karvan.outages import is_out_of_memory, is_temporary, mark
-from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO, expect_trainer
+from karvan.protocol import parameter_server as protocol
+from karvan.protocol.values import DeclaredTable
 from karvan.store.row_owner import Owner
-from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
+from karvan.wire.schema import Struct
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -44,7 +46,7 @@ class ParameterServer(Service):
     capacity: how many rows its tables have together at most; see `MemoryStore`.
     """
 
-    hello = SERVER_HELLO
+    hello = Struct(protocol.ServerHello)
 
     def __init__(
         self,
@@ -69,7 +71,10 @@ class ParameterServer(Service):
         self._past_runs: set[str] = set()  # of this generation
         self._fill_lock = threading.Lock()
         self._begin()
-        self.endpoints = endpoints(SERVER_CALLS, {name: partial(self._do, name) for name in SERVER_CALLS})
+        self.endpoints = endpoints(
+            protocol.SERVER_CALLS,
+            *(Endpoint(call, partial(self._do, name)) for name, call in protocol.SERVER_CALLS.items()),
+        )
 
     def _begin(self) -> None:
         self._tables = ServerTables(self._index, self._count, self._capacity)
@@ -79,28 +84,29 @@ class ParameterServer(Service):
         self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
 
-    def _methods(self) -> dict[str, Callable[[Request], Message]]:
+    def _methods(self) -> dict[str, Callable[[Request], Message[Any]]]:
         """The method of each call, in the current run of the current generation."""
         assert self._batches is not None
-        return {
-            **self._tables.methods,
-            **self._dense.methods,
-            **self._batches.methods,
-            "capture": self._capture,
-            "save": self._save,
-            "close_capture": self._close_capture,
-            "fill": self._fill,
-            "restore": self._restore,
-            "updates": self._updates,
-            "describe": self._describe,
-            "check_folder": self._check_folder,
-        }
+        methods: list[Endpoint[Any]] = [
+            *self._tables.endpoints,
+            *self._dense.endpoints,
+            *self._batches.endpoints,  # in mode async one of the dense ones is another
+            Endpoint(protocol.CAPTURE, self._capture),
+            Endpoint(protocol.SAVE, self._save),
+            Endpoint(protocol.CLOSE_CAPTURE, self._close_capture),
+            Endpoint(protocol.FILL, self._fill),
+            Endpoint(protocol.RESTORE, self._restore),
+            Endpoint(protocol.UPDATES, self._updates),
+            Endpoint(protocol.DESCRIBE, self._describe),
+            Endpoint(protocol.CHECK_FOLDER, self._check_folder),
+        ]
+        return {endpoint.call.name: endpoint.method for endpoint in methods}
 
-    def _do(self, name: str, request: Request) -> Message:
+    def _do(self, name: str, request: Request) -> Message[Any]:
         """Do a call of the current run; callers of an older one are refused."""
         with self._lock:
             hello = request.caller.hello
-            if (hello["generation"], hello["run"]) != (self._generation, self._run):
+            if (hello.generation, hello.run) != (self._generation, self._run):
                 raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
             assert self._batches is not None
             self._batches.expect_caller(hello)
@@ -116,16 +122,16 @@ class ParameterServer(Service):
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
         hello = caller.hello
-        run = hello["run"]
-        requested = (hello["server"], hello["servers"])
+        run = hello.run
+        requested = (hello.server, hello.servers)
         if requested != (self._index, self._count):
             raise RefusedError(
                 f"expected to be asked for as server {self._index} of {self._count}, "
                 f"got {requested[0]} of {requested[1]}."
             )
-        expect_trainer(hello)
+        protocol.expect_trainer(hello)
         dense = settings_of(hello)
-        generation = self._generations.check(hello["generation"])
+        generation = self._generations.check(hello.generation)
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -154,12 +160,12 @@ class ParameterServer(Service):
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
 
-    def _make_batches(self, hello: Mapping[str, Any]) -> Batches | ElasticBatches:
+    def _make_batches(self, hello: protocol.ServerHello) -> Batches | ElasticBatches:
         counts_skips = self._index == 0
-        if not hello.get("elastic"):
+        if not hello.elastic:
             return Batches(self._owner, self._tables, hello, counts_skips=counts_skips)
         made: ElasticBatches
-        if MODES[hello.get("mode", SYNC.name)].dense_on_servers:
+        if MODES[hello.mode].dense_on_servers:
             made = OwnStepBatches(self._owner, self._tables, hello, self._dense, counts_skips=counts_skips)
         else:
             made = ElasticBatches(self._owner, self._tables, hello, counts_skips=counts_skips)
@@ -171,44 +177,44 @@ class ParameterServer(Service):
             self._batches.end(reason)
         self._saving.close_all()
 
-    def _capture(self, call: Request) -> Message:
+    def _capture(self, call: Request[protocol.Capture]) -> Message:
         head = call.head
-        self._tables.check_tables(head["tables"])
+        self._tables.check_tables(head.tables)
         assert self._batches is not None
-        self._batches.count_used(int(head["store"]), head["used"])
+        self._batches.count_used(head.store, head.used)
         with self._batches.between_steps():
             self._saving.capture(
-                int(head["capture"]),
-                head["tables"],
-                head["parts"],
-                head["since"],
-                bool(head["track"]),
-                self._batches.updates.record(int(head["store"])),
+                head.capture,
+                head.tables,
+                head.parts,
+                head.since,
+                head.track,
+                self._batches.updates.record(head.store),
                 self._batches.log,
-                int(call.caller.hello["trainer"]),
+                call.caller.hello.trainer,
             )
         return Message({})
 
-    def _save(self, call: Request) -> Message:
+    def _save(self, call: Request[protocol.Save]) -> Message:
         head = call.head
-        number, tables = int(head["capture"]), head["tables"]
+        number, tables = head.capture, head.tables
         self._tables.check_tables(list(tables))
-        folder = self._folder.target(head["folder"], tables)
+        folder = self._folder.target(head.folder, tables)
         if self._batches is not None and self._batches.restored is not None:
-            self._saving.replace_lost(number, tables, int(head["store"]), self._batches.restored)
-        return Message({"shares": self._saving.save(number, folder, tables, head["writers"])})
+            self._saving.replace_lost(number, tables, head.store, self._batches.restored)
+        return Message({"shares": self._saving.save(number, folder, tables, head.writers)})
 
-    def _check_folder(self, call: Request) -> Message:
+    def _check_folder(self, call: Request[protocol.Folder]) -> Message:
         """Whether a run's checkpoints can be saved there; checked before training starts."""
-        self._folder.check(call.head["folder"])
+        self._folder.check(call.head.folder)
         return Message({})
 
-    def _close_capture(self, call: Request) -> Message:
-        self._saving.close(int(call.head["capture"]))
+    def _close_capture(self, call: Request[protocol.CloseCapture]) -> Message:
+        self._saving.close(call.head.capture)
         return Message({})
 
-    def _fill(self, call: Request) -> Message:
-        path, tables = local_path(call.head["path"]), call.head["tables"]
+    def _fill(self, call: Request[protocol.Fill]) -> Message:
+        path, tables = local_path(call.head.path), call.head.tables
         for table, request in tables.items():
             self._tables.check_state(table, request["initial"])
         try:
@@ -221,43 +227,43 @@ class ParameterServer(Service):
             return Message({"damaged": [[error.path[-8192:], error.problem[:8192]]]})
         return Message({"damaged": []})
 
-    def _is_filled(self, call: Request) -> bool:
+    def _is_filled(self, call: Request[protocol.Fill]) -> bool:
         """Whether another member of an elastic run has filled the tables, and they are as they were then.
 
         One that was started again loads what the others have loaded, who use the rows meanwhile.
         """
-        if not call.caller.hello.get("elastic") or self._filled is None:
+        if not call.caller.hello.elastic or self._filled is None:
             return False
         (*content, member), (*before, other) = self._filling(call), self._filled
         return content == before and member != other
 
-    def _filling(self, call: Request) -> tuple[Any, ...]:
+    def _filling(self, call: Request[protocol.Fill]) -> tuple[Any, ...]:
         """What a call fills tables with, how many pushes of the run came before, and whose call it is."""
         assert self._batches is not None
-        path, hello = local_path(call.head["path"]), call.caller.hello
+        path, hello = local_path(call.head.path), call.caller.hello
         checkpoint, pushes = Checkpoint(path).manifest.id, self._batches.pushes
-        return self._run, path, checkpoint, call.head["tables"], pushes, hello["trainer"]
+        return self._run, path, checkpoint, call.head.tables, pushes, hello.trainer
 
-    def _restore(self, call: Request) -> Message:
+    def _restore(self, call: Request[protocol.Restore]) -> Message:
         """This server replaces a lost one: load its rows from the newest checkpoint, once.
 
         unless_tables: only if this server has no tables, for a caller that does not know whether it was lost.
         """
-        folder = self._folder.check(call.head["folder"])
+        folder = self._folder.check(call.head.folder)
         with self._lock:
             batches = self._batches
             assert batches is not None
-            has_tables = bool(self._tables.specs) and bool(call.head.get("unless_tables"))
+            has_tables = bool(self._tables.specs) and call.head.unless_tables
             if batches.restored is None and not has_tables:
-                batches.restored = self._restore_saved(call.head["tables"], folder)
+                batches.restored = self._restore_saved(call.head.tables, folder)
                 # A copy: these grow, and a save may need those of the checkpoint later.
                 batches.updates = self._updates_of(batches.restored.checkpoint)
         return Message({})
 
-    def _updates(self, call: Request) -> Message:
+    def _updates(self, call: Request[protocol.OfStore]) -> Message:
         """How many updates of each trainer the tables of a store contain."""
         assert self._batches is not None
-        return Message({"trainers": self._batches.updates.of(int(call.head["store"]))})
+        return Message({"trainers": self._batches.updates.of(call.head.store)})
 
     def _updates_of(self, checkpoint: Checkpoint | None) -> UpdateCounts:
         counts = UpdateCounts(self._run)
@@ -265,18 +271,20 @@ class ParameterServer(Service):
             counts.restore(checkpoint.manifest, self._index, self._count)
         return counts
 
-    def _restore_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Restored:
+    def _restore_saved(self, tables: Mapping[str, DeclaredTable], folder: Path) -> Restored:
         for name, declared in tables.items():
-            self._tables.add(declared["spec"])
-            if "initial" in declared:
-                self._tables.set_state(name, declared["initial"], fresh=False)
+            self._tables.add(declared.spec)
+            if declared.initial is not None:
+                self._tables.set_state(name, declared.initial, fresh=False)
 
         def fill(newest: Checkpoint) -> dict[str, dict[str, Any]]:
             saved = newest.manifest.tables
             filled = {
                 name: {
-                    "keep": name in saved and saved[name].optimizer is not None and "initial" in declared,
-                    "initial": declared.get("initial", []),
+                    "keep": name in saved
+                    and saved[name].optimizer is not None
+                    and declared.initial is not None,
+                    "initial": declared.initial or [],
                     "extra": True,
                 }
                 for name, declared in tables.items()
@@ -292,7 +300,7 @@ class ParameterServer(Service):
         resumed = resume(folder, fill, rename=False)
         if resumed is None:
             _log.warning("%s is restarted without rows: nothing was saved yet.", self.name)
-            initial = {name: declared.get("initial", []) for name, declared in tables.items()}
+            initial = {name: declared.initial or [] for name, declared in tables.items()}
             empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
             return Restored(None, empty, self._updates_of(None))
         newest, filled = resumed

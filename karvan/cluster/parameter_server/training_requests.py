@@ -14,13 +14,13 @@ from karvan.activity import TRAINERS, activity
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.job.sync_modes import MODES, SYNC
+from karvan.job.sync_modes import MODES
 from karvan.native import _native
-from karvan.protocol.parameter_server import COMMIT_CALLS, passes_of
+from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, rule_from_json, to_wire
 from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, LookupContext, Vectors
-from karvan.wire import Message, RefusedError, Request
+from karvan.wire import Endpoint, Message, RefusedError, Request
 from karvan.wire.schema import expect_array
 
 # Work that can be requested again while it is in progress, and is done once.
@@ -175,38 +175,38 @@ class Batches:
     """
 
     def __init__(
-        self, owner: Owner, tables: ServerTables, hello: Mapping[str, Any], *, counts_skips: bool = True
+        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
     ) -> None:
         self._owner = owner
         self._tables = tables
         self._agreed = settings_of_run(hello)
         self._counts_skips = counts_skips
-        self._trainers = int(hello["trainers"])
-        self._together = MODES[hello.get("mode", SYNC.name)].joint_rows and self._trainers > 1
-        self._by_key = hello.get("grad_reduce") == "key"
+        self._trainers = hello.trainers
+        self._together = MODES[hello.mode].joint_rows and self._trainers > 1
+        self._by_key = hello.grad_reduce == "key"
         self._barrier = TrainerBarrier(self._trainers, _WAIT)
         self._lock = threading.Lock()
         self._single_flight = SingleFlight()
         self._lookups: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self.restored: Restored | None = None  # if set, lookups made before this process started are lost
-        self.updates = UpdateCounts(str(hello["run"]))  # that the tables contain
+        self.updates = UpdateCounts(hello.run)  # that the tables contain
         # Lookups in flight, if they may be made in advance; captures skip them.
-        self.log = _native.LookupLog() if int(hello.get("staleness", 1)) > 1 else None
+        self.log = _native.LookupLog() if hello.staleness > 1 else None
         self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
-        window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
+        window = _REMEMBERED + 2 * hello.staleness
         self._applied: AnswerWindow[bool] = AnswerWindow(window)  # pushes
         self._over: AnswerWindow[bool] = AnswerWindow(window)  # lookups that trainers are done with
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0
-        self.methods: dict[str, Callable[[Request], Message]] = {
-            "pull": self.pull,
-            "push": self.push,
-            "withdraw": self.withdraw,
-            **dict.fromkeys(COMMIT_CALLS, _refuse_commits),
-        }
+        self.endpoints: list[Endpoint[Any]] = [
+            Endpoint(protocol.PULL, self.pull),
+            Endpoint(protocol.PUSH, self.push),
+            Endpoint(protocol.WITHDRAW, self.withdraw),
+            *(Endpoint(call, _refuse_commits) for call in protocol.COMMIT_CALLS.values()),
+        ]
 
-    def check_run(self, hello: Mapping[str, Any]) -> None:
+    def check_run(self, hello: protocol.ServerHello) -> None:
         """All trainers of a run must have the same settings."""
         settings = settings_of_run(hello)
         if settings != self._agreed:
@@ -214,7 +214,7 @@ class Batches:
                 f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
             )
 
-    def expect_caller(self, hello: Mapping[str, Any]) -> None:
+    def expect_caller(self, hello: protocol.ServerHello) -> None:
         """Do-nothing: only in an elastic run do trainers go on without one of them."""
 
     def between_steps(self) -> AbstractContextManager[Any]:
@@ -230,12 +230,12 @@ class Batches:
             self._parts.clear()
         self._withdraw(plans)
 
-    def withdraw(self, call: Request) -> Message:
+    def withdraw(self, call: Request[protocol.Withdraw]) -> Message:
         """A trainer will not train these batches: their lookups are undone."""
-        head, trainer = call.head, call.caller.hello["trainer"]
-        store, plans = head["store"], []
+        head, trainer = call.head, call.caller.hello.trainer
+        store, plans = head.store, []
         with self._lock:
-            for batch in head["batches"]:
+            for batch in head.batches:
                 answered = self._lookups.pop((trainer, store, batch), None)
                 self._over.remember(_who(trainer, store), batch, True)
                 if answered is not None:
@@ -259,16 +259,17 @@ class Batches:
         if self.log is not None and answered is not None and answered.plan.native is not None:
             self.log.trained(answered.plan.native)
 
-    def pull(self, call: Request) -> Message:
+    def pull(self, call: Request[protocol.Pull]) -> Message:
         """Look up what a trainer asks for."""
-        _expect_no_commit(call, of_push=False)
-        head, trainer = call.head, call.caller.hello["trainer"]
-        tables, counts, keys = head["tables"], head["counts"], call.arrays[0]
+        if call.head.commit is not None:
+            _refuse_commits(call)
+        head, trainer = call.head, call.caller.hello.trainer
+        tables, counts, keys = head.tables, head.counts, call.arrays[0]
         self._tables.check_tables(tables)
         self._forget(trainer, head)
-        context = LookupContext(head["training"], head["step"], head["now"])
+        context = LookupContext(head.training, head.step, head.now)
         together = self._together and context.training
-        name = (trainer, head["store"], head["batch"])
+        name = (trainer, head.store, head.batch)
 
         def work(asked: list[_Asked]) -> Answered:
             if other := next((one.tables for one in asked if one.tables != tables), None):
@@ -321,15 +322,15 @@ class Batches:
             sizes = floats(answered.asked, answered.dims)
             begin = sum(sizes[:trainer])
             vectors = vectors[begin : begin + sizes[trainer]]
-        return Message({}, [to_wire(vectors, head["wire"])])
+        return Message({}, [to_wire(vectors, head.wire)])
 
-    def push(self, call: Request) -> Message:
+    def push(self, call: Request[protocol.Push]) -> Message:
         """Apply a trainer's gradients."""
-        _expect_no_commit(call, of_push=True)
-        head, trainer = call.head, call.caller.hello["trainer"]
-        store, sequence = int(head["store"]), int(head["sequence"])
-        batches = [int(batch) for batch in head["batches"]]
-        name = (trainer, store, sequence)
+        if call.head.commit is not None or call.head.step is not None:
+            _refuse_commits(call)
+        head, trainer = call.head, call.caller.hello.trainer
+        store, batches = head.store, head.batches
+        name = (trainer, store, head.sequence)
         if self.restored is not None and any(
             (trainer, store, batch) not in self._lookups for batch in batches
         ):
@@ -355,47 +356,45 @@ class Batches:
                 raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
             return self._applied.find(who, sequence) is not None
 
-    def _take_parts(self, call: Request, trainer: int, batches: list[int]) -> dict[int, _Part]:
+    def _take_parts(self, call: Request[protocol.Push], trainer: int, batches: list[int]) -> dict[int, _Part]:
         """The passes in a call, by their positions in the push, each as large as its lookup was."""
         head = call.head
         parts: dict[int, _Part] = {}
-        for position, array in zip(passes_of(head), call.arrays, strict=True):
+        for position, array in zip(head.positions, call.arrays, strict=True):
             with self._lock:
-                lookup = self._lookups.get((trainer, head["store"], batches[position]))
+                lookup = self._lookups.get((trainer, head.store, batches[position]))
             if lookup is None:
                 raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
-            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in lookup.tables]:
+            if unknown := [name for name in (*head.rules, *head.skipped) if name not in lookup.tables]:
                 raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
             size = floats(lookup.asked, lookup.dims)[trainer if self._together else 0]
             expect_array(array, f"gradients[{position}]", array.dtype.name, size)
-            parts[position] = _Part(lookup, from_wire(array, head["wire"]))
+            parts[position] = _Part(lookup, from_wire(array, head.wire))
         return parts
 
-    def _apply(self, name: tuple[int, int, int], head: Mapping[str, Any]) -> None:
+    def _apply(self, name: tuple[int, int, int], head: protocol.Push) -> None:
         if self._was_applied(name):
             return
         trainer, store, sequence = name
-        rules = {table: rule_from_json(rule) for table, rule in head["rules"].items()}
-        steps = {table: int(step) for table, step in head["steps"].items()}
-        complete = bool(head["complete"])
+        rules = {table: rule_from_json(rule) for table, rule in head.rules.items()}
         with self._lock:
             received = self._parts[name].received
             passes = [received[position] for position in range(len(received))]
 
         def work(of_trainers: list[list[Vectors]]) -> None:
-            for table in head["skipped"] if self._counts_skips else ():
+            for table in head.skipped if self._counts_skips else ():
                 self._owner.store.table(table).skip()
             summed: list[tuple[Answered, Summed]] = []
             for number, part in enumerate(passes):
                 listed = [each[number] for each in of_trainers]
                 _check_sizes(part.answered, listed)
-                one = self._owner.reduce(part.answered, listed, complete=complete, by_key=self._by_key)
+                one = self._owner.reduce(part.answered, listed, complete=head.complete, by_key=self._by_key)
                 summed.append((part.answered, one))
-            self._owner.update(passes[0].answered.tables, summed, rules, steps)
+            self._owner.update(passes[0].answered.tables, summed, rules, head.steps)
 
         gradients = [part.gradients for part in passes]
         if self._together:
-            self._barrier.take_part(("push", store, *head["batches"], *rules), trainer, gradients, work)
+            self._barrier.take_part(("push", store, *head.batches, *rules), trainer, gradients, work)
         else:
             work([gradients])
         for part in passes:
@@ -406,10 +405,10 @@ class Batches:
             self.updates.add(store, trainer)
             self.pushes += 1
 
-    def _forget(self, trainer: int, head: Mapping[str, Any]) -> None:
-        store, forgotten = int(head["store"]), []
+    def _forget(self, trainer: int, head: protocol.Done) -> None:
+        store, forgotten = head.store, []
         with self._lock:
-            for batch in map(int, head["done"]):
+            for batch in head.done:
                 forgotten.append(self._lookups.pop((trainer, store, batch), None))
                 self._over.remember(_who(trainer, store), batch, True)
         for answered in forgotten:
@@ -418,11 +417,6 @@ class Batches:
 
 def _refuse_commits(call: Request) -> Message:
     raise RefusedError("expected an elastic run, which commits steps, got one that applies each push.")
-
-
-def _expect_no_commit(call: Request, of_push: bool) -> None:
-    if call.head.get("commit") is not None or (of_push and "step" in call.head):
-        _refuse_commits(call)
 
 
 def _who(trainer: int, store: int) -> str:
@@ -453,8 +447,7 @@ def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
         expect_array(array, f"gradients of trainer {trainer}", "float32", size)
 
 
-def settings_of_run(hello: Mapping[str, Any]) -> str:
+def settings_of_run(hello: protocol.ServerHello) -> str:
     """What trainers of a run must agree on."""
-    mode, reduce = hello.get("mode", SYNC.name), hello.get("grad_reduce", "mean")
-    trainers = "members" if hello.get("elastic") else f"{hello['trainers']} trainers"
-    return f"{trainers}, mode {mode} and grad_reduce {reduce}"
+    trainers = "members" if hello.elastic else f"{hello.trainers} trainers"
+    return f"{trainers}, mode {hello.mode} and grad_reduce {hello.grad_reduce}"

@@ -27,6 +27,7 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.loader import planned_numbers
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead
 from karvan.job.environment import JobEnvironment
+from karvan.protocol.loader import DESCRIBE, STATISTICS, Statistics, Whole
 from karvan.ragged import Batch
 from karvan.wire import Message
 from karvan.work.task import TaskPlan, WorkSpec
@@ -165,8 +166,8 @@ class LoadedData:
         """
         _, loaders = self._described()
 
-        def ask(loader: int, whole: bool) -> Message:
-            return ask_one(self._access, loader, "statistics", {"whole": whole})
+        def ask(loader: int, whole: bool) -> Message[Statistics]:
+            return ask_one(self._access, loader, STATISTICS, Whole(whole=whole))
 
         return ask_loaders(ask, loaders)[0]
 
@@ -239,7 +240,7 @@ class LoadedData:
         if self._known is None:
             found = {
                 loader: DataDescription.from_head(answer.head)
-                for loader, answer in ask_all(self._access, "describe").items()
+                for loader, answer in ask_all(self._access, DESCRIBE).items()
             }
             first = min(found)
             for loader, each in found.items():

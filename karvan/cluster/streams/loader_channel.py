@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan.clock import clock
 from karvan.cluster.loader.id_forwarding import BatchName
 from karvan.data.loading.position import kind_of, mismatch, stream_of
-from karvan.protocol.loader import LOADER_CALLS
+from karvan.protocol import loader as protocol
 from karvan.ragged import IdsReference
 from karvan.wire import Client, Message, RefusedError, Reply, Security, WireError
+from karvan.wire.message import Sent
+from karvan.wire.schema import Call
 
 # The position of trainers in the batches of all loaders, valid for any number of trainers.
 #
@@ -31,6 +33,7 @@ from karvan.wire import Client, Message, RefusedError, Reply, Security, WireErro
 VERSION = 1
 
 Known = tuple[int, Any]  # index, and the source's position before it
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class LoaderChannel:
         self.loader = loader
         self.name = f"loader {loader}"
         self.epoch = epoch
-        self.waiting: deque[Message] = deque()
+        self.waiting: deque[Message[protocol.EpochBatch]] = deque()
         self.end: Known | None = None  # of its epoch: how many batches, and the position after them
         self.missing: list[int] = []  # trainers that the loader waits for
         self.error: Exception | None = None
@@ -265,7 +268,7 @@ class LoaderChannel:
             self._caller = caller or self._caller
             assert self._caller is not None
             if "watch" not in self._clients:
-                self._client("watch", self._caller).begin("stay", then=self._stayed)
+                self._client("watch", self._caller).begin(protocol.STAY, then=self._stayed)
             if self.end is not None or self.error is not None:
                 return
             number = self._caller.prefetch - self._asked - len(self.waiting)
@@ -273,13 +276,13 @@ class LoaderChannel:
             client, epoch = self._client("batches", self._caller), self.epoch
         try:
             for _ in range(number):
-                client.begin("next", {"epoch": epoch}, then=partial(self._arrived, epoch))
+                client.begin(protocol.NEXT, protocol.Epoch(epoch=epoch), then=partial(self._arrived, epoch))
         except (WireError, RefusedError) as error:
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
 
-    def take(self) -> tuple[Message, IdsReference | None]:
+    def take(self) -> tuple[Message[protocol.EpochBatch], IdsReference | None]:
         """The next batch, which then counts as handed out, and the reference to its ids if a worker has them.
 
         The batch is unfinished for as long as the reference exists.
@@ -287,14 +290,13 @@ class LoaderChannel:
         with self._changed:
             answer, before = self.waiting.popleft(), self._before.popleft()
             head, reference = answer.head, None
-            self._next = int(head["index"]) + 1
-            self._positions.append((self._next, head["position"]))
-            if "reference" in head:
-                name = BatchName(*head["reference"]).name
-                reference = IdsReference(int(head["worker"]), name, int(head["rows"]))
+            self._next = head.index + 1
+            self._positions.append((self._next, head.position))
+            if head.reference is not None and head.worker is not None:
+                reference = IdsReference(head.worker, BatchName(*head.reference).name, head.rows)
                 self._unfinished = [each for each in self._unfinished if each.alive() is not None]
                 alive = weakref.ref(reference)
-                self._unfinished.append(_Unfinished(self.epoch, int(head["index"]), before, alive))
+                self._unfinished.append(_Unfinished(self.epoch, head.index, before, alive))
         self.ask()
         return answer, reference
 
@@ -305,11 +307,11 @@ class LoaderChannel:
         """
         assert self._caller is not None
         deadline = clock.now() + self._caller.timeout
-        head = {"reference": list(reference), "worker": worker}
-        while "wait" in (answer := self.call("resend", head).wait()).head:
+        head = protocol.IdsOfBatch(reference=reference, worker=worker)
+        while isinstance(answer := self.call(protocol.RESEND, head).wait().head, protocol.Waiting):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected to read batch {reference} again in time.")
-        return str(answer.head.get("statistics", ""))
+        return answer.statistics
 
     def check(self, late: bool) -> None:
         """Raise if no batch will come."""
@@ -332,27 +334,26 @@ class LoaderChannel:
 
     def identity(self, caller: ChannelSettings) -> dict[str, Any] | None:
         """The identity of the loader's data."""
-        known = self.ask_program("identity", caller).head["identity"]
-        return None if known is None else dict(known)
+        return self.ask_program(protocol.IDENTITY, caller).head.identity
 
     def ask_program(
-        self, method: str, caller: ChannelSettings, head: Mapping[str, Any] | None = None
-    ) -> Message:
-        """The loader's answer to `method`, which it has once its program starts to send batches."""
+        self, call: Call[Any, protocol.Waiting | A], caller: ChannelSettings, head: Sent | None = None
+    ) -> Message[A]:
+        """The loader's answer, which it has once its program starts to send batches."""
         with self._changed:
             self._caller = caller
         deadline = clock.now() + caller.timeout
-        while method not in (answer := self.call(method, head or {}).wait()).head:
+        while isinstance((answer := self.call(call, head).wait()).head, protocol.Waiting):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected its program to start sending batches in time.")
-        return answer
+        return Message(answer.head, answer.arrays)
 
-    def call(self, method: str, head: Mapping[str, Any], deadline: float | None = None) -> Reply:
+    def call(self, call: Call[Any, A], head: Sent | None = None, deadline: float | None = None) -> Reply[A]:
         """A call that does not wait behind those for batches."""
         assert self._caller is not None
         with self._changed:
             client = self._client("control", self._caller)
-        return client.begin(method, head, deadline=deadline)
+        return client.begin(call, head, deadline=deadline)
 
     def leave(self) -> None:
         """Tell the loader that this trainer needs no more."""
@@ -361,7 +362,7 @@ class LoaderChannel:
         self._left = True
         if not isinstance(self.error, WireError | RefusedError):  # otherwise there is no loader to call
             with contextlib.suppress(WireError, RefusedError, RuntimeError):
-                self.call("leave", {}, _LEAVE_WITHIN).wait()
+                self.call(protocol.LEAVE, deadline=_LEAVE_WITHIN).wait()
         for client in self._clients.values():
             client.close()
 
@@ -374,7 +375,6 @@ class LoaderChannel:
                 hello=partial(self._hello, kind, caller),
                 deadline=caller.timeout,
                 forgetful=True,
-                calls=LOADER_CALLS,
             )
         return self._clients[kind]
 
@@ -390,7 +390,7 @@ class LoaderChannel:
             "loaders": caller.loaders,
         }
         with self._changed:
-            received = [(int(each.head["index"]) + 1, each.head["position"]) for each in self.waiting]
+            received = [(each.head.index + 1, each.head.position) for each in self.waiting]
             unfinished = [each for each in self._all_unfinished() if each.alive() is not None]
             oldest = min(unfinished, key=lambda each: (each.epoch, each.index), default=None)
             return {
@@ -408,12 +408,14 @@ class LoaderChannel:
     def _all_unfinished(self) -> list[_Unfinished]:
         """Batches with a reference that were received, also those that wait to be taken."""
         return self._unfinished + [
-            _Unfinished(self.epoch, int(each.head["index"]), before, lambda: self)
+            _Unfinished(self.epoch, each.head.index, before, lambda: self)
             for each, before in zip(self.waiting, self._before, strict=True)
-            if "reference" in each.head
+            if each.head.reference is not None
         ]
 
-    def _arrived(self, epoch: int, reply: Reply) -> None:
+    def _arrived(
+        self, epoch: int, reply: Reply[protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch]
+    ) -> None:
         with self._changed:
             self._asked -= 1
             if reply.error is not None:
@@ -423,7 +425,7 @@ class LoaderChannel:
             self._changed.notify_all()
         self.ask()
 
-    def _stayed(self, reply: Reply) -> None:
+    def _stayed(self, reply: Reply[Any]) -> None:
         """Call `stay` again: the loader, or the one that replaces it, must know this trainer at any time."""
         if reply.error is not None:
             with self._changed:
@@ -431,18 +433,20 @@ class LoaderChannel:
                 self._changed.notify_all()
         elif not self._left:
             with contextlib.suppress(WireError, RefusedError):
-                self._clients["watch"].begin("stay", then=self._stayed)
+                self._clients["watch"].begin(protocol.STAY, then=self._stayed)
 
-    def _receive(self, answer: Message) -> None:
+    def _receive(
+        self, answer: Message[protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch]
+    ) -> None:
         head = answer.head
-        self.missing = list(head.get("wait", ()))
-        if "end" in head:
-            self.end = self.end or (int(head["end"]), head["position"])
-        elif "index" in head and int(head["index"]) >= self._received:
-            self._received = int(head["index"]) + 1
-            self.waiting.append(answer)
+        self.missing = head.wait if isinstance(head, protocol.MissingTrainers) else []
+        if isinstance(head, protocol.EndOfEpoch):
+            self.end = self.end or (head.end, head.position)
+        elif isinstance(head, protocol.EpochBatch) and head.index >= self._received:
+            self._received = head.index + 1
+            self.waiting.append(Message(head, answer.arrays))
             self._before.append(self._last)
-            self._last = self._received, head["position"]
+            self._last = self._received, head.position
 
 
 def leave_all(channels: Iterable[LoaderChannel]) -> None:

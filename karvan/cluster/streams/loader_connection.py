@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan.clock import clock
-from karvan.protocol.loader import TASK_READING_CALLS
+from karvan.protocol.loader import READ_BATCH, STOP_READING, FailedTask, RequestedTasks, TaskBatch, Waiting
 from karvan.threads import map_on_threads
 from karvan.wire import Client, Message, RefusedError, Security, WireError
+from karvan.wire.message import Sent
+from karvan.wire.schema import Call
 
 _log = logging.getLogger("karvan.cluster")
+A = TypeVar("A")
 
 _OTHERS_WAIT = 5.0  # seconds for which a lost loader keeps others waiting
 _PAUSE = 0.1  # seconds
@@ -56,13 +59,12 @@ class LoaderConnection:
             hello={"loader": loader},
             deadline=_ANSWER_WITHIN,
             forgetful=True,
-            calls=TASK_READING_CALLS,
         )
 
-    def call(self, method: str, head: Mapping[str, Any] | None = None) -> Message:
+    def call(self, call: Call[Any, A], head: Sent | None = None) -> Message[A]:
         """The loader's answer."""
         try:
-            return self._client.call(method, head)
+            return self._client.call(call, head)
         except WireError as error:
             raise LoaderLostError(str(error)) from error
         except RefusedError as error:
@@ -74,7 +76,7 @@ class LoaderConnection:
     def leave(self) -> None:
         """Have the loader drop what it has read in advance, and disconnect."""
         with contextlib.suppress(WireError, RuntimeError, LoaderLostError):
-            self._client.call("stop_reading", deadline=_LEAVE_WITHIN)
+            self._client.call(STOP_READING, deadline=_LEAVE_WITHIN)
         self._client.close()
 
     def close(self) -> None:
@@ -92,34 +94,35 @@ class LoaderConnection:
             raise LoaderLostError(str(error)) from error
 
 
-def ask_one(access: LoaderAccess, loader: int, method: str, head: Mapping[str, Any]) -> Message:
+def ask_one(access: LoaderAccess, loader: int, call: Call[Any, Waiting | A], head: Sent) -> Message[A]:
     """A loader's answer, which it has once its program serves data; a WireError if that takes too long."""
-    answer = _ask(access, loader, method, head, lambda: False)
+    answer = _ask(access, loader, call, head, lambda: False)
     assert answer is not None
     return answer
 
 
-def ask_any(access: LoaderAccess, method: str, head: Mapping[str, Any]) -> tuple[int, Message]:
-    """The answer of any loader, and which has given it; a WireError if none does in time."""
+def read_batch(access: LoaderAccess, head: RequestedTasks) -> tuple[int, Message[FailedTask | TaskBatch]]:
+    """A batch by any loader, and which has given it; a WireError if none does in time."""
+    answer: Message[FailedTask | TaskBatch] | None
     due = clock.now() + access.timeout
     while True:
         for loader in range(access.count):
-            answer = _ask(access, loader, method, head, lambda: True)
+            answer = _ask(access, loader, READ_BATCH, head, lambda: True)
             if answer is not None:
                 return loader, answer
         if clock.now() > due:
-            raise WireError(f"Expected one of {access.count} loaders to answer {method!r}, got no answer.")
+            raise WireError(f"Expected one of {access.count} loaders to answer 'read_batch', got no answer.")
 
 
-def ask_all(access: LoaderAccess, method: str) -> dict[int, Message]:
+def ask_all(access: LoaderAccess, call: Call[Any, Waiting | A]) -> dict[int, Message[A]]:
     """The answers of all loaders, without those that are lost while others have answered."""
     answered: list[float] = []  # when
 
     def others_have() -> bool:
         return bool(answered) and clock.now() > answered[0] + _OTHERS_WAIT
 
-    def ask(loader: int) -> Message | None:
-        answer = _ask(access, loader, method, {}, others_have)
+    def ask(loader: int) -> Message[A] | None:
+        answer = _ask(access, loader, call, {}, others_have)
         if answer is not None:
             answered.append(clock.now())
         return answer
@@ -132,8 +135,12 @@ def ask_all(access: LoaderAccess, method: str) -> dict[int, Message]:
 
 
 def _ask(
-    access: LoaderAccess, loader: int, method: str, head: Mapping[str, Any], give_up: Callable[[], bool]
-) -> Message | None:
+    access: LoaderAccess,
+    loader: int,
+    call: Call[Any, Waiting | A],
+    head: Sent,
+    give_up: Callable[[], bool],
+) -> Message[A] | None:
     """A loader's answer; None if it is lost, and `give_up` says that nobody has to wait for it."""
     due = clock.now() + access.timeout
     problem = "its program has not called serve"
@@ -142,9 +149,9 @@ def _ask(
         while True:
             try:
                 connection = connection or LoaderConnection(loader, access)
-                answer = connection.call(method, head)
-                if "wait" not in answer.head:
-                    return answer
+                answer = connection.call(call, head)
+                if not isinstance(answer.head, Waiting):
+                    return Message(answer.head, answer.arrays)
             except LoaderLostError as error:
                 problem, connection = str(error), None
                 if give_up():
@@ -152,7 +159,7 @@ def _ask(
                 time.sleep(_PAUSE)
             if clock.now() > due:
                 raise WireError(
-                    f"Expected loader {loader} to answer {method!r} within {access.timeout:.3g} s, "
+                    f"Expected loader {loader} to answer {call.name!r} within {access.timeout:.3g} s, "
                     f"got: {problem}."
                 )
     finally:

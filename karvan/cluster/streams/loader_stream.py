@@ -39,6 +39,7 @@ from karvan.data.read import is_leased
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.protocol.loader import DONE, STATISTICS, References, Statistics, Whole
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import Message, Security
 
@@ -262,8 +263,8 @@ class LoaderStream:
         """
         caller = self._caller()
 
-        def ask(loader: int, whole: bool) -> Message:
-            return self._channels[loader].ask_program("statistics", caller, {"whole": whole})
+        def ask(loader: int, whole: bool) -> Message[Statistics]:
+            return self._channels[loader].ask_program(STATISTICS, caller, Whole(whole=whole))
 
         states, self._digest = ask_loaders(ask, range(len(self._channels)))
         return states
@@ -278,11 +279,11 @@ class LoaderStream:
         ]
 
     def _done(self, references: Iterable[BatchName]) -> None:
-        by_loader: dict[int, list[list[int]]] = {}
+        by_loader: dict[int, list[BatchName]] = {}
         for reference in references:
-            by_loader.setdefault(reference.number % len(self._channels), []).append(list(reference))
+            by_loader.setdefault(reference.number % len(self._channels), []).append(reference)
         for loader, listed in by_loader.items():
-            self._channels[loader].call("done", {"references": listed})
+            self._channels[loader].call(DONE, References(references=listed))
 
     def _resend(self, ids: ragged.IdsReference) -> None:
         reference = BatchName.named(ids.name)
@@ -339,10 +340,10 @@ class LoaderStream:
         while not all(channel.end is not None and number // count >= channel.end[0] for channel in mine):
             channel, index = self._channels[number % count], number // count
             if channel.wants(index) and self._has_batch(channel):
-                if int(channel.waiting[0].head["index"]) != index:
+                if channel.waiting[0].head.index != index:
                     raise RuntimeError(
                         f"{channel.name} expected to give its batch {index} of epoch {self._epoch}, "
-                        f"got {channel.waiting[0].head['index']}."
+                        f"got {channel.waiting[0].head.index}."
                     )
                 yield channel
             number += world
@@ -361,7 +362,7 @@ class LoaderStream:
                 waiting = [channel for channel in self._channels if channel.waiting]
             if not waiting:
                 return
-            yield min(waiting, key=lambda channel: int(channel.waiting[0].head["index"]))
+            yield min(waiting, key=lambda channel: channel.waiting[0].head.index)
 
     def _has_batch(self, channel: LoaderChannel) -> bool:
         """Wait for the next batch of a loader, or for its end."""
@@ -394,14 +395,14 @@ class LoaderStream:
     def _take(self, channel: LoaderChannel) -> LoadedBatch:
         answer, reference = channel.take()
         head = answer.head
-        self._check_statistics(channel, head.get("statistics", ""))
-        entries: dict[str, Any] = dict(unpack(answer))
+        self._check_statistics(channel, head.statistics)
+        entries: dict[str, Any] = dict(unpack(head.batch, answer.arrays))
         if reference is not None:
             entries[REFERENCE] = reference
-        batch = LoadedBatch.trusted(entries, int(head["rows"]))
+        batch = LoadedBatch.trusted(entries, head.rows)
         assert isinstance(batch, LoadedBatch)
-        batch.epoch, batch.meta = self._epoch, head["meta"]
-        batch.number = int(head["index"]) * len(self._channels) + channel.loader
+        batch.epoch, batch.meta = self._epoch, head.meta
+        batch.number = head.index * len(self._channels) + channel.loader
         if reference is not None:
             batch.reference, batch.worker = BatchName.named(reference.name), reference.worker
             self._release()

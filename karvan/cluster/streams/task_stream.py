@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +22,14 @@ from karvan.cluster.streams.loader_connection import (
     LoaderAccess,
     LoaderConnection,
     LoaderLostError,
-    ask_any,
+    read_batch,
 )
 from karvan.cluster.streams.task_queue import TaskQueue
 from karvan.data.leasing.record_search import SearchResult, search_with
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead, after, places_of
 from karvan.data.loading.read_jobs import Order
 from karvan.outages import mark
+from karvan.protocol import loader as protocol
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import Message, WireError
 
@@ -54,27 +55,31 @@ class LoadedRecordSearch:
 
     def _try(self, left: list[TaskToRead], check: Callable[[Batch], None]) -> None:
         while left:
-            loader, answer = ask_any(self._access, "read_batch", tasks_head(left))
-            if "failed" in answer.head:
+            loader, answer = read_batch(self._access, tasks_head(left))
+            if isinstance(answer.head, protocol.FailedTask):
                 raise reading_error(loader, answer.head)
-            batch = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
+            batch = Batch.trusted(dict(unpack(answer.head.batch, answer.arrays)), answer.head.samples)
             if batch.samples:  # a transform may drop records
                 check(batch)
-            left = _rest(left, answer.head["records"])
+            left = _rest(left, answer.head.records)
 
 
-def tasks_head(tasks: Sequence[TaskToRead], ids: Sequence[str] = ()) -> dict[str, Any]:
-    """The head of a call of `read_batch`; ids: the features that embedding workers get."""
-    return {
-        "tasks": [{"task": each.task._asdict(), "ends": each.ends} for each in tasks],
-        **({"ids": list(ids)} if ids else {}),
-    }
+def tasks_head(
+    tasks: Sequence[TaskToRead], ids: Sequence[str] = (), to: protocol.IdsReceiver | None = None
+) -> protocol.RequestedTasks:
+    """The head of a call of `read_batch`; ids: the features that embedding workers get; to: which one."""
+    sent: dict[str, Any] = {"ids": list(ids)} if ids else {}
+    if to is not None:
+        sent["to"] = to
+    return protocol.RequestedTasks(
+        tasks=[protocol.RequestedTask(task=each.task._asdict(), ends=each.ends) for each in tasks], **sent
+    )
 
 
-def reading_error(loader: int, head: Mapping[str, Any]) -> RuntimeError:
+def reading_error(loader: int, failure: protocol.FailedTask) -> RuntimeError:
     """The error of a loader that could not read a task."""
-    error = RuntimeError(f"loader {loader}: {head['failed']}")
-    return error if head["kind"] == "failed" else mark(error, head["kind"] == "temporary")
+    error = RuntimeError(f"loader {loader}: {failure.failed}")
+    return error if failure.kind == "failed" else mark(error, failure.kind == "temporary")
 
 
 def _tasks_of(suspects: Sequence[TakenRecords], few: Order) -> list[TaskToRead]:
@@ -141,15 +146,16 @@ def resender(access: LoaderAccess, ids: Sequence[str], digest: str) -> Callable[
 
     def resend(reference: IdsReference) -> None:
         assert isinstance(reference, LeasedIds)
-        to = {"worker": reference.worker, "name": reference.name}
-        loader, answer = ask_any(access, "read_batch", {**tasks_head(reference.tasks, ids), "to": to})
-        if "failed" in answer.head:
-            raise mark(reading_error(loader, answer.head), temporary=True)  # it could be read before
-        if answer.head["digest"] != digest or answer.head["samples"] != reference.rows:
+        to = protocol.IdsReceiver(worker=reference.worker, name=reference.name)
+        loader, answer = read_batch(access, tasks_head(reference.tasks, ids, to))
+        head = answer.head
+        if isinstance(head, protocol.FailedTask):
+            raise mark(reading_error(loader, head), temporary=True)  # it could be read before
+        if head.digest != digest or head.samples != reference.rows:
             raise ValueError(
                 f"loader {loader} expected to read the batch of {reference.tasks[0].task} again, with "
                 f"{reference.rows} samples, as an embedding worker has lost its ids; got "
-                f"{answer.head['samples']} samples, or other data. Do not change files while a job runs."
+                f"{head.samples} samples, or other data. Do not change files while a job runs."
             )
 
     return resend
@@ -226,8 +232,8 @@ class TaskStream:
                 answer = self._read(tasks)
                 if answer is None:
                     return
-                records = answer.head["records"]
-                received = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
+                head, records = answer.head, answer.head.records
+                received = Batch.trusted(dict(unpack(head.batch, answer.arrays)), head.samples)
                 batch = with_tasks(received, tasks, records)
                 with self._changed:
                     self.ready.append(ReceivedBatch(batch, self._tasks.take(records)))
@@ -242,7 +248,7 @@ class TaskStream:
             if self._connection is not None:
                 self._connection.leave()
 
-    def _read(self, tasks: list[TaskToRead]) -> Message | None:
+    def _read(self, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
         """The first batch of these tasks, by whichever loader; None after `close`."""
         losses, since = 0, clock.now()
         while not self._closed.is_set():
@@ -262,13 +268,15 @@ class TaskStream:
                     self._closed.wait(_PAUSE)
         return None
 
-    def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message | None:
+    def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
         head = tasks_head(tasks, self._ids)
         began = warn_at = clock.now()
         if self._connection is None:
             self._connection = LoaderConnection(loader, self._access)
         with activity.waiting(f"loader-{loader}"):
-            while "wait" in (answer := self._connection.call("read_batch", head)).head:
+            while isinstance(
+                (answer := self._connection.call(protocol.READ_BATCH, head)).head, protocol.Waiting
+            ):
                 if self._closed.is_set():
                     return None
                 if clock.now() - warn_at > _LONG:
@@ -277,7 +285,7 @@ class TaskStream:
                     _log.warning(
                         "No batch from loader %d for %.0f seconds: %s", loader, seconds, tasks[0].task
                     )
-        return self._checked(loader, answer)
+        return Message(self._checked(loader, answer.head), answer.arrays)
 
     def _choose(self) -> int:
         """The loader to ask."""
@@ -299,13 +307,12 @@ class TaskStream:
         if connection is not None:
             connection.close()
 
-    def _checked(self, loader: int, answer: Message) -> Message:
-        head: dict[str, Any] = answer.head
-        if "failed" in head:
-            if head["kind"] != "temporary":
-                self.suspects = self._tasks.suspects(head["task"])
+    def _checked(self, loader: int, head: protocol.FailedTask | protocol.TaskBatch) -> protocol.TaskBatch:
+        if isinstance(head, protocol.FailedTask):
+            if head.kind != "temporary":
+                self.suspects = self._tasks.suspects(head.task)
             raise reading_error(loader, head)
-        if head["digest"] != self._digest:
+        if head.digest != self._digest:
             raise ValueError(
                 f"loader {loader} reads other data, or transforms it with other statistics, than when "
                 "training started: its process was replaced, and files have changed since, or its engine "
@@ -313,4 +320,4 @@ class TaskStream:
                 "checkpoints in the job (checkpoints), so that data.read of the loader program loads the "
                 "statistics."
             )
-        return answer
+        return head

@@ -48,6 +48,7 @@ from karvan.compat.persia.env import connect, join_job, wait_for_roles
 from karvan.compat.programs import program_error
 from karvan.job.checkpoint_url import local_path
 from karvan.job.roles import Role
+from karvan.protocol.parameter_server import STATS
 from karvan.train import EvalContext, TrainContext
 from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 
@@ -388,8 +389,8 @@ class EmbeddingCtx(BaseCtx):
         servers = None if engine.connection is None else engine.connection.servers
         if servers is None:
             return [sum(sizes.values())]
-        answers = servers.call("stats", {"tables": list(sizes)})
-        return [sum(each["rows"] for each in answer.head["stats"].values()) for answer in answers]
+        answers = servers.call(STATS, {"tables": list(sizes)})
+        return [sum(each["rows"] for each in answer.head.stats.values()) for answer in answers]
 
     def clear_embeddings(self) -> None:
         """Remove all rows."""

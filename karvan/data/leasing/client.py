@@ -13,16 +13,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan.activity import activity
 from karvan.outages import is_temporary, retry_delay
-from karvan.protocol.work import MOST_ERROR, MOST_LEASES, WORK_CALLS
+from karvan.protocol import work as protocol
 from karvan.wire import Client, Message, Security, WireError
+from karvan.wire.schema import Call, Head
 from karvan.work.ledger import JobFailedError, NoTask, TaskFailure
 from karvan.work.task import Task, TaskKind, TaskLease, WorkSpec
 
 _log = logging.getLogger(__name__)
+A = TypeVar("A")
 
 _DEADLINE = 600.0  # seconds in which a master must come back
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds until a call is repeated for which the disk had no room
@@ -45,14 +47,14 @@ class WorkClient:
         self._held: dict[int, int] = {}  # records by token; one thread leases while another acknowledges
         self._last = 0  # token
         self._disconnected = threading.Event()
-        self._client = Client("master", find, security, calls=WORK_CALLS, deadline=deadline, forgetful=True)
+        self._client = Client("master", find, security, deadline=deadline, forgetful=True)
 
     def open(self, spec: WorkSpec, drops_rest: bool = False) -> None:
         """Describe the work; the first holder of a job begins its ledger, others must say the same.
 
         drops_rest: if the ledger is of other data, begin this data, whatever is left of that.
         """
-        self._call("open_work", {"spec": asdict(spec), "drops_rest": drops_rest})
+        self._call(protocol.OPEN_WORK, protocol.OpenWork(spec=asdict(spec), drops_rest=drops_rest))
 
     def lease(
         self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1, epoch: int | None = None
@@ -62,29 +64,25 @@ class WorkClient:
         A JobFailedError if the job has failed.
         """
         with self._leasing:
-            head = {
-                "holder": self.holder,
-                "last_token": self._last,
-                "kinds": list(kinds),
-                "most": most,
-                "epoch": epoch,
-            }
-            got = self._call("lease_tasks", head).head
-            tasks = {each["token"]: task_from(each["task"]) for each in got["leases"]}
+            head = protocol.LeaseTasks(
+                holder=self.holder, last_token=self._last, kinds=list(kinds), most=most, epoch=epoch
+            )
+            got = self._call(protocol.LEASE_TASKS, head).head
+            tasks = {each.token: task_from(each.task) for each in got.leases}
             with self._lock:
                 self._held.update({token: task.records for token, task in tasks.items()})
                 self._last = max([self._last, *tasks])
-        if got["answer"] == "failed":
-            raise JobFailedError(got["failure"])
-        return [TaskLease(token, self.holder, task) for token, task in tasks.items()] or NoTask(got["answer"])
+        if got.answer == "failed":
+            raise JobFailedError(got.failure)
+        return [TaskLease(token, self.holder, task) for token, task in tasks.items()] or NoTask(got.answer)
 
     def acknowledge(self, done: Mapping[int, int]) -> list[int]:
         """Report how many records are done, by token; returns the tokens of leases that have ended."""
         ended: list[int] = []
-        pairs = [list(each) for each in done.items()]
-        for first in range(0, len(pairs), MOST_LEASES):
-            head = {"holder": self.holder, "done": pairs[first : first + MOST_LEASES]}
-            ended += self._call("acknowledge_records", head).head["ended"]
+        pairs = list(done.items())
+        for first in range(0, len(pairs), protocol.MOST_LEASES):
+            head = protocol.DoneRecords(holder=self.holder, done=pairs[first : first + protocol.MOST_LEASES])
+            ended += self._call(protocol.ACKNOWLEDGE_RECORDS, head).head.ended
         with self._lock:
             finished = [token for token, count in done.items() if self._held.get(token) == count]
         self._forget([*ended, *finished])
@@ -93,9 +91,9 @@ class WorkClient:
     def give_back(self, tokens: Iterable[int]) -> None:
         """End leases that will not be finished here."""
         tokens = list(tokens)
-        for first in range(0, len(tokens), MOST_LEASES):
-            some = tokens[first : first + MOST_LEASES]
-            self._call("give_back_tasks", {"holder": self.holder, "tokens": some})
+        for first in range(0, len(tokens), protocol.MOST_LEASES):
+            some = tokens[first : first + protocol.MOST_LEASES]
+            self._call(protocol.GIVE_BACK_TASKS, protocol.ReturnedLeases(holder=self.holder, tokens=some))
         self._forget(tokens)
 
     def give_back_all(self) -> None:
@@ -108,42 +106,32 @@ class WorkClient:
         self, token: int, error: str, record: int | None = None, number: int | None = None
     ) -> TaskFailure:
         """Report that a task raised an error; see `Ledger.fail`."""
-        head = {
-            "holder": self.holder,
-            "token": token,
-            "error": error[:MOST_ERROR],
-            "record": record,
-            "number_in_file": number,
-        }
-        answer = self._call("fail_task", head).head
+        text = error[: protocol.MOST_ERROR]
+        head = protocol.FailedLease(
+            holder=self.holder, token=token, error=text, record=record, number_in_file=number
+        )
+        answer = self._call(protocol.FAIL_TASK, head).head
         self._forget([token])
-        return TaskFailure(**answer)
+        return TaskFailure(**vars(answer))
 
     def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
         """Take part in an evaluation, whose tasks can be leased then; see `Ledger.begin_evaluation`."""
-        listed = [list(part) for part in parts]
-        head = {
-            "holder": self.holder,
-            "evaluation": number,
-            "parts": listed,
-            "records_per_task": records_per_task,
-        }
-        self._call("begin_evaluation", head)
+        head = protocol.BeginEvaluation(
+            holder=self.holder, evaluation=number, parts=list(parts), records_per_task=records_per_task
+        )
+        self._call(protocol.BEGIN_EVALUATION, head)
 
     def begin_prediction(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> bool:
         """Take part in a prediction; False: others are still in the one before, so ask again."""
-        head = {
-            "holder": self.holder,
-            "prediction": number,
-            "parts": [list(part) for part in parts],
-            "records_per_task": records_per_task,
-        }
-        return bool(self._call("begin_prediction", head).head["begun"])
+        head = protocol.BeginPrediction(
+            holder=self.holder, prediction=number, parts=list(parts), records_per_task=records_per_task
+        )
+        return self._call(protocol.BEGIN_PREDICTION, head).head.begun
 
     @contextmanager
     def export(self) -> Iterator[None]:
         """While this process makes the final checkpoint of the job; an error leaves it to be made again."""
-        token: int = self._call("begin_export", {"holder": self.holder}).head["token"]
+        token = self._call(protocol.BEGIN_EXPORT, protocol.Holder(holder=self.holder)).head.token
         with self._lock:
             self._held[token], self._last = 0, max(self._last, token)
         yield
@@ -151,12 +139,11 @@ class WorkClient:
 
     def take_position(self) -> str:
         """The ledger's position, for a checkpoint: JSON."""
-        state: str = self._call("take_position", {"holder": self.holder}).head["state"]
-        return state
+        return self._call(protocol.TAKE_POSITION, protocol.Holder(holder=self.holder)).head.state
 
     def restore_position(self, state: str | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning. All leases end."""
-        self._call("restore_position", {"holder": self.holder, "state": state})
+        self._call(protocol.RESTORE_POSITION, protocol.RestorePosition(holder=self.holder, state=state))
         with self._lock:
             self._held.clear()
 
@@ -175,12 +162,12 @@ class WorkClient:
         self._disconnected.set()
         self._client.close()
 
-    def _call(self, method: str, head: Mapping[str, Any]) -> Message:
+    def _call(self, call: Call[Any, A], head: Head) -> Message[A]:
         """Call the master; returns when the disk of the ledger has taken the change."""
         attempt = 0
         while True:
             try:
-                return self._client.call(method, head)
+                return self._client.call(call, head)
             except WireError:
                 raise
             except OSError as error:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan.launch.job_spec import JobSpec, read_spec
 from karvan.launch.run_folder import RunFolder, RunFolderError, jobs_folder
+from karvan.protocol.master import JOB_STATUS, SCALE_JOB, STOP_JOB
+from karvan.wire import Client, Security
 from karvan.wire.errors import RefusedError, WireError
+from karvan.wire.schema import Call
+
+A = TypeVar("A")
 
 _DEADLINE = 10.0  # seconds for a call; a master that was killed is back sooner
 
@@ -63,20 +68,18 @@ class JobClient:
 
     def status(self) -> dict[str, Any]:
         """What its master says; a MasterAwayError if it does not answer."""
-        return self._call("job_status", {})
+        return self._call(JOB_STATUS, {}).as_json()
 
     def scale(self, trainers: int) -> None:
         """Ask the master for another number of trainers."""
-        self._call("scale_job", {"trainers": trainers})
+        self._call(SCALE_JOB, {"trainers": trainers})
 
     def stop(self, *, now: bool) -> None:
         """Ask the master to stop the job; now: to kill all its processes."""
-        self._call("stop_job", {"now": now})
+        self._call(STOP_JOB, {"now": now})
 
-    def _call(self, method: str, head: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, call: Call[Any, A], head: dict[str, Any]) -> A:
         from karvan.launch.role_environment import security_of
-        from karvan.protocol.master import JOB_CALLS
-        from karvan.wire import Client, Security
 
         master = self.folder.master()
         if master is None:
@@ -84,11 +87,9 @@ class JobClient:
                 f"Job '{self.name}' is starting: its master does not listen yet. Try again."
             )
         security = Security.from_environment(security_of(JobSpec.model_validate(self.job["spec"])))
-        client = Client(
-            "master", master["address"], security, forgetful=True, deadline=_DEADLINE, calls=JOB_CALLS
-        )
+        client = Client("master", master["address"], security, forgetful=True, deadline=_DEADLINE)
         try:
-            return client.call(method, head).head
+            return client.call(call, head).head
         except RefusedError as error:
             raise RefusedByJobError(f"Job '{self.name}': {str(error).removeprefix('master: ')}") from error
         except WireError as error:

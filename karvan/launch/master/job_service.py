@@ -20,8 +20,8 @@ from karvan.discovery.registry import Registry
 from karvan.job.address import UNIX
 from karvan.launch.supervision.processes import ManagedProcess
 from karvan.launch.supervision.supervisor import Supervisor
-from karvan.protocol.master import JOB_CALLS
-from karvan.wire import Message, RefusedError, Request, Service, endpoints
+from karvan.protocol.master import JOB_CALLS, JOB_STATUS, SCALE_JOB, STOP_JOB, JobStatus, ScaleJob, StopJob
+from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.work.service import WorkService
 
 
@@ -34,7 +34,10 @@ class JobService(Service):
     def __init__(self) -> None:
         self._parts: tuple[Supervisor, Registry, WorkService] | None = None
         self.endpoints = endpoints(
-            JOB_CALLS, {"job_status": self._status, "scale_job": self._scale, "stop_job": self._stop}
+            JOB_CALLS,
+            Endpoint(JOB_STATUS, self._status),
+            Endpoint(SCALE_JOB, self._scale),
+            Endpoint(STOP_JOB, self._stop),
         )
 
     def supervise(self, supervisor: Supervisor, registry: Registry, work: WorkService) -> None:
@@ -44,31 +47,31 @@ class JobService(Service):
     def close(self) -> None:
         """Nothing to close."""
 
-    def _status(self, request: Request) -> Message:
+    def _status(self, request: Request) -> Message[JobStatus]:
         supervisor, registry, work = self._job()
         members = {(each.role, each.index): each for each in registry.members()}
         activities = registry.activities()
         started = all(each.token for each in supervisor.members if each.wanted)
         return Message(
-            {
-                "job": supervisor.spec.name,
-                "state": "stopping" if supervisor.stopping else "running" if started else "starting",
-                "mode": supervisor.spec.mode,
-                "generation": supervisor.generation,
-                "master": os.getpid(),
-                "processes": [
+            JobStatus(
+                job=supervisor.spec.name,
+                state="stopping" if supervisor.stopping else "running" if started else "starting",
+                mode=supervisor.spec.mode,
+                generation=supervisor.generation,
+                master=os.getpid(),
+                processes=[
                     _described(
                         each, members.get((each.role, each.index)), activities.get((each.role, each.index))
                     )
                     for each in supervisor.members
                 ],
-                "work": work.progress(),
-            }
+                work=work.progress(),
+            )
         )
 
-    def _scale(self, request: Request) -> Message:
+    def _scale(self, request: Request[ScaleJob]) -> Message:
         supervisor, _, _ = self._job()
-        trainers, number = supervisor.spec.roles.trainers, request.head["trainers"]
+        trainers, number = supervisor.spec.roles.trainers, request.head.trainers
         if not trainers.varies:
             raise RefusedError(
                 f"its number of trainers is fixed, {trainers.replicas}: only jobs with sharding: dynamic and "
@@ -79,11 +82,11 @@ class JobService(Service):
         supervisor.scale(number)
         return Message({})
 
-    def _stop(self, request: Request) -> Message:
+    def _stop(self, request: Request[StopJob]) -> Message:
         supervisor, _, _ = self._job()
         if not supervisor.stopping:
             supervisor.interrupt(signal.SIGTERM)
-        if request.head["now"]:
+        if request.head.now:
             supervisor.interrupt(signal.SIGINT)  # the second one kills
         return Message({})
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from karvan.distributed.parameter_servers import Servers
 from karvan.native import _native, output_buffers
+from karvan.protocol.parameter_server import PULL, PUSH
 from karvan.store import messages
 from karvan.store.messages import cut, floats, from_wire, to_wire, words
 from karvan.store.program import LookupProgram
@@ -41,7 +42,7 @@ class ServerLookup(PendingLookup):
         servers: int,
         dims: Sequence[int],
         wire: str,
-        send: Callable[[ServerLookup], list[Reply]],
+        send: Callable[[ServerLookup], list[Reply[Any]]],
         forget: Callable[[int], None] = lambda number: None,
     ) -> None:
         super().__init__(program, context)
@@ -49,7 +50,7 @@ class ServerLookup(PendingLookup):
         self._forget = forget
         self.wire = wire
         self.plan = plan
-        self.replies: list[Reply] = []
+        self.replies: list[Reply[Any]] = []
         slots = len(program.tables)
         self.route = _native.Route(plan, servers, True)
         counts = self.route.counts
@@ -95,7 +96,9 @@ class ServerLookup(PendingLookup):
             self._forget(self.number)
 
 
-def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequence[int]) -> list[Reply]:
+def begin_pull(
+    servers: Servers, lookup: ServerLookup, *, store: int, done: Sequence[int]
+) -> list[Reply[Any]]:
     """Ask each server for its keys, without waiting; done: the lookups that servers can release."""
     head = {
         "store": store,
@@ -107,7 +110,7 @@ def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequ
     }
     return [
         servers.begin_training(
-            server, "pull", {**head, "counts": lookup.requested[server]}, [lookup.sent[server]]
+            server, PULL, {**head, "counts": lookup.requested[server]}, [lookup.sent[server]]
         )
         for server in range(len(servers))
     ]
@@ -149,7 +152,7 @@ class ServerBatches:
             forget=partial(self._lookups.drop, None),
         )
 
-    def _send(self, lookup: ServerLookup) -> list[Reply]:
+    def _send(self, lookup: ServerLookup) -> list[Reply[Any]]:
         if lookup.context.training:
             self._lookups.add(lookup.number)
         self.keys_asked += lookup.route.keys
@@ -174,9 +177,9 @@ class ServerBatches:
         sent = {**head, "done": self._lookups.take_done(None)}
         for server in range(len(self._servers)):
             arrays = [to_wire(pieces[server], self._wire) for pieces in packed]
-            self._servers.begin_training(server, "push", sent, arrays, then=partial(self._pushed, pending))
+            self._servers.begin_training(server, PUSH, sent, arrays, then=partial(self._pushed, pending))
 
-    def _pushed(self, pending: Countdown, reply: Reply) -> None:
+    def _pushed(self, pending: Countdown, reply: Reply[Any]) -> None:
         """A server has applied gradients, or has not, because it has restarted in between."""
         if reply.error is None:
             self.seconds["push"].append(reply.seconds)

@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from karvan.distributed.parameter_servers import Servers
+from karvan.protocol.parameter_server import WITHDRAW
 from karvan.store.program import LookupProgram
 from karvan.store.types import LookupContext
 from karvan.wire import Reply
@@ -269,7 +270,7 @@ class LookupsInFlight:
         self._used.clear()
         return used
 
-    def send_withdrawn(self) -> list[Reply]:
+    def send_withdrawn(self) -> list[Reply[Any]]:
         """Withdraw the lookups that nobody will use any more."""
         withdrawn = pop_all(self._withdrawn)
         if not withdrawn:
@@ -278,7 +279,7 @@ class LookupsInFlight:
         head = {"store": self._store, "batches": [number for _, number in withdrawn]}
         pending = Countdown(len(servers), partial(self._forget, withdrawn), self.window.fail)
         return [
-            self._servers.peer(server).begin("withdraw", head, then=lambda reply: pending.one(reply.error))
+            self._servers.peer(server).begin(WITHDRAW, head, then=lambda reply: pending.one(reply.error))
             for server in servers
         ]
 

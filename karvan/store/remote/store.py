@@ -29,6 +29,7 @@ from typing_extensions import override
 from karvan.distributed import Connection
 from karvan.distributed.step_commits import StepCommits
 from karvan.native import _native
+from karvan.protocol.parameter_server import ADD_TABLE, APPLY, LOOKUP
 from karvan.ragged import IdsReference
 from karvan.store.base import SharedStore
 from karvan.store.messages import hashes_of, owners_of, rule_to_json, spec_to_json
@@ -126,7 +127,7 @@ class RemoteStore(SharedStore):
     @override
     def add_table(self, spec: TableSpec) -> None:
         """Each server holds its part of the rows that a policy allows."""
-        self._servers.call("add_table", {"spec": spec_to_json(spec)}, channel="train")
+        self._servers.call(ADD_TABLE, {"spec": spec_to_json(spec)}, channel="train")
         self._tables[spec.name] = RemoteTable(spec, self._calls)
         self._servers.declare(spec.name, spec=spec_to_json(spec))
 
@@ -328,7 +329,7 @@ class RemoteStore(SharedStore):
             for table, (unique, counts) in keys.items():
                 mine = owners[table] == server
                 arrays += [unique[mine], counts[mine]]
-            replies.append(self._servers.peer(server, "ask").begin("lookup", head, arrays))
+            replies.append(self._servers.peer(server, "ask").begin(LOOKUP, head, arrays))
         answers = [reply.wait() for reply in replies]
         made = {}
         for number, (table, (unique, _)) in enumerate(keys.items()):
@@ -358,7 +359,7 @@ class RemoteStore(SharedStore):
                 for push in listed:
                     mine = owners_of(hashes_of(push.keys), self._server_count) == server
                     arrays += [push.keys[mine], push.gradients[mine]]
-            replies.append(self._servers.peer(server, "ask").begin("apply", head, arrays))
+            replies.append(self._servers.peer(server, "ask").begin(APPLY, head, arrays))
         for reply in replies:
             reply.wait()
 

@@ -18,11 +18,13 @@ from typing_extensions import override
 from karvan.distributed import Connection
 from karvan.distributed.parameter_servers import Servers
 from karvan.outages import is_temporary
+from karvan.protocol import parameter_server as protocol
 from karvan.store.base import StoredTable
 from karvan.store.messages import hashes_of, owners_of
 from karvan.store.remote.staleness_window import LookupsInFlight
 from karvan.store.types import Capture, Keys, Rows, TableSpec
 from karvan.wire import Message, WireError
+from karvan.wire.schema import A, Call
 
 # `RemoteCaptures`: checkpoints of the rows that parameter servers hold, and the number of lost updates.
 #
@@ -57,7 +59,7 @@ class RemoteCaptures:
         made = list(self._sequences)
         made[self._connection.rank] = self._lookups.sequence
         contained = [
-            answer.head["trainers"] for answer in self._servers.call("updates", {"store": self._store})
+            answer.head.trainers for answer in self._servers.call(protocol.UPDATES, {"store": self._store})
         ]
         return sum(
             max(0, number - of_server.get(str(trainer), 0))
@@ -92,7 +94,7 @@ class RemoteCaptures:
             before = None if since is None else max(since.values(), default=0)
             try:
                 # On the channel on which the previous capture was closed, so that it is closed by now.
-                self._servers.call("capture", {**head, "since": before}, channel="save")
+                self._servers.call(protocol.CAPTURE, {**head, "since": before}, channel="save")
                 outcome["number"] = number
             except Exception as error:  # raised on all trainers below
                 self.close(number)  # on the servers that have it
@@ -128,30 +130,30 @@ class RemoteCaptures:
             "writers": writers,
         }
         replies = [
-            self._servers.peer(server, "save").begin("save", head, deadline=_SAVING)
+            self._servers.peer(server, "save").begin(protocol.SAVE, head, deadline=_SAVING)
             for server in range(len(self._servers))
         ]
         while not all(reply.done for reply in replies):
             waiting()
             replies[0].pause(0.05)
-        return [reply.wait().head["shares"] for reply in replies]
+        return [reply.wait().head.shares for reply in replies]
 
     def fill(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Have each server read its part."""
         self._lookups.drain()
         head = {"path": path, "tables": {name: dict(options) for name, options in tables.items()}}
         replies = [
-            self._servers.peer(server, "save").begin("fill", head, deadline=_SAVING)
+            self._servers.peer(server, "save").begin(protocol.FILL, head, deadline=_SAVING)
             for server in range(len(self._servers))
         ]
         answers = [reply.wait() for reply in replies]
-        return [(str(path), str(problem)) for each in answers for path, problem in each.head["damaged"]]
+        return [(path, problem) for answer in answers for path, problem in answer.head.damaged]
 
     def close(self, number: int) -> None:
         """Close a capture that is not needed any more."""
         if self._connection.rank == 0:
             for server in range(len(self._servers)):
-                self._servers.peer(server, "save").begin("close_capture", {"capture": number})
+                self._servers.peer(server, "save").begin(protocol.CLOSE_CAPTURE, {"capture": number})
 
 
 class _ServerCapture(Capture):
@@ -198,14 +200,14 @@ class TableCalls:
         """The servers that this trainer asks."""
         return range(self.connection.rank, len(self.servers), self.connection.world_size)
 
-    def ask(self, method: str, head: Mapping[str, Any]) -> list[Message]:
+    def ask(self, call: Call[Any, A], head: Mapping[str, Any]) -> list[Message[A]]:
         """The answers of the servers that this trainer asks, once they have applied its gradients."""
         self.lookups.settle()
-        return self.servers.call(method, head, of=self.mine)
+        return self.servers.call(call, head, of=self.mine)
 
     def stats(self, tables: Sequence[str]) -> dict[str, dict[str, int]]:
         """The counters of some tables, see `StoredTable.stats`; of the servers that this trainer asks."""
-        counted = [answer.head["stats"] for answer in self.ask("stats", {"tables": list(tables)})]
+        counted = [answer.head.stats for answer in self.ask(protocol.STATS, {"tables": list(tables)})]
         return {
             table: {name: sum(stats[table][name] for stats in counted) for name in _STATS} for table in tables
         }
@@ -221,26 +223,26 @@ class RemoteTable(StoredTable):
         self._servers = calls.servers
         self._lookups = calls.lookups
 
-    def _ask(self, method: str, **head: Any) -> list[Message]:
-        return self._calls.ask(method, {"table": self.name, **head})
+    def _ask(self, call: Call[Any, A], **head: Any) -> list[Message[A]]:
+        return self._calls.ask(call, {"table": self.name, **head})
 
     @override
     def set_state(self, initial: Sequence[float], fresh: bool) -> None:
         """On all servers."""
         self._lookups.drain()
         head = {"table": self.name, "initial": list(initial), "fresh": fresh}
-        self._servers.call("set_state", head, channel="train")
+        self._servers.call(protocol.SET_STATE, head, channel="train")
         self._servers.declare(self.name, initial=list(initial))
 
     @override
     def skip(self) -> None:
         """The first server counts for all."""
         self._lookups.drain()
-        self._servers.call("skip", {"table": self.name}, of=[0] if 0 in self._calls.mine else [])
+        self._servers.call(protocol.SKIP, {"table": self.name}, of=[0] if 0 in self._calls.mine else [])
 
     @override
     def evict(self, *, step: int, now: float) -> int:
-        return sum(answer.head["rows"] for answer in self._ask("evict", step=step, now=now))
+        return sum(answer.head.rows for answer in self._ask(protocol.EVICT, step=step, now=now))
 
     @override
     def erase(self, keys: Keys) -> int:
@@ -248,20 +250,22 @@ class RemoteTable(StoredTable):
         self._lookups.drain()
         owners = owners_of(hashes_of(keys), len(self._servers))
         replies = [
-            self._servers.peer(server, "ask").begin("erase", {"table": self.name}, [keys[owners == server]])
+            self._servers.peer(server, "ask").begin(
+                protocol.ERASE, {"table": self.name}, [keys[owners == server]]
+            )
             for server in self._calls.mine
         ]
-        return sum(reply.wait().head["rows"] for reply in replies)
+        return sum(reply.wait().head.rows for reply in replies)
 
     @override
     def clear(self) -> None:
-        self._ask("clear")
+        self._ask(protocol.CLEAR)
 
     @property
     @override
     def version(self) -> int:
         """The sum of the servers' versions."""
-        return sum(answer.head["version"] for answer in self._ask("version"))
+        return sum(answer.head.version for answer in self._ask(protocol.VERSION))
 
     @override
     def evicted_since(self, version: int) -> Keys:
@@ -271,12 +275,12 @@ class RemoteTable(StoredTable):
                 f"Table '{self.name}' on parameter servers: expected version 0 (all keys removed so far), "
                 f"got {version}."
             )
-        answers = self._ask("evicted_since", version=0)
+        answers = self._ask(protocol.EVICTED_SINCE, version=0)
         return np.concatenate([np.empty(0, np.int64), *(answer.arrays[0] for answer in answers)])
 
     @override
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
-        answers = self._ask("snapshot", part=part, parts=parts)
+        answers = self._ask(protocol.SNAPSHOT, part=part, parts=parts)
         columns = zip(*(answer.arrays for answer in answers), strict=True)
         joined = [np.concatenate(column) for column in columns]
         return Rows._make(joined) if joined else self._no_rows()
@@ -305,7 +309,9 @@ class RemoteTable(StoredTable):
             for begin in range(0, len(positions), _ROWS_AT_ONCE):
                 chosen = positions[begin : begin + _ROWS_AT_ONCE]
                 arrays = [np.ascontiguousarray(column[chosen]) for column in rows]
-                replies.append(self._servers.peer(server, "ask").begin("load", {"table": self.name}, arrays))
+                replies.append(
+                    self._servers.peer(server, "ask").begin(protocol.LOAD, {"table": self.name}, arrays)
+                )
         for reply in replies:
             reply.wait()
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 from karvan.distributed.embedding_workers import Workers
 from karvan.distributed.parameter_servers import Servers
 from karvan.native import _native, output_buffers
+from karvan.protocol.embedding_worker import BACKWARD, CLAIM, Backward, Layouts
 from karvan.ragged import IdsReference
 from karvan.store.messages import from_wire, to_wire
 from karvan.store.program import LookupProgram, OutputLayout, RowIndex
@@ -143,7 +144,7 @@ class WorkerLookup(PendingLookup):
         context: LookupContext,
         *,
         wire: str,
-        send: Callable[[WorkerLookup], Future[Message]],
+        send: Callable[[WorkerLookup], Future[Message[Layouts]]],
         forget: Callable[[int], None],
     ) -> None:
         super().__init__(program, context)
@@ -151,7 +152,7 @@ class WorkerLookup(PendingLookup):
         self._forget = forget
         self._wire = wire
         self.reference = reference
-        self._answer: Future[Message] | None = None
+        self._answer: Future[Message[Layouts]] | None = None
         self._arrival: list[float] = []  # the time when the answer came, if it has
         self._outs: list[Tensor] = []
         self.layouts: list[OutputLayout] = []
@@ -170,7 +171,7 @@ class WorkerLookup(PendingLookup):
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         vectors = answer.arrays[0]
-        self.layouts = unpack_layouts(self.program, answer.head["layouts"], LayoutArrays(*answer.arrays[1:]))
+        self.layouts = unpack_layouts(self.program, answer.head.layouts, LayoutArrays(*answer.arrays[1:]))
         features = list(zip(self.program.features, self.layouts, strict=True))
         size = sum(_cells(feature.mode, layout) * feature.dim for feature, layout in features)
         expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
@@ -270,7 +271,7 @@ class WorkerBatches:
             forget=partial(self._lookups.drop, reference.worker),
         )
 
-    def _send(self, lookup: WorkerLookup) -> Future[Message]:
+    def _send(self, lookup: WorkerLookup) -> Future[Message[Layouts]]:
         if lookup.context.training:
             self._lookups.add(lookup.number)
         worker = lookup.reference.worker
@@ -283,7 +284,7 @@ class WorkerBatches:
             **self._released(worker),
         }
         return self._workers.begin(
-            *(worker, "claim", "claim", head),
+            *(worker, "claim", CLAIM, head),
             engine=self._engine(lookup),
             references=[lookup.reference],
             # A worker does not know what this trainer has committed: servers must, before they are asked.
@@ -310,20 +311,20 @@ class WorkerBatches:
             **self._released(worker),
         }
         self._workers.begin(
-            *(worker, "backward", "backward", sent, [one.array for one in gradients]),
+            *(worker, "backward", BACKWARD, sent, [one.array for one in gradients]),
             engine=self._engine(lookups[0]),
             references=[lookup.reference for lookup in lookups],
             then=partial(self._pushed, pending),
         )
 
-    def _pushed(self, pending: Countdown, answer: Message | Exception) -> None:
+    def _pushed(self, pending: Countdown, answer: Message[Backward] | Exception) -> None:
         """The gradients that were sent to a worker have been applied, or staged."""
         self._note_restarts(answer)
         pending.one(answer if isinstance(answer, Exception) else None)
 
-    def _note_restarts(self, answer: Message | Exception) -> None:
+    def _note_restarts(self, answer: Message[Any] | Exception) -> None:
         """A worker reports servers that have restarted."""
-        for server, life in answer.head["restarted_servers"] if isinstance(answer, Message) else ():
+        for server, life in answer.head.restarted_servers if isinstance(answer, Message) else ():
             self._servers.report_restart(server, life)
 
     def _engine(self, lookup: WorkerLookup) -> dict[str, Any]:

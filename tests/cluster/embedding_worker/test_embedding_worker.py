@@ -8,6 +8,7 @@ from worker_helpers import all_layouts, batches, in_memory, rows_of, tensors, tr
 
 import karvan as kv
 from karvan.embedding import HashStack
+from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.wire import RefusedError
 
 
@@ -263,9 +264,8 @@ def test_calls_that_are_malformed_are_refused(job):
     def call(arrays, method="backward", **changes):
         told = {"engine": engine.program.name, "features": engine.program.features_json, "wire": "float32"}
         told |= {"tables": {}, "declarations": 0}
-        future = workers.begin(
-            *(0, "backward", method, {**head, **changes}, arrays), engine=told, references=[reference]
-        )
+        sent = (WORKER_CALLS[method], {**head, **changes}, arrays)
+        future = workers.begin(0, "backward", *sent, engine=told, references=[reference])
         return future.result(60)
 
     good = torch.zeros(12).numpy()

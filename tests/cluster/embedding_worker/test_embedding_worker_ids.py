@@ -144,7 +144,8 @@ def test_trainers_say_who_they_are(start):
 
 def test_a_reference_travels_with_the_batch():
     batch = Batch({"label": torch.rand(3), REFERENCE: IdsReference(1, "x", 3)})
-    found = unpack(pack(batch))
+    message = pack(batch)
+    found = unpack(message.head["batch"], message.arrays)
     assert found.samples == 3
     assert torch.equal(found["label"], batch["label"])
     assert repr(found[REFERENCE]) == "IdsReference(worker=1, name='x', rows=3)"

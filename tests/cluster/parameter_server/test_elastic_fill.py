@@ -25,7 +25,7 @@ def path(tmp_path):
 
 def fill(member, path):
     head = {"path": path, "tables": {"t": {"keep": False, "initial": [0.0] * DIM, "extra": False}}}
-    assert [answer.head["damaged"] for answer in member.all("fill", head)] == [[], []]
+    assert [answer.head.damaged for answer in member.all("fill", head)] == [[], []]
 
 
 def row(member):

@@ -73,8 +73,9 @@ def state_of(run_member):
     dense = []
     for client in run_member.clients:
         answer = client.call("pull_dense", {"model": 1, "version": None})
-        dense.append((answer.head["version"], tensors_of(answer)["w"].tolist()))
-    return rows, dense, [answer.head["tally"] for answer in run_member.all("tally", {"meeting": 0})]
+        head = answer.head
+        dense.append((head["version"], tensors_of(head["tensors"], answer.arrays)["w"].tolist()))
+    return rows, dense, [answer.head.tally for answer in run_member.all("tally", {"meeting": 0})]
 
 
 class OwnStepStates(RuleBasedStateMachine):
@@ -264,16 +265,16 @@ def test_gradients_that_could_not_be_committed_are_not_staged(run, gradient, mes
 
 def test_a_meeting_stays_asked_for(run):
     one, two = run.member(1), run.member(2)
-    assert [answer.head["meeting"] for answer in one.all("tally", {"meeting": 3})] == [3, 3]
-    assert [answer.head["meeting"] for answer in two.all("tally", {"meeting": 0})] == [3, 3]
+    assert [answer.head.meeting for answer in one.all("tally", {"meeting": 3})] == [3, 3]
+    assert [answer.head.meeting for answer in two.all("tally", {"meeting": 0})] == [3, 3]
     commit = stage(two, 1, *BATCH_OF_ONE)
-    assert [answer.head["meeting"] for answer in two.all("commit", commit)] == [3, 3]
+    assert [answer.head.meeting for answer in two.all("commit", commit)] == [3, 3]
 
 
 def test_a_member_that_has_missed_a_round_is_not_told_who_the_members_are(run):
     slow, joiner = run.member(1), run.member(2)
-    assert [answer.head["members"] for answer in slow.all("members", {"round": 4})] == [[1], [1]]
-    assert [answer.head["members"] for answer in joiner.all("members", {"round": 5})] == [[1, 2], [1, 2]]
+    assert [answer.head.members for answer in slow.all("members", {"round": 4})] == [[1], [1]]
+    assert [answer.head.members for answer in joiner.all("members", {"round": 5})] == [[1, 2], [1, 2]]
     with pytest.raises(RefusedError, match="expected a member of round 5, like the others"):
         slow.all("members", {"round": 4})
 

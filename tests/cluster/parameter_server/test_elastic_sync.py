@@ -192,9 +192,9 @@ def test_a_table_that_one_part_skips_is_skipped_by_all(address):
             member.pull(1, {"plain": {1: 1}, "small": {1: 1}})
             gradients = [{"plain": {1: (1, 1)}, "small": {1: (1, 1)}}]
             member.push(1, [1], gradients, skipped=["small"] if member is members[0] else [])
-        before = members[0].all("stats", {"tables": ["small"]})[0].head["stats"]["small"]["skipped_updates"]
+        before = members[0].all("stats", {"tables": ["small"]})[0].head.stats["small"]["skipped_updates"]
         members[0].commit(1, [(1, 1), (2, 1)])
-        stats = members[0].all("stats", {"tables": ["small"]})[0].head["stats"]["small"]
+        stats = members[0].all("stats", {"tables": ["small"]})[0].head.stats["small"]
         assert stats["skipped_updates"] == before + 1
         assert members[0].rows("small")[1][1:] == ([0.0, 0.0], 2, 1)
         assert members[0].rows("plain")[1][1:] == ([2.0, 2.0], 2, 1)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 import karvan as kv
-from karvan.protocol.parameter_server import SERVER_CALLS
+from karvan.protocol.parameter_server import COMMIT, PULL, PUSH, SERVER_CALLS
 from karvan.store.messages import hashes_of, owners_of, rule_to_json, spec_to_json, words
 from karvan.wire import Client
 
@@ -74,7 +74,6 @@ class Member:
                 f"server {index}",
                 address,
                 hello={**run.hello, "trainer": number, "server": index, "servers": count},
-                calls=SERVER_CALLS,
                 deadline=30.0,
             )
             for index, address in enumerate(run.addresses)
@@ -82,7 +81,7 @@ class Member:
 
     def all(self, method, head):
         """The answers of all servers."""
-        return [client.call(method, head) for client in self.clients]
+        return [client.call(SERVER_CALLS[method], head) for client in self.clients]
 
     def pull(self, batch, uses, *, step=1, store=1, done=(), training=True, now=0.0, **more):
         """Look up {table: {key: uses}}; returns {table: {key: vector}}."""
@@ -96,7 +95,7 @@ class Member:
             message[size:].view(np.uint32)[:size] = [uses[t][key] for t, keys in mine.items() for key in keys]
             head = {"store": store, "batch": batch, "tables": list(uses), "counts": counts}
             head |= {"training": training, "step": step, "now": now, "wire": "float32", "done": list(done)}
-            vectors = client.call("pull", {**head, **more}, [message]).arrays[0].reshape(-1, DIM)
+            vectors = client.call(PULL, {**head, **more}, [message]).arrays[0].reshape(-1, DIM)
             for (table, key), vector in zip(
                 ((table, key) for table, keys in mine.items() for key in keys), vectors, strict=True
             ):
@@ -127,19 +126,19 @@ class Member:
                 np.array([each[t][key] for t in tables for key in self._mine(index, each[t])], np.float32)
                 for each in gradients
             ]
-            client.call("push", head, [array.reshape(-1) for array in arrays])
+            client.call(PUSH, head, [array.reshape(-1) for array in arrays])
 
     def commit(self, step, parts, scale=1.0, ack=None, only=None):
         """Commit at all servers, or some."""
         head = {"step": step, "parts": [list(part) for part in parts], "scale": scale, "ack": ack}
         for index, client in enumerate(self.clients):
             if only is None or index in only:
-                client.call("commit", head)
+                client.call(COMMIT, head)
         return head
 
     def progress(self):
         """Of all servers."""
-        return [answer.head for answer in self.all("progress", {})]
+        return [vars(answer.head) for answer in self.all("progress", {})]
 
     def rows(self, table):
         """{key: (vector, state, count, last step)} of all servers, as plain values."""

@@ -20,6 +20,7 @@ from karvan.launch.job_spec import JobSpec
 from karvan.launch.master.job_service import JobService
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.supervisor import Supervisor
+from karvan.protocol.loader import MissingTrainers
 from karvan.ragged import Batch, Ragged
 from karvan.wire import Server
 from karvan.work.service import WorkService
@@ -156,7 +157,7 @@ class LoaderSubject(Subject):
 
     def _sent(self):
         self.renew()
-        while "wait" in self.call("next", {"epoch": 0}).head:
+        while isinstance(self.call("next", {"epoch": 0}).head, MissingTrainers):
             pass
         return next(iter(self.service._sent._held))
 
@@ -221,10 +222,10 @@ class RegistrySubject(Subject):
         """It has no runs."""
 
     def fingerprint(self):
-        head = self.call("store_get", {"generation": 0, "keys": ["k"]})
+        answer = self.call("store_get", {"generation": 0, "keys": ["k"]})
         return (
-            head.head,
-            head.arrays[0].tobytes(),
+            answer.head.as_json(),
+            answer.arrays[0].tobytes(),
             [(m.role, m.index, m.address) for m in self.service.members()],
         )
 
@@ -259,7 +260,7 @@ class WorkSubject(Subject):
     def _lease(self):
         self.renew()
         head = {**self._holder, "last_token": 0, "kinds": ["train"], "most": 1}
-        return self.call("lease_tasks", head).head["leases"][0]["token"]
+        return self.call("lease_tasks", head).head.leases[0].token
 
     def _fail(self):
         told = {"token": self._lease(), "error": "bad", "record": None, "number_in_file": None}
@@ -271,10 +272,10 @@ class WorkSubject(Subject):
 
     def _state(self):
         self._lease()
-        return self.call("take_position", self._holder).head["state"]
+        return self.call("take_position", self._holder).head.state
 
     def fingerprint(self):
-        return self.call("take_position", self._holder).head
+        return self.call("take_position", self._holder).head.state
 
 
 class GroupSubject(Subject):
@@ -324,7 +325,7 @@ class JobSubject(Subject):
         """It has no runs."""
 
     def fingerprint(self):
-        return self.call("job_status", {}).head["processes"]
+        return self.call("job_status", {}).head.processes
 
     def close(self):
         super().close()

@@ -10,7 +10,6 @@ from karvan import checkpoint
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.dense.wire_format import state_message, state_of, tensors_message
 from karvan.protocol.values import words
-from karvan.wire import Message
 
 KEYS = 25  # of each table in a lookup
 MEMBER = {**TRAINER, "trainers": 0, "elastic": True, "mode": "sync", "staleness": 1}
@@ -165,7 +164,7 @@ class ServerSubject(Subject):
 
     def state_with(self, change):
         """The dense state with a change."""
-        state = state_of(Message({}, self._state))
+        state = state_of(self._state)
         change(state)
         return list(state_message(state).arrays)
 

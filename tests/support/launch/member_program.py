@@ -28,10 +28,17 @@ def there(file):
 
 
 class Noted(Membership):
-    def _call(self, method, deadline, **more):
-        said = super()._call(method, deadline, **more)
-        note(method)
-        return said
+    def _connect(self):
+        peer = super()._connect()
+        call = peer.call
+
+        def noted(declared, *rest, **options):
+            said = call(declared, *rest, **options)
+            note(declared.name)
+            return said
+
+        peer.call = noted
+        return peer
 
 
 def hang_for_ever(file):

@@ -20,22 +20,32 @@ from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import commands_of
 from karvan.launch.supervision.supervisor import Supervisor, Timing
-from karvan.wire import Client, Message, Service, WireError, endpoints
-from karvan.wire.schema import Call, Fields, Integer, table_of
+from karvan.wire import Client, Endpoint, Message, Service, WireError, endpoints
+from karvan.wire.schema import Call, Head, Integer, Struct, field, table_of
 
-CALLS = table_of(
-    Call("add", Fields({"left": Integer(), "right": Integer()}), answer=Fields({"sum": Integer()})),
-    Call("end"),
-)
+
+class Add(Head):
+    left: int = field(Integer())
+    right: int = field(Integer())
+
+
+class Sum(Head):
+    sum: int = field(Integer())
+
+
+ADD = Call("add", Struct(Add), answer=Struct(Sum))
+END = Call("end")
 
 
 class Adder(Service):
     def __init__(self, settings):
         self.name = settings.name
-        self.endpoints = endpoints(CALLS, {"add": self._add, "end": lambda request: os._exit(1)})
+        self.endpoints = endpoints(
+            table_of(ADD, END), Endpoint(ADD, self._add), Endpoint(END, lambda request: os._exit(1))
+        )
 
     def _add(self, request):
-        return Message({"sum": request.head["left"] + request.head["right"]})
+        return Message(Sum(sum=request.head.left + request.head.right))
 
     def close(self):
         pass
@@ -46,10 +56,8 @@ def make(settings):
 
 
 def sum_of(addresses, index):
-    with Client(
-        f"adder {index}", partial(addresses.find, ADDER, index), calls=CALLS, forgetful=True
-    ) as adder:
-        return adder.call("add", {"left": index, "right": 40}).head["sum"]
+    with Client(f"adder {index}", partial(addresses.find, ADDER, index), forgetful=True) as adder:
+        return adder.call(ADD, Add(left=index, right=40)).head.sum
 
 
 def train(folder):
@@ -58,8 +66,8 @@ def train(folder):
     sums = [sum_of(addresses, index) for index in range(count)]
     before = addresses.find(ADDER, 0)
     try:
-        with Client("adder 0", before, calls=CALLS, forgetful=True, patience=0.5) as adder:
-            adder.call("end", deadline=1.0)
+        with Client("adder 0", before, forgetful=True, patience=0.5) as adder:
+            adder.call(END, deadline=1.0)
     except WireError:
         pass
     while addresses.find(ADDER, 0) == before:
