@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from karvan.argument_checks import is_integer
 from karvan.data.loading.splits import (
     FEWEST_RECORDS_PER_BLOCK,
     cut,
@@ -88,15 +87,6 @@ def _evenly(split: Split, most: int) -> Iterator[Split]:
         yield Split(split.path, split.first + first, end - first)
 
 
-def check_shuffle(shuffle: Any) -> None:
-    """Raise unless it is a number of records."""
-    meaning = "shuffle is how many records are shuffled at a time, 0 for none"
-    if not is_integer(shuffle):
-        raise TypeError(f"{meaning}, but is {shuffle!r}: expected a number, for example 100_000.")
-    if shuffle < 0:
-        raise ValueError(f"{meaning}, but is {shuffle}.")
-
-
 class ShufflePlan:
     """The order of a data set's records in every epoch, a pure function of the parts and these settings."""
 
@@ -109,7 +99,6 @@ class ShufflePlan:
         split_records: int | None = None,
         group_records: int | None = None,
     ) -> None:
-        check_shuffle(shuffle)
         self.shuffle = int(shuffle)
         self.seed = int(seed)
         if split_records is None:
