@@ -32,7 +32,7 @@ from karvan.data.errors import DataError, located
 from karvan.data.formats.paths import Files
 from karvan.data.identity import fingerprint_files
 from karvan.data.retry import FileOutages
-from karvan.data.source import Part, Split
+from karvan.data.source import Part, Split, require_inside
 from karvan.threads import map_on_threads
 
 # How much a group of a file may become in memory, for formats whose groups are decoded by Arrow.
@@ -208,11 +208,8 @@ class FileSource(ABC):
         if split.path not in self._files.paths:
             raise DataError("The split names a file that this source does not have.", path=split.path)
         layout = self._layout(split.path)
+        require_inside(split, layout.records)
         first, end = split.first, split.first + split.count
-        if not 0 <= first <= end <= layout.records:
-            raise DataError(
-                f"Records {first} to {end} were requested, but there are {layout.records}.", path=split.path
-            )
         if first == end:
             return
         group = int(np.searchsorted(layout.starts, first, side="right")) - 1
