@@ -22,7 +22,7 @@ from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
 from karvan.data.leasing.task_records import places_of, records_done
 from karvan.data.loading.pipeline import Closed
 from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.splits import permutation
+from karvan.data.loading.shuffle import permutation
 from karvan.data.read import read
 from karvan.data.source import Part
 from karvan.ragged import Batch

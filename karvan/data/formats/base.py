@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from pyarrow import fs, types
 
 from karvan.argument_checks import listed
+from karvan.data.columns.arrow_to_torch import whole_numbers
 from karvan.data.columns.kinds import kind_of
 from karvan.data.columns.type_widening import common_type
-from karvan.data.columns.value_limits import whole_numbers
 from karvan.data.errors import DataError, located
 from karvan.data.formats.paths import Files
 from karvan.data.identity import fingerprint_files

@@ -29,7 +29,7 @@ from karvan.data.leasing.record_search import BadRecord, BatchError, RecordSearc
 from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.splits import default_split_records
+from karvan.data.loading.shuffle import default_split_records
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS
 from karvan.exit_codes import is_ours, origin_of

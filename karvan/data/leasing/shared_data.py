@@ -19,7 +19,7 @@ from karvan.data.leasing.task_records import TaskReads, TaskToRead
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.pipeline import Pipeline
 from karvan.data.loading.settings import ReadSettings, SourceData
-from karvan.data.loading.splits import default_split_records
+from karvan.data.loading.shuffle import default_split_records
 from karvan.ragged import Batch
 from karvan.work.task import TaskKind, TaskPlan, WorkSpec
 

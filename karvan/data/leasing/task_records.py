@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from karvan.data.loading.pipeline import ReadPlan
 from karvan.data.loading.read_jobs import Order, ReadJob
-from karvan.data.loading.splits import permutation
+from karvan.data.loading.shuffle import permutation
 from karvan.data.source import Split
 from karvan.work.task import Task, TaskLease
 

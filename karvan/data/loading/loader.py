@@ -19,7 +19,7 @@ from karvan.data.loading.batch_steps import Decode, Transform
 from karvan.data.loading.pipeline import Closed, Pipeline, make_delivery
 from karvan.data.loading.rank_shares import SharePlan
 from karvan.data.loading.settings import ReadSettings, SourceData
-from karvan.data.loading.splits import check_rank
+from karvan.data.loading.shuffle import check_rank
 from karvan.data.retry import RETRY_SECONDS
 from karvan.data.source import Source
 from karvan.devices import Check, data_device

@@ -39,7 +39,7 @@ from karvan.data.loading.batch_steps import Rows
 from karvan.data.loading.position import Receipt
 from karvan.data.loading.read_jobs import Reading, ReadJob, ReadPiece, grouped, regrouped, runs
 from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
+from karvan.data.loading.shuffle import MOST_RECORDS_PER_SPLIT
 from karvan.data.retry import RetryingSource
 from karvan.data.source import Split
 from karvan.devices import Check, ColumnCopies, CopyInFlight

@@ -30,8 +30,7 @@ from karvan.data.loading.pipeline import ReadOutcome, ReadPlan
 from karvan.data.loading.position import Division, Position, RankPosition, check_settings, state_of
 from karvan.data.loading.read_jobs import Order, ReadJob
 from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.shuffle import Block, ShufflePlan
-from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
+from karvan.data.loading.shuffle import MOST_RECORDS_PER_SPLIT, Block, ShufflePlan
 from karvan.data.source import Split
 
 _log = logging.getLogger("karvan.data")

@@ -31,7 +31,7 @@ from karvan.data.columns.declarations import is_text
 from karvan.data.columns.type_widening import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
-from karvan.data.formats.csv.cells import (
+from karvan.data.formats.csv_cells import (
     IntegerTable,
     ambiguous_cell,
     are_digits,

@@ -124,7 +124,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 #
 # The library trusts the lengths of strings, lists and maps that a stripe holds: damaged ones make it request
 # huge amounts of memory and write outside of its buffers. So such columns are decoded by a small program
-# (`decode_process.py`), with bounds on its memory and time:
+# (`orc_process.py`), with bounds on its memory and time:
 #
 # ```
 #  this process                                                       the child
@@ -138,7 +138,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 # ended by itself is replaced; if one crashes while decoding a stripe, an `OSError` states the cause.
 
 
-_PROGRAM = Path(__file__).with_name("decode_process.py")
+_PROGRAM = Path(__file__).with_name("orc_process.py")
 _MAGIC = 3  # bytes at the beginning, which identify old versions
 _MEMORY, _COPIES = 512 << 20, 4  # of the program, and of what it decodes, which grows by doubling
 _SECONDS, _BYTES_PER_SECOND = 60, 1 << 20
