@@ -13,9 +13,11 @@ that they start in from its beginning, so they should be about as long as groups
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -62,6 +64,14 @@ def too_large(stored: int, what: str) -> str:
         f"Expected at most {most_decoded(stored):,} bytes once decoded, since {stored:,} are stored, but it "
         f"{what}. Write the file with fewer records in each row group, record batch or stripe."
     )
+
+
+def write_at(file: FileIO, data: bytes, at: int) -> None:
+    """Write all of these bytes at a place of a file, which may take several calls."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file.fileno(), view, at)
+        view, at = view[written:], at + written
 
 
 _log = logging.getLogger("karvan.data")

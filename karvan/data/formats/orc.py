@@ -25,7 +25,7 @@ import pyarrow as pa
 from pyarrow import ipc, orc, types
 
 from karvan.data.errors import DataError
-from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, too_large
+from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, too_large, write_at
 
 # The stripes of an ORC file, read from its tail.
 #
@@ -200,7 +200,7 @@ class _Child:
         size = file.size()
         self._file.truncate(size)
         for begin, end in [(0, _MAGIC), (stripe.begin, stripe.end), (stripe.tail, size)]:
-            _write(self._file, file.read_at(end - begin, begin), begin)
+            write_at(self._file, file.read_at(end - begin, begin), begin)
         answer = self._exchange(request)
         self._file.truncate(0)
         if answer is None:
@@ -243,13 +243,6 @@ class _Child:
             pass
         self._file.close()
         self._result.close()
-
-
-def _write(file: FileIO, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file.fileno(), view, at)
-        view, at = view[written:], at + written
 
 
 def _read(file: FileIO, size: int) -> pa.RecordBatch:
