@@ -13,7 +13,7 @@ from torch import Tensor
 from karvan.batch_slicing import as_offsets
 from karvan.data.errors import DataError, located
 from karvan.data.identity import fingerprint_table
-from karvan.data.source import Part, Split
+from karvan.data.source import Part, Split, require_inside
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 
 
@@ -42,12 +42,7 @@ class TableSource:
         """The rows of a split, without copies."""
         if split.path != self._name:
             raise DataError(f"Expected a split of '{self._name}'.", path=split.path)
-        if not 0 <= split.first <= split.first + split.count <= self._table.num_rows:
-            raise DataError(
-                f"Records {split.first} to {split.first + split.count} were requested, "
-                f"but there are {self._table.num_rows}.",
-                path=split.path,
-            )
+        require_inside(split, self._table.num_rows)
         yield from self._table.slice(split.first, split.count).to_batches()
 
     def fingerprint(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +21,7 @@ from karvan.data.in_memory import open_frame
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.loader import Loader
+from karvan.data.loading.settings import ReadSettings
 from karvan.data.maxcompute.source import MaxComputeSource
 from karvan.data.maxcompute.table_url import is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
@@ -112,8 +112,7 @@ def read(
         options=options,
         retry_seconds=retry_seconds,
     )
-    make = partial(
-        Loader,
+    settings = ReadSettings(
         source,
         decode,
         batch_size,
@@ -130,7 +129,7 @@ def read(
         device=gpu,
     )
     if rank is not None or world_size is not None or not is_leased():
-        return make(rank=rank, world_size=world_size)
+        return Loader(**settings.arguments(), rank=rank, world_size=world_size)
     if epochs != 1 or steps_per_epoch is not None or drop_remainder:
         raise ValueError(
             "sharding: dynamic leases every record once in an epoch, and Trainer.fit has the number of "
@@ -138,19 +137,7 @@ def read(
             "expected no epochs, steps_per_epoch or drop_remainder."
         )
     getattr(source, "require_fixed", lambda: None)()  # of a topic that grows
-    return SharedData(
-        source,
-        decode,
-        batch_size,
-        lambda rank, ranks: make(rank=rank, world_size=ranks),
-        seed=seed if shuffle else None,
-        workers=workers,
-        prefetch=prefetch,
-        transform=transform,
-        records_per_task=split_records,
-        retry_seconds=retry_seconds,
-        device=gpu,
-    )
+    return SharedData(settings)
 
 
 def is_leased() -> bool:

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from karvan.data.errors import DataError
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class Part:
@@ -47,6 +49,13 @@ class Split:
     path: str
     first: int
     count: int
+
+
+def require_inside(split: Split, records: int) -> None:
+    """Raise a DataError unless the part has all records of a split."""
+    first, end = split.first, split.first + split.count
+    if not 0 <= first <= end <= records:
+        raise DataError(f"Records {first} to {end} were requested, but there are {records}.", path=split.path)
 
 
 def place_of(source: Source, path: str, record: int) -> str:

@@ -17,7 +17,7 @@ from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.loader.task_service import TaskReadingService
 from karvan.cluster.role_process import RoleSettings
 from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done
-from karvan.data.loading.splits import permutation
+from karvan.data.loading.shuffle import permutation
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
 from karvan.protocol.loader import TaskReadingHello, Waiting

@@ -17,8 +17,8 @@ from karvan.data.columns.decoder import Decoder
 from karvan.data.columns.type_widening import type_of
 from karvan.data.errors import DataError
 from karvan.data.formats import criteo
-from karvan.data.formats.csv import cells
-from karvan.data.formats.csv import source as csv_module
+from karvan.data.formats import csv as csv_module
+from karvan.data.formats import csv_cells as cells
 from karvan.data.formats.open_files import open_files
 from karvan.data.read import read
 from karvan.data.source import Split

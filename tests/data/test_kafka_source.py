@@ -15,6 +15,7 @@ from support_paths import support_path
 from karvan.data import KafkaReader, KafkaSource, Split, Stream, json_rows, read
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.task_records import records_done
 from karvan.train.elastic.choice import require_leased
 from karvan.wire import Server
 from karvan.work.service import WorkService
@@ -101,8 +102,9 @@ def test_messages_are_leased_and_each_is_trained_once(cluster, dynamic, tmp_path
             loader = data.lease(client, 0)
             for batch in loader:
                 seen[number] += batch["id"].tolist()
-                assert loader.acknowledge() == []
-            loader.close()
+                assert client.acknowledge(records_done(loader.hand_over())) == []
+            loader.stop()
+            client.close()
 
         threads = [threading.Thread(target=train, args=[number]) for number in range(2)]
         for thread in threads:

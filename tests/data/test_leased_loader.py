@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,12 +17,12 @@ from karvan.data.columns.declarations import Fixed
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.dataset import report
-from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.leasing.leased_data import LeasedLoader, LeasedTasks, LeasePlan
 from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
-from karvan.data.leasing.task_records import places_of
-from karvan.data.loading.batch_steps import BatchSteps
+from karvan.data.leasing.task_records import places_of, records_done
 from karvan.data.loading.pipeline import Closed
-from karvan.data.loading.splits import permutation
+from karvan.data.loading.settings import ReadSettings
+from karvan.data.loading.shuffle import permutation
 from karvan.data.read import read
 from karvan.data.source import Part
 from karvan.ragged import Batch
@@ -70,6 +70,37 @@ def decode(records):
 decode.row_wise = True
 
 
+class Holder:
+    """A loader that leases records, and acknowledges those of its batches itself."""
+
+    def __init__(self, client, settings, seed, tasks_ahead=2):
+        self._client = client
+        plan = LeasePlan(LeasedTasks(client, tasks_ahead=tasks_ahead), settings.batch_size, seed)
+        self._loader = LeasedLoader(settings, plan)
+        self._unacknowledged = deque()
+        self.stop, self.suspects = self._loader.stop, self._loader.suspects
+
+    @property
+    def idle(self):
+        return self._loader.idle
+
+    def __iter__(self):
+        for batch in self._loader:
+            self._unacknowledged.append(self._loader.hand_over())
+            yield batch
+
+    def acknowledge(self, batches=1):
+        """The records of the oldest batches are done: the tokens of leases that had ended before."""
+        done = {}
+        for _ in range(batches):
+            done |= records_done(self._unacknowledged.popleft())
+        return self._client.acknowledge(done)
+
+    def close(self):
+        self.stop()
+        self._client.close()
+
+
 class Job:
     """A master, and loaders of its work."""
 
@@ -85,7 +116,7 @@ class Job:
     def loader(self, batch_size=4, **options):
         client = WorkClient(lambda: self.server.address, f"holder {next(_holders)}")
         client.open(self.spec)
-        made = LeasedLoader(client, self.source, decode, batch_size, seed=self.loader_seed, **options)
+        made = Holder(client, ReadSettings(self.source, decode, batch_size), self.loader_seed, **options)
         self.loaders.append(made)
         return made
 
@@ -224,9 +255,8 @@ def train_around_errors(job, batch_size=4, decode=decode, transform=None):
     while True:
         client = WorkClient(lambda: job.server.address, f"holder {next(_holders)}")
         client.open(job.spec)
-        loader = LeasedLoader(
-            client, job.source, decode, batch_size, seed=job.loader_seed, transform=transform
-        )
+        settings = ReadSettings(job.source, decode, batch_size, transform=transform, retry_seconds=1.0)
+        loader = Holder(client, settings, job.loader_seed)
         batches = iter(loader)
         try:
             while True:
@@ -238,7 +268,7 @@ def train_around_errors(job, batch_size=4, decode=decode, transform=None):
                 assert loader.acknowledge() == []
         except BatchError as failed:
             loader.stop()
-            search = RecordSearch(job.source, BatchSteps(decode, transform), job.loader_seed, 1.0)
+            search = RecordSearch(settings, job.loader_seed)
             report(client, failed.__cause__, failed.records, search.find(failed.records).record)
         finally:
             loader.close()
@@ -432,6 +462,7 @@ def test_a_missing_label_of_a_leased_record_is_an_error_that_names_it(tmp_path, 
         client.open(data.spec())
         loader = data.lease(client, 0)
         with pytest.raises(DataError, match="record 6, column 'y': The label is missing"):
-            [loader.acknowledge() for _ in loader]
-        loader.close()
+            [client.acknowledge(records_done(loader.hand_over())) for _ in loader]
+        loader.stop()
+        client.close()
     work.close()

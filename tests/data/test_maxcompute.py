@@ -14,6 +14,7 @@ import karvan as kv
 from karvan.data import Split, read
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.task_records import records_done
 from karvan.data.maxcompute.source import MaxComputeSource
 from karvan.data.maxcompute.table_url import parse_tables
 from karvan.data.retry import RetryingSource
@@ -172,8 +173,9 @@ def test_records_are_leased_and_each_is_trained_once(server, monkeypatch, tmp_pa
             loader = data.lease(client, 0)
             for batch in loader:
                 seen[number] += batch["id"].tolist()
-                assert loader.acknowledge() == []
-            loader.close()
+                assert client.acknowledge(records_done(loader.hand_over())) == []
+            loader.stop()
+            client.close()
 
         threads = [threading.Thread(target=train, args=[number]) for number in range(2)]
         for thread in threads:

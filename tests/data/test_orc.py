@@ -17,8 +17,8 @@ from pyarrow import fs, orc
 from rows import read_all
 
 from karvan.data.errors import DataError
+from karvan.data.formats import orc as orc_source
 from karvan.data.formats.open_files import open_files
-from karvan.data.formats.orc import source as orc_source
 
 LISTS = pa.array([[1], [2, 3], [4, 5, 6], [7]] * 6, pa.list_(pa.int64()))
 WORDS = pa.array(["a", "bb", "ccc", "dddd"] * 6)
@@ -102,7 +102,7 @@ def test_numbers_are_decoded_in_this_process_and_the_rest_beside_them(lists, mon
     asked = []
     real = orc_source.decode_in_child
     monkeypatch.setattr(
-        "karvan.data.formats.orc.source.decode_in_child", lambda *rest: asked.append(rest[-1]) or real(*rest)
+        "karvan.data.formats.orc.decode_in_child", lambda *rest: asked.append(rest[-1]) or real(*rest)
     )
     assert read_all(open_files(lists, columns=["user"]))["user"].to_pylist() == NUMBERS.to_pylist()
     assert asked == []
@@ -164,7 +164,7 @@ def test_a_child_without_work_ends_and_is_replaced(lists, monkeypatch):
 def test_children_end_with_the_process_that_started_them_even_if_it_is_killed(lists):
     script = textwrap.dedent(f"""
         import os, signal
-        from karvan.data.formats.orc import source as orc_source
+        from karvan.data.formats import orc as orc_source
         from karvan.data.formats.open_files import open_files
         from karvan.data.source import Split
         source = open_files({str(lists)!r})

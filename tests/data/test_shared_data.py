@@ -8,15 +8,16 @@ from karvan.data.columns.declarations import infer
 from karvan.data.columns.decoder import Decoder
 from karvan.data.formats.open_files import open_files
 from karvan.data.leasing.shared_data import SharedData
+from karvan.data.loading.settings import ReadSettings
 
 
 def shared_data(folder, group, records, seed, batch_size=32):
     path = folder / "one.parquet"
     pq.write_table(pa.table({"id": range(records)}), path, row_group_size=group)
     source = open_files(path)
-    options = {"workers": 1, "prefetch": 1, "transform": None, "records_per_task": None, "retry_seconds": 1.0}
     decode = Decoder(infer(source.schema))
-    return SharedData(source, decode, batch_size, lambda rank, ranks: None, seed=seed, **options)
+    shuffle = {} if seed is None else {"shuffle": 1, "seed": seed}
+    return SharedData(ReadSettings(source, decode, batch_size, workers=1, prefetch=1, **shuffle))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.data.loading.shuffle import ShufflePlan, blocks
-from karvan.data.loading.splits import cut, default_split_records, permutation, shuffled
+from karvan.data.in_memory import open_frame
+from karvan.data.loading.settings import ReadSettings
+from karvan.data.loading.shuffle import ShufflePlan, blocks, cut, default_split_records, permutation, shuffled
 from karvan.data.source import Part, Split
 
 parts_of_any_sizes = st.lists(st.integers(0, 60), max_size=6).map(
@@ -137,4 +138,4 @@ def test_a_shuffle_that_is_no_number_of_records_is_refused(shuffle):
     with pytest.raises(
         TypeError, match=rf"shuffled at a time, 0 for none, but is {shuffle!r}: expected a num"
     ):
-        ShufflePlan([Part("a", 10)], shuffle=shuffle)
+        ReadSettings(open_frame({"a": [1]}), lambda records: records, 1, shuffle=shuffle)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loader_helpers import decode
 
 from karvan.data.loading.loader import Loader
-from karvan.data.synthetic.click_log import ClickLog, expected_auc
+from karvan.data.synthetic import ClickLog, expected_auc
 
 SMALL = {"users": 500, "items": 1000, "categories": 20, "history": 4}
 

@@ -12,6 +12,7 @@ import karvan as kv
 from karvan.data.leasing.record_search import BatchError
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TakenRecords, places_of
+from karvan.data.loading.settings import ReadSettings
 from karvan.data.read import open_data
 from karvan.train.elastic.leased_work import BadRecords
 from karvan.work.task import Task, TaskKind, TaskLease
@@ -153,8 +154,7 @@ def test_the_search_finds_the_record_and_changes_nothing():
     """The model normalizes batches, so a single sample raises in training: it is tried in evaluation, too."""
     none = dict.fromkeys(["columns", "format", "filesystem", "options"])
     source, decode = open_data({"record": torch.arange(32).numpy()}, labels=(), retry_seconds=1.0, **none)
-    options = {"seed": None, "workers": 1, "prefetch": 1, "transform": None, "records_per_task": None}
-    data = SharedData(source, decode, 32, lambda rank, ranks: None, retry_seconds=1.0, **options)
+    data = SharedData(ReadSettings(source, decode, 32, workers=1, prefetch=1, retry_seconds=1.0))
     trainer = kv.Trainer(
         Counted(),
         lambda output, batch: output.mean(),

@@ -127,7 +127,7 @@ def test_a_loaded_trainer_gives_features_of_the_data_their_statistics(tmp_path, 
 
     def scaled(features, seed=0):
         loader = data(seed=seed)
-        return kv.data.read(loader._source, 16, transform=features)
+        return kv.data.read(loader._settings.source, 16, transform=features)
 
     fitted = engine().fit(data())
     first = trainer(tmp_path)

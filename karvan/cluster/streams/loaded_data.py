@@ -24,7 +24,7 @@ from karvan.cluster.streams.task_queue import LeasedQueue, PlannedQueue, TaskQue
 from karvan.cluster.streams.task_stream import LoadedRecordSearch, ReceivedBatch, TaskStream, resender
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.loader import planned_numbers
+from karvan.data.leasing.leased_data import planned_numbers
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead
 from karvan.job.environment import JobEnvironment
 from karvan.protocol.loader import DESCRIBE, STATISTICS, Statistics, Whole

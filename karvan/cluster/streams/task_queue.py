@@ -10,7 +10,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.loader import LeasedTasks, planned_records
+from karvan.data.leasing.leased_data import LeasedTasks, planned_records
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead, places_of
 from karvan.data.source import Split
 

@@ -16,6 +16,7 @@ from pyarrow import types
 from torch import Tensor
 
 from karvan.data.columns import arrow_to_torch
+from karvan.data.columns.arrow_to_torch import check_defaults, whole_numbers
 from karvan.data.columns.declarations import (
     Column,
     Fixed,
@@ -28,7 +29,6 @@ from karvan.data.columns.declarations import (
     unnest,
 )
 from karvan.data.columns.missing_values import MISSING_WEIGHT, first_missing, missing_in_list, missing_value
-from karvan.data.columns.value_limits import check_defaults, whole_numbers
 from karvan.data.errors import DataError, reason
 from karvan.ragged import Batch, Entry, NestedRagged, OptionalText, Ragged
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from karvan.data.columns import arrow_to_torch
-from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
-from karvan.data.columns.value_limits import (
+from karvan.data.columns.arrow_to_torch import (
     describe_beyond,
     describe_inexact,
     first_beyond,
     first_inexact,
     limits_of,
 )
+from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
 from karvan.data.errors import DataError
 from karvan.data.source import Source, Split, place_of
 

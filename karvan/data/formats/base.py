@@ -13,9 +13,11 @@ that they start in from its beginning, so they should be about as long as groups
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -25,14 +27,14 @@ from numpy.typing import NDArray
 from pyarrow import fs, types
 
 from karvan.argument_checks import listed
+from karvan.data.columns.arrow_to_torch import whole_numbers
 from karvan.data.columns.kinds import kind_of
 from karvan.data.columns.type_widening import common_type
-from karvan.data.columns.value_limits import whole_numbers
 from karvan.data.errors import DataError, located
 from karvan.data.formats.paths import Files
 from karvan.data.identity import fingerprint_files
 from karvan.data.retry import FileOutages
-from karvan.data.source import Part, Split
+from karvan.data.source import Part, Split, require_inside
 from karvan.threads import map_on_threads
 
 # How much a group of a file may become in memory, for formats whose groups are decoded by Arrow.
@@ -62,6 +64,14 @@ def too_large(stored: int, what: str) -> str:
         f"Expected at most {most_decoded(stored):,} bytes once decoded, since {stored:,} are stored, but it "
         f"{what}. Write the file with fewer records in each row group, record batch or stripe."
     )
+
+
+def write_at(file: FileIO, data: bytes, at: int) -> None:
+    """Write all of these bytes at a place of a file, which may take several calls."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file.fileno(), view, at)
+        view, at = view[written:], at + written
 
 
 _log = logging.getLogger("karvan.data")
@@ -208,11 +218,8 @@ class FileSource(ABC):
         if split.path not in self._files.paths:
             raise DataError("The split names a file that this source does not have.", path=split.path)
         layout = self._layout(split.path)
+        require_inside(split, layout.records)
         first, end = split.first, split.first + split.count
-        if not 0 <= first <= end <= layout.records:
-            raise DataError(
-                f"Records {first} to {end} were requested, but there are {layout.records}.", path=split.path
-            )
         if first == end:
             return
         group = int(np.searchsorted(layout.starts, first, side="right")) - 1

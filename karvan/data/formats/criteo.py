@@ -13,7 +13,7 @@ import torch
 from pyarrow import fs
 
 from karvan.data.columns.declarations import Column, Fixed
-from karvan.data.formats.csv.source import CsvSource
+from karvan.data.formats.csv import CsvSource
 from karvan.data.formats.paths import PathLike, find
 from karvan.public_names import publish
 

@@ -15,8 +15,8 @@ from karvan.argument_checks import listed
 from karvan.data.errors import DataError, located
 from karvan.data.formats.arrow_ipc import IpcSource
 from karvan.data.formats.base import FileSource
-from karvan.data.formats.csv.source import CsvSource
-from karvan.data.formats.orc.source import OrcSource
+from karvan.data.formats.csv import CsvSource
+from karvan.data.formats.orc import OrcSource
 from karvan.data.formats.parquet import ParquetSource
 from karvan.data.formats.paths import Files, PathLike, find
 from karvan.data.formats.records.recordio import RecordIOSource

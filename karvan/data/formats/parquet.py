@@ -19,7 +19,7 @@ from pyarrow import fs, types
 from pyarrow import parquet as pq
 
 from karvan.data.errors import DataError, located
-from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded
+from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, write_at
 from karvan.native import _native
 from karvan.threads import map_on_threads
 
@@ -248,10 +248,7 @@ def _fetched(file: pa.NativeFile, chunks: Mapping[int, pq.ColumnChunkMetaData]) 
         copy.truncate(size)
 
         def fetch(bounds: tuple[int, int]) -> None:
-            view, at = memoryview(file.read_at(bounds[1] - bounds[0], bounds[0])), bounds[0]
-            while view:
-                written = os.pwrite(copy.fileno(), view, at)
-                view, at = view[written:], at + written
+            write_at(copy, file.read_at(bounds[1] - bounds[0], bounds[0]), bounds[0])
 
         ends = [(begin, min(end, size)) for begin, end in map(chunk_bytes, chunks.values())]
         parts = [(at, min(at + _FETCH, end)) for begin, end in ends for at in range(begin, end, _FETCH)]

@@ -24,17 +24,17 @@ from karvan.argument_checks import check_counts
 from karvan.data.columns.declarations import Column
 from karvan.data.errors import DataError, reason
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.leasing.leased_data import LeasedBatch, LeasedLoader, LeasedTasks, LeasePlan
 from karvan.data.leasing.record_search import BadRecord, BatchError, RecordSearch, blaming
 from karvan.data.leasing.task_records import TakenRecords, records_done
-from karvan.data.loading.batch_steps import BatchSteps, Transform
-from karvan.data.loading.splits import default_split_records
+from karvan.data.loading.batch_steps import Transform
+from karvan.data.loading.settings import ReadSettings
+from karvan.data.loading.shuffle import default_split_records
 from karvan.data.read import open_data
-from karvan.data.retry import RETRY_SECONDS, Patience, retrying
+from karvan.data.retry import RETRY_SECONDS
 from karvan.exit_codes import is_ours, origin_of
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
-from karvan.ragged import Batch, Entry
 from karvan.wire import Security
 from karvan.work.ledger import JobFailedError
 from karvan.work.task import WorkSpec, holder_of
@@ -90,48 +90,25 @@ def described(error: BaseException) -> str:
     return line if is_ours(error) or error.__traceback__ is None else f"{line} ({origin_of(error)})"
 
 
-class LeasedBatch(dict[str, Entry]):
-    """A batch as a dict, which torch's `DataLoader` passes on unchanged."""
-
-    records: dict[int, int]
-    """How many records of each leased task are done with it, by token."""
-
-    @classmethod
-    def of(cls, batch: Batch, records: dict[int, int]) -> LeasedBatch:
-        """A batch and its records."""
-        made = cls(batch)
-        made.records = records
-        return made
-
-
 class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
     """The batches that this process leases from the master of its job; see `elastic`."""
 
     def __init__(
         self,
         data: Any,
-        batch_size: int,
         *,
         master: str | MasterAddress,
+        seed: int | None,
         open_arguments: Mapping[str, Any],
-        shuffle: bool,
-        seed: int,
-        records_per_task: int | None,
+        read_arguments: Mapping[str, Any],
         work: Mapping[str, Any],
-        transform: Transform | None,
-        workers: int,
-        prefetch: int,
     ) -> None:
         self._data = data
-        self._batch_size = batch_size
         self._master = master
+        self._seed = seed
         self._open_arguments = dict(open_arguments)
-        self._seed = seed if shuffle else None
-        self._records_per_task = records_per_task
+        self._read_arguments = dict(read_arguments)
         self._work = dict(work)
-        self._transform = transform
-        self._workers = workers
-        self._prefetch = prefetch
         self._client: tuple[int, WorkClient] | None = None  # of the process that acknowledges
         self._process = os.getpid()
 
@@ -149,27 +126,15 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
                 "DataLoader multiprocessing_context='forkserver' or 'spawn', or use dataset.loader()."
             )
         source, decode = open_data(self._data, **self._open_arguments)
-        retry_seconds = self._open_arguments["retry_seconds"]
-        parts = retrying(source.parts, Patience(retry_seconds))
-        size = self._records_per_task or default_split_records(
-            parts, 0, getattr(source, "group_records", None)
-        )
+        settings = ReadSettings(source, decode, **self._read_arguments)
+        parts = settings.parts()
+        size = settings.split_records or default_split_records(parts, 0, settings.group_records)
         client = self._connect()
         loader: LeasedLoader | None = None
         try:
             pairs = tuple((part.path, part.records) for part in parts)
             client.open(WorkSpec(pairs, size, self._seed, **self._work))
-            loader = LeasedLoader(
-                client,
-                source,
-                decode,
-                self._batch_size,
-                seed=self._seed,
-                transform=self._transform,
-                workers=self._workers,
-                prefetch=self._prefetch,
-                retry_seconds=retry_seconds,
-            )
+            loader = LeasedLoader(settings, LeasePlan(LeasedTasks(client), settings.batch_size, self._seed))
             batches = iter(loader)
             while True:
                 with blaming(loader.suspects):
@@ -178,8 +143,7 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
                     break
                 yield LeasedBatch.of(batch, records_done(loader.hand_over()))
         except BatchError as failed:
-            search = RecordSearch(source, BatchSteps(decode, self._transform), self._seed, retry_seconds)
-            self._fail(client, failed, search)
+            self._fail(client, failed, RecordSearch(settings, self._seed))
         finally:
             # Leases stay: the batches may be acknowledged later, and the master takes back what is not.
             if loader is not None:
@@ -309,16 +273,19 @@ def elastic(
         "options": options,
         "retry_seconds": retry_seconds,
     }
+    read_arguments = {
+        "batch_size": batch_size,
+        "workers": workers,
+        "prefetch": prefetch,
+        "transform": transform,
+        "split_records": records_per_task,
+        "retry_seconds": retry_seconds,
+    }
     return ElasticDataset(
         data,
-        batch_size,
         master=job.master if master is None else master,
+        seed=seed if shuffle else None,
         open_arguments=open_arguments,
-        shuffle=shuffle,
-        seed=seed,
-        records_per_task=records_per_task,
+        read_arguments=read_arguments,
         work={"epochs": epochs, "most_tries": most_tries},
-        transform=transform,
-        workers=workers,
-        prefetch=prefetch,
     )

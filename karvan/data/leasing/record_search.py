@@ -20,11 +20,10 @@ import torch
 
 from karvan.activity import activity
 from karvan.data.leasing.task_records import TakenRecords, numbers_of, place_of, splits_of
-from karvan.data.loading.batch_steps import BatchSteps
 from karvan.data.loading.pipeline import Closed
 from karvan.data.loading.read_jobs import Order, joined
+from karvan.data.loading.settings import ReadSettings
 from karvan.data.retry import RetryingSource
-from karvan.data.source import Source
 from karvan.distributed import RankError
 from karvan.outages import is_out_of_memory, is_temporary
 from karvan.ragged import Batch
@@ -95,11 +94,9 @@ def blaming(
 class RecordSearch:
     """Reads records of leased tasks again, as their loader reads them."""
 
-    def __init__(self, source: Source, steps: BatchSteps, seed: int | None, retry_seconds: float) -> None:
-        self._source = source
-        self._steps = steps
+    def __init__(self, settings: ReadSettings, seed: int | None) -> None:
+        self._settings = settings
         self._seed = seed
-        self._retry_seconds = retry_seconds
 
     def find(self, suspects: Sequence[TakenRecords], checks: Sequence[Check] = ()) -> SearchResult:
         """The record among these that raises an error; checks: tried in turn until one finds it."""
@@ -113,7 +110,7 @@ class RecordSearch:
         return search_with(checks, suspects, self._seed, lambda check: partial(self._try, rows, check))
 
     def _try(self, rows: pa.RecordBatch, check: Check, few: Order) -> None:
-        batch = self._steps.finish([rows.take(pa.array(few))])
+        batch = self._settings.steps.finish([rows.take(pa.array(few))])
         if batch.samples:  # a transform may drop records
             check(batch)
 
@@ -125,7 +122,7 @@ class RecordSearch:
         return rows.take(pa.array(np.searchsorted(numbers, wanted)))
 
     def _rows(self, path: str, numbers: Order) -> pa.RecordBatch:
-        source = RetryingSource(self._source, self._retry_seconds)
+        source = RetryingSource(self._settings.source, self._settings.retry_seconds)
         return joined([rows for split in splits_of(path, numbers) for rows in source.read(split)])
 
     def _unreadable(self, taken: TakenRecords) -> BadRecord | None:

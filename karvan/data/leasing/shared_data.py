@@ -8,24 +8,18 @@ epoch by epoch, and acknowledges those of every step. Its evaluations lease thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
-import torch
-
-from karvan.data.columns.kinds import ColumnKind, kinds_of
-from karvan.data.columns.missing_values import ValueChecks
-from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.loader import LeasedLoader, PlannedLoader
+from karvan.data.leasing.leased_data import FixedPlan, LeasedLoader, LeasedTasks, LeasePlan, planned_numbers
 from karvan.data.leasing.record_search import RecordSearch
-from karvan.data.leasing.task_records import TaskPipeline, TaskToRead
-from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
+from karvan.data.leasing.task_records import TaskReads, TaskToRead
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.splits import default_split_records
-from karvan.data.retry import Patience, retrying
-from karvan.data.source import Source
+from karvan.data.loading.pipeline import Pipeline
+from karvan.data.loading.settings import ReadSettings, SourceData
+from karvan.data.loading.shuffle import default_split_records
 from karvan.ragged import Batch
 from karvan.work.task import TaskKind, TaskPlan, WorkSpec
 
@@ -37,24 +31,14 @@ _SHUFFLED_TASKS = 64
 _MOST_OPEN = 1024  # tasks of an evaluation or a prediction, about: the master stores them all
 
 
-class SharedData:
+class SharedData(SourceData):
     """Records that trainers lease; `kv.data.read` makes it in a job with `sharding: dynamic`.
 
     `Trainer.fit` leases the records; programs need no method of it.
 
     Args:
-        source: What to read.
-        decode: A function that makes a batch of a record batch.
-        batch_size: How many samples make a batch.
-        share: A function that makes a Loader for a rank and a number of ranks.
-        seed: The seed of the order of tasks, and of the records inside of each; None for the order of the
-            source.
-        workers: How many threads read.
-        prefetch: How many batches are prepared in advance.
-        transform: A function of batches.
-        records_per_task: How many records are leased at once.
-        retry_seconds: How long an unreachable source is tried again.
-        device: The GPU that batches go to, if any.
+        settings: How the records are read: `shuffle` mixes the tasks, and the records inside of each, and
+            `split_records` is how many are leased at once.
 
     Example:
         >>> def job(trainer):  # in a job with `sharding: dynamic`
@@ -62,90 +46,29 @@ class SharedData:
         ...     trainer.fit(data, epochs=3)
     """
 
-    def __init__(
-        self,
-        source: Source,
-        decode: Decode,
-        batch_size: int,
-        share: Callable[[int, int], Loader],
-        *,
-        seed: int | None,
-        workers: int,
-        prefetch: int,
-        transform: Transform | None,
-        records_per_task: int | None,
-        retry_seconds: float,
-        device: torch.device | None = None,
-    ) -> None:
-        self._source = source
-        self._decode = decode
-        self.batch_size = batch_size
-        self._share = share
-        self.seed = seed
-        self._workers = workers
-        self._prefetch = prefetch
-        self.transform = transform
-        self._retry_seconds = retry_seconds
-        self._gpu = device
-        self._checks = ValueChecks(decode, transform)
-        parts = retrying(source.parts, Patience(retry_seconds))
+    def __init__(self, settings: ReadSettings) -> None:
+        super().__init__(settings)
+        self.batch_size = settings.batch_size
+        self.seed = settings.seed if settings.shuffle else None  # of tasks, and of the records inside of each
+        parts = settings.parts()
         self.parts = tuple((part.path, part.records) for part in parts)
-        group = getattr(source, "group_records", None)
+        group = settings.group_records
         usual = default_split_records(parts, 0, group)
-        self.records_per_task = records_per_task or (
-            _shuffled_task_records(group, self.records, batch_size)
-            if group and seed is not None
-            else min(usual, max(batch_size, self.records // _TASKS))
+        self.records_per_task = settings.split_records or (
+            _shuffled_task_records(group, self.records, self.batch_size)
+            if group and self.seed is not None
+            else min(usual, max(self.batch_size, self.records // _TASKS))
         )
-        self._identity: Identity | None = None
+
+    @property
+    def _checked(self) -> ReadSettings:
+        """The settings, for records that are checked for missing values."""
+        return replace(self._settings, source=self._checks.over(self._settings.source))
 
     @property
     def records(self) -> int:
         """How many records an epoch has."""
         return sum(records for _, records in self.parts)
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches arrive."""
-        return torch.device("cpu") if self._gpu is None else self._gpu
-
-    def identity(self) -> Identity:
-        """Return what distinguishes this data from other data.
-
-        Returns:
-            The identity.
-        """
-        if self._identity is None:
-            self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
-        return self._identity
-
-    def column_kinds(self) -> dict[str, ColumnKind]:
-        """Return the kinds of the columns that are read.
-
-        Returns:
-            The kinds by name.
-        """
-        return retrying(lambda: kinds_of(self._source, self._decode), Patience(self._retry_seconds))
-
-    def call_data(self, name: str) -> None:
-        """Give the data a name, which is its identity from now on.
-
-        Args:
-            name: The name.
-        """
-        self._identity = Identity.named(name, files_of(self._source))
-
-    def require_values(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
-        """Make a missing value of some columns, or NaN, a `DataError`.
-
-        Args:
-            labels: The columns of labels.
-            weights: The columns of weights.
-
-        Returns:
-            A context that ends it.
-        """
-        return self._checks.require(labels, weights)
 
     def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
         """Describe the work for the master.
@@ -176,19 +99,7 @@ class SharedData:
         Returns:
             An iterable of batches.
         """
-        return LeasedLoader(
-            client,
-            self._checks.over(self._source),
-            self._decode,
-            self.batch_size,
-            seed=self.seed,
-            transform=self.transform,
-            workers=self._workers,
-            prefetch=self._prefetch,
-            epoch=epoch,
-            retry_seconds=self._retry_seconds,
-            device=self._gpu,
-        )
+        return self._leased(LeasedTasks(client, epoch=epoch), self.seed)
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
         """Return the batches that this process leases of an evaluation.
@@ -203,7 +114,7 @@ class SharedData:
             An iterable of batches.
         """
         client.begin_evaluation(number, self.parts, self._whole_batches)
-        return self._lease_in_order(client, TaskKind.EVALUATE)
+        return self._leased(LeasedTasks(client, tasks_ahead=1, kind=TaskKind.EVALUATE))
 
     def prediction_plan(self) -> TaskPlan:
         """Return the tasks of a prediction, each of whole batches.
@@ -223,29 +134,16 @@ class SharedData:
         Returns:
             An iterable of batches.
         """
-        return self._lease_in_order(client, TaskKind.PREDICT, epoch=number)
+        return self._leased(LeasedTasks(client, tasks_ahead=1, epoch=number, kind=TaskKind.PREDICT))
+
+    def _leased(self, tasks: LeasedTasks, seed: int | None = None) -> LeasedLoader:
+        return LeasedLoader(self._checked, LeasePlan(tasks, self.batch_size, seed))
 
     @property
     def _whole_batches(self) -> int:
         """How many records a task of an evaluation or a prediction has."""
         records = max(self.records_per_task, -(-self.records // _MOST_OPEN))
         return -(-records // self.batch_size) * self.batch_size
-
-    def _lease_in_order(self, client: WorkClient, kind: TaskKind, epoch: int | None = None) -> LeasedLoader:
-        return LeasedLoader(
-            client,
-            self._checks.over(self._source),
-            self._decode,
-            self.batch_size,
-            transform=self.transform,
-            workers=self._workers,
-            prefetch=self._prefetch,
-            tasks_ahead=1,
-            epoch=epoch,
-            kind=kind,
-            retry_seconds=self._retry_seconds,
-            device=self._gpu,
-        )
 
     def search(self, *, in_order: bool = False) -> RecordSearch:
         """Return what finds bad records of leased tasks.
@@ -256,8 +154,7 @@ class SharedData:
         Returns:
             The search.
         """
-        steps, seed = BatchSteps(self._decode, self.transform), None if in_order else self.seed
-        return RecordSearch(self._checks.over(self._source), steps, seed, self._retry_seconds)
+        return RecordSearch(self._checked, None if in_order else self.seed)
 
     def plan(self) -> TaskPlan:
         """Return the batches of every epoch, each a task, where steps have fixed batches.
@@ -269,7 +166,7 @@ class SharedData:
 
     def planned(
         self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
-    ) -> PlannedLoader:
+    ) -> LeasedLoader:
         """Return the batches of an epoch that one of several trainers computes.
 
         Args:
@@ -283,24 +180,10 @@ class SharedData:
         Returns:
             An iterable of batches.
         """
-        return PlannedLoader(
-            plan,
-            self._checks.over(self._source),
-            self._decode,
-            epoch=epoch,
-            first=first,
-            rank=rank,
-            ranks=ranks,
-            of_step=of_step,
-            seed=self.seed,
-            transform=self.transform,
-            workers=self._workers,
-            prefetch=self._prefetch,
-            retry_seconds=self._retry_seconds,
-            device=self._gpu,
-        )
+        numbers = partial(planned_numbers, plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
+        return LeasedLoader(self._checked, FixedPlan(plan, epoch, numbers, self.seed))
 
-    def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> TaskPipeline:
+    def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> Pipeline:
         """Read the batches of tasks, whoever has leased them.
 
         Args:
@@ -309,17 +192,7 @@ class SharedData:
         Returns:
             An iterable of batches.
         """
-        return TaskPipeline(
-            self._checks.over(self._source),
-            self._decode,
-            self.batch_size,
-            tasks,
-            seed=self.seed,
-            transform=self.transform,
-            workers=self._workers,
-            prefetch=self._prefetch,
-            retry_seconds=self._retry_seconds,
-        )
+        return Pipeline(self._checked, TaskReads(tasks, self.seed))
 
     def share(self, rank: int, ranks: int) -> Loader:
         """Return a fixed share of the records, for an evaluation.
@@ -331,7 +204,7 @@ class SharedData:
         Returns:
             A loader.
         """
-        return self._share(rank, ranks)
+        return Loader(**self._settings.arguments(), rank=rank, world_size=ranks)
 
     def __iter__(self) -> Iterator[Batch]:
         """All records, for a program that reads them itself, with the rest of the job not involved."""

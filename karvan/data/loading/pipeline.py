@@ -32,11 +32,16 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import torch
 
+from karvan.activity import activity
+from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.errors import DataError
-from karvan.data.loading.batch_steps import BatchSteps, Rows
+from karvan.data.loading.batch_steps import Rows
 from karvan.data.loading.position import Receipt
 from karvan.data.loading.read_jobs import Reading, ReadJob, ReadPiece, grouped, regrouped, runs
-from karvan.data.source import Source, Split
+from karvan.data.loading.settings import ReadSettings
+from karvan.data.loading.shuffle import MOST_RECORDS_PER_SPLIT
+from karvan.data.retry import RetryingSource
+from karvan.data.source import Split
 from karvan.devices import Check, ColumnCopies, CopyInFlight
 from karvan.ragged import Batch, Entry
 
@@ -131,35 +136,55 @@ class Closed(Exception):  # noqa: N818 - not an error: it ends threads
     """The pipeline has been closed while a thread waited for it."""
 
 
-class Pipeline:
-    """Threads that turn jobs into batches in advance; `next()` returns them in order.
+class ReadPlan:
+    """Which records are read, and what it means that batches of them are handed out."""
 
-    delivery: how they get to a GPU; None if they stay on the CPU.
+    buffer: int = MOST_RECORDS_PER_SPLIT
+    """How many records of a reading may wait."""
+
+    @property
+    def most_batches(self) -> int | None:
+        """How many batches are made at most; None: all."""
+        return None
+
+    def jobs(self) -> Iterator[ReadJob | None]:
+        """The records to read, in order. They are taken on a thread, where it may wait."""
+        raise NotImplementedError
+
+    def handed_out(self, outcome: ReadOutcome) -> None:
+        """The caller gets this batch, or has come to the end."""
+
+    def close(self) -> None:
+        """Nothing more is read."""
+
+
+class Pipeline:
+    """Threads that turn the jobs of a plan into batches in advance; `next()` returns them in order.
+
+    checks: for missing values. delivery: how batches get to a GPU; by default as the settings have it.
     """
 
     def __init__(
         self,
-        source: Source,
-        jobs: Iterator[ReadJob | None],
-        steps: BatchSteps,
+        settings: ReadSettings,
+        plan: ReadPlan,
         *,
-        batch_size: int,
-        drop_remainder: bool,
-        workers: int,
-        prefetch: int,
-        buffer: int,
-        most_batches: int | None = None,
+        checks: ValueChecks | None = None,
         delivery: DeviceDelivery | None = None,
     ) -> None:
-        self._source = source
-        self._runs = runs(jobs)
-        self._steps = steps
-        self._batch_size = batch_size
-        self._drop_remainder = drop_remainder
-        self._buffer = buffer
-        self._most_batches = most_batches
-        self._delivery = delivery
-        self._finishes = steps.on_batches or delivery is not None
+        self._retrying = RetryingSource(settings.source, settings.retry_seconds)
+        self._source = self._retrying if checks is None else checks.over(self._retrying)
+        self._failed: list[tuple[Exception, Split]] = []  # what the source has raised
+        self._plan = plan
+        self._runs = runs(plan.jobs())
+        self._steps = steps = settings.steps
+        self._batch_size = settings.batch_size
+        self._drop_remainder = settings.drop_remainder
+        self._buffer = plan.buffer
+        self._most_batches = plan.most_batches
+        self._delivery = delivery or make_delivery(settings.device)
+        self._finishes = steps.on_batches or self._delivery is not None
+        workers, prefetch = settings.workers, settings.prefetch
         self._taking = threading.Lock()
         self._cutting = threading.Lock()
         # One lock; each kind of thread waits for what concerns it, so that others are not woken for nothing.
@@ -178,12 +203,20 @@ class Pipeline:
         self._ended = False
         self._closed = False
         self._threads: list[threading.Thread] = []  # an interrupt may come before they have started
-        atexit.register(self.close)
+        atexit.register(self.end_threads)
         self._threads = start(
             [self._read_loop] * workers
             + [self._prepare_loop] * (workers if steps.on_pieces else 0)
             + [self._finish_loop] * (min(workers, prefetch) if self._finishes else 0)
         )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All batches; the plan hears of each before the caller has it."""
+        while (outcome := self.next()).batch is not None:
+            self._plan.handed_out(outcome)
+            activity.advance()
+            yield outcome.batch
+        self._plan.handed_out(outcome)
 
     def next(self) -> ReadOutcome:
         """The next batch, or an outcome without one at the end; raises the error that prevented it."""
@@ -193,6 +226,10 @@ class Pipeline:
         if outcome.copy is not None:
             return replace(outcome, batch=outcome.copy.receive(), copy=None)
         return outcome
+
+    def failed_split(self, error: BaseException) -> Split | None:
+        """The split whose reading raised this error."""
+        return next((split for each, split in self._failed if each is error), None)
 
     def _finished(self) -> ReadOutcome:
         with self._lock:
@@ -204,12 +241,18 @@ class Pipeline:
         return outcome
 
     def close(self) -> None:
+        """End all threads, and do not wait for outages to end."""
+        self._plan.close()
+        self._retrying.close()
+        self.end_threads()
+
+    def end_threads(self) -> None:
         """End all threads. Those in the middle of a step get a second to finish it."""
         with self._lock:
             self._closed = True
             for condition in (self._room, self._unprepared, self._ready, self._returned):
                 condition.notify_all()
-        atexit.unregister(self.close)
+        atexit.unregister(self.end_threads)
         deadline = time.monotonic() + 1
         for thread in self._threads:
             if thread is not threading.current_thread():  # garbage collection may run this on any thread
@@ -278,14 +321,18 @@ class Pipeline:
 
     def _read(self, split: Split) -> Iterator[pa.RecordBatch]:
         received = 0
-        for batch in self._source.read(split):
-            if self._closed:
-                raise Closed
-            received += len(batch)
-            if received > split.count:
-                break
-            if len(batch):
-                yield batch
+        try:
+            for batch in self._source.read(split):
+                if self._closed:
+                    raise Closed
+                received += len(batch)
+                if received > split.count:
+                    break
+                if len(batch):
+                    yield batch
+        except Exception as error:
+            self._failed.append((error, split))
+            raise
         if received != split.count:
             came = "more" if received > split.count else str(received)
             detail = f"expected {split.count} records, as there were when they were counted, but {came} came"

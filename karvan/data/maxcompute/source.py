@@ -22,7 +22,7 @@ from karvan.data.errors import DataError
 from karvan.data.identity import fingerprint_table, spread, text_hash
 from karvan.data.maxcompute.table_url import DamagedAnswerError, EndedSessionError, TableURL
 from karvan.data.retry import is_outage
-from karvan.data.source import Part, Source, Split
+from karvan.data.source import Part, Source, Split, require_inside
 
 if TYPE_CHECKING:
     from karvan.data.maxcompute.tunnel import Download, Tunnel
@@ -100,13 +100,7 @@ class MaxComputeSource(Source):
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         if split.path not in self._tables:
             raise DataError("The split names a table that this source does not have.", path=split.path)
-        download = self._download(split.path)
-        if not 0 <= split.first <= split.first + split.count <= download.records:
-            raise DataError(
-                f"Records {split.first} to {split.first + split.count} were requested, but there are "
-                f"{download.records}.",
-                path=split.path,
-            )
+        require_inside(split, self._download(split.path).records)
         yield from self._read(split, self.schema)
 
     def fingerprint(self) -> str:

@@ -81,11 +81,7 @@ class KafkaSource:
         until: Mapping[str, int] | None = None,
         timeout: float = 30.0,
     ) -> None:
-        try:
-            import confluent_kafka
-        except ImportError as error:
-            raise ImportError("Reading Kafka needs confluent-kafka: pip install karvan[kafka]") from error
-        self._kafka = confluent_kafka
+        _library()
         self._topics = [topics] if isinstance(topics, str) else list(topics)
         self._config = dict(config)
         self._decode = decode
@@ -116,7 +112,7 @@ class KafkaSource:
                 self._ranges = {
                     name: self._range(name, *watermarks)
                     for topic in self._topics
-                    for name, watermarks in consumer.watermarks(topic, self._timeout).items()
+                    for name, watermarks in consumer.watermarks(topic, self._timeout)
                     if self._until is None or name in self._until
                 }
             finally:
@@ -196,36 +192,42 @@ class KafkaSource:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return _Consumer(self._kafka, self._config, ", ".join(self._topics))
+        return _Consumer(self._config, self._topics, _OUTAGE_SECONDS)
 
     def _give(self, consumer: _Consumer) -> None:
         with self._lock:
             self._idle.append(consumer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": [], "_lock": None, "_kafka": None}
+        return {**self.__dict__, "_idle": [], "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        import confluent_kafka
+        self.__dict__.update(state, _lock=threading.Lock())
 
-        self.__dict__.update(state, _lock=threading.Lock(), _kafka=confluent_kafka)
+
+def _library() -> Any:
+    try:
+        import confluent_kafka
+    except ImportError as error:
+        raise ImportError("Reading Kafka needs confluent-kafka: pip install karvan[kafka]") from error
+    return confluent_kafka
 
 
 class _Consumer:
-    """A connection to the brokers, for one range after the other."""
+    """A connection to the brokers of some topics, and their outages."""
 
-    def __init__(self, kafka: Any, config: Mapping[str, Any], topics: str) -> None:
-        self._kafka = kafka
-        self._outage = BrokerOutage(kafka, topics, _OUTAGE_SECONDS)
+    def __init__(self, config: Mapping[str, Any], topics: Sequence[str], seconds: float) -> None:
+        self.kafka = _library()
+        self.outage = BrokerOutage(self.kafka, ", ".join(topics), seconds)
         user_callback = config.get("error_cb")
 
         def note(error: Any) -> None:
-            self._outage.note(error)
+            self.outage.note(error)
             if user_callback is not None:
                 user_callback(error)
 
         # The library requires a group id, which is never used: partitions are assigned, nothing is committed.
-        self._consumer = kafka.Consumer(
+        self._consumer = self.kafka.Consumer(
             {
                 "group.id": "karvan",
                 **config,
@@ -236,51 +238,70 @@ class _Consumer:
             }
         )
 
-    def watermarks(self, topic: str, timeout: float) -> dict[str, tuple[int, int]]:
-        """The first offset of each partition of a topic, and the one after its last."""
-        found = self._outage.ask(
+    def partitions(self, topic: str, timeout: float) -> list[int]:
+        """The numbers of the partitions of a topic, sorted."""
+        found = self.outage.ask(
             lambda: self._consumer.list_topics(topic, timeout=timeout).topics[topic],
             topic,
             "The topics cannot be listed",
         )
         if found.error is not None or not found.partitions:
             raise DataError(f"There is no such topic: {found.error}.", path=topic)
-        made = {}
-        for number in sorted(found.partitions):
-            name, partition = f"{topic}/{number}", self._kafka.TopicPartition(topic, number)
-            made[name] = self._outage.ask(
-                partial(self._consumer.get_watermark_offsets, partition, timeout=timeout),
-                name,
-                "The offsets cannot be read",
-            )
-        return made
+        return sorted(found.partitions)
+
+    def range(self, name: str, timeout: float) -> tuple[int, int]:
+        """The first offset of the partition "topic/number", and the one after its last."""
+        ask = partial(self._consumer.get_watermark_offsets, self._partition(name), timeout=timeout)
+        low, high = self.outage.ask(ask, name, "The offsets cannot be read")
+        return low, high
+
+    def watermarks(self, topic: str, timeout: float) -> Iterator[tuple[str, tuple[int, int]]]:
+        """The ranges of all partitions of a topic."""
+        for number in self.partitions(topic, timeout):
+            yield f"{topic}/{number}", self.range(f"{topic}/{number}", timeout)
+
+    def assign(self, offsets: Mapping[str, int]) -> None:
+        """Receive the messages of partitions from these offsets on."""
+        self._consumer.assign([self._partition(name, offset) for name, offset in offsets.items()])
+
+    def unassign(self) -> None:
+        """Receive nothing more."""
+        self._consumer.unassign()
+
+    def consume(self, topic: str, most: int) -> list[Any]:
+        """The messages that have come; an error if the brokers have not answered for too long."""
+        activity.advance()  # waiting for messages is not a stall
+        self.outage.check(lambda: self._consumer.list_topics(topic, timeout=_ASK_SECONDS))
+        messages: list[Any] = self._consumer.consume(most, timeout=_POLL_SECONDS)
+        return messages
+
+    def _partition(self, name: str, *offset: int) -> Any:
+        topic, _, number = name.rpartition("/")
+        return self.kafka.TopicPartition(topic, int(number), *offset)
 
     def messages(self, name: str, at: int, end: int) -> Iterator[list[bytes]]:
         """The values of the messages from offset `at` to `end`."""
-        topic, _, number = name.rpartition("/")
-        self._consumer.assign([self._kafka.TopicPartition(topic, int(number), at)])
+        self.assign({name: at})
         try:
             while at < end:
-                activity.advance()
-                self._outage.check(lambda: self._consumer.list_topics(topic, timeout=_ASK_SECONDS))
                 values = []
-                for message in self._consumer.consume(min(_MESSAGES, end - at), timeout=_POLL_SECONDS):
+                for message in self.consume(name.rpartition("/")[0], min(_MESSAGES, end - at)):
                     value = self._value(message, name, at)
                     if value is not None:
                         values.append(value)
                         at += 1
                 if values:
-                    self._outage.clear()
+                    self.outage.clear()
                     yield values
         finally:
-            self._consumer.unassign()
+            self.unassign()
 
     def _value(self, message: Any, name: str, expected: int) -> bytes | None:
         """The message's value; None for a message that only says that brokers cannot be reached."""
         error = message.error()
         if error is not None:
-            if self._outage.is_outage(error):
-                self._outage.note(error)
+            if self.outage.is_outage(error):
+                self.outage.note(error)
                 return None
             raise DataError(str(error.str()), path=name, place=f"offset {expected}")
         value: bytes | None = message.value()
@@ -351,43 +372,21 @@ class KafkaReader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        try:
-            import confluent_kafka
-        except ImportError as error:
-            raise ImportError("Reading Kafka needs confluent-kafka: pip install karvan[kafka]") from error
+        _library()
         if start not in ("earliest", "latest"):
             raise ValueError(f'A start must be "earliest" or "latest", but is {start!r}.')
         if size < 1 or not 0 <= rank < world_size:
             raise ValueError(
                 f"Expected size >= 1 and 0 <= rank < world_size, but have {size}, {rank} and {world_size}."
             )
-        self._kafka = confluent_kafka
         self._topics = [topics] if isinstance(topics, str) else list(topics)
         self._decode = decode
         self._size, self._wait, self._start, self._timeout = size, wait, start, timeout
         self._until_end, self._rank, self._world_size = until_end, rank, world_size
         self._offsets: dict[str, int] = {}
         self._closed = Event()
-        self._outage = BrokerOutage(confluent_kafka, ", ".join(self._topics), retry_seconds)
-        user_callback = config.get("error_cb")
-
-        def note(error: Any) -> None:
-            self._outage.note(error)
-            if user_callback is not None:
-                user_callback(error)
-
-        # The library requires a group id, which is never used: partitions are assigned, nothing is committed.
-        self._consumer = confluent_kafka.Consumer(
-            {
-                "group.id": "karvan",
-                **config,
-                "enable.auto.commit": False,
-                "enable.auto.offset.store": False,
-                "auto.offset.reset": "error",
-                "enable.partition.eof": True,
-                "error_cb": note,
-            }
-        )
+        config = {**config, "enable.partition.eof": True}
+        self._consumer = _Consumer(config, self._topics, retry_seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next offset of every partition that has been read from, by "topic/partition".
@@ -462,53 +461,36 @@ class KafkaReader:
     def _assign(self) -> dict[str, int]:
         """Assign this rank's partitions; returns the offset after the last message of each."""
         partitions = sorted(
-            (topic, number) for topic in self._topics for number in self._partitions_of(topic)
+            (topic, number)
+            for topic in self._topics
+            for number in self._consumer.partitions(topic, self._timeout)
         )[self._rank :: self._world_size]
-        ends, assigned = {}, []
+        ends = {}
         for topic, number in partitions:
             name = f"{topic}/{number}"
-            partition = self._kafka.TopicPartition(topic, number)
-            low, high = self._outage.ask(
-                partial(self._consumer.get_watermark_offsets, partition, timeout=self._timeout),
-                name,
-                "The offsets cannot be read",
-            )
+            low, high = self._consumer.range(name, self._timeout)
             offset = self._offsets.setdefault(name, low if self._start == "earliest" else high)
             if not low <= offset <= high:
                 raise DataError(
                     f"The position is {offset}, but Kafka only has offsets {low} to {high}.", path=name
                 )
             ends[name] = high
-            assigned.append(self._kafka.TopicPartition(topic, number, offset))
-        self._consumer.assign(assigned)
+        self._consumer.assign({name: self._offsets[name] for name in ends})
         return ends
-
-    def _partitions_of(self, topic: str) -> list[int]:
-        found = self._outage.ask(
-            lambda: self._consumer.list_topics(topic, timeout=self._timeout).topics[topic],
-            topic,
-            "The topics cannot be listed",
-        )
-        if found.error is not None or not found.partitions:
-            raise DataError(f"There is no such topic: {found.error}.", path=topic)
-        return list(found.partitions)
 
     def _collect(self, ends: dict[str, int], open_ends: set[str], reached: dict[str, int]) -> list[bytes]:
         """Up to `size` messages; fewer when time is up, all ends are reached, or the reader is closed."""
         values: list[bytes] = []
         deadline: float | None = None
+        outage = self._consumer.outage
         while len(values) < self._size and not self._closed.is_set():
-            activity.advance()  # waiting for messages is not a stall
-            if self._until_end and not open_ends:
+            if (self._until_end and not open_ends) or (deadline is not None and time.monotonic() >= deadline):
                 break
-            if deadline is not None and time.monotonic() >= deadline:
-                break
-            self._outage.check(lambda: self._consumer.list_topics(self._topics[0], timeout=_ASK_SECONDS))
-            for message in self._consumer.consume(self._size - len(values), timeout=_POLL_SECONDS):
-                if (problem := message.error()) is not None and self._outage.is_outage(problem):
-                    self._outage.note(problem)
+            for message in self._consumer.consume(self._topics[0], self._size - len(values)):
+                if (problem := message.error()) is not None and outage.is_outage(problem):
+                    outage.note(problem)
                     continue
-                self._outage.clear()
+                outage.clear()
                 name = f"{message.topic()}/{message.partition()}"
                 error, value, offset = message.error(), message.value(), message.offset()
                 assert offset is not None
@@ -519,7 +501,7 @@ class KafkaReader:
                     reached[name] = offset + 1
                     if value is not None:
                         values.append(value)
-                elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
+                elif error.code() == self._consumer.kafka.KafkaError._PARTITION_EOF:
                     reached[name] = max(reached[name], offset)
                 else:
                     raise DataError(str(error.str()), path=name, place=f"offset {offset}")

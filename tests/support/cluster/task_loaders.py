@@ -13,6 +13,7 @@ from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.shared_data import SharedData
+from karvan.data.loading.settings import ReadSettings
 from karvan.data.source import Part
 from karvan.ragged import Batch
 from karvan.wire import Security, Server, WireError
@@ -54,18 +55,19 @@ decode.row_wise = True
 
 
 def shared_data(source, batch_size=4, seed=None, transform=None, records_per_task=None):
-    return SharedData(
+    settings = ReadSettings(
         source,
         decode,
         batch_size,
-        None,
-        seed=seed,
+        shuffle=0 if seed is None else 1,
+        seed=seed or 0,
         workers=1,
         prefetch=2,
         transform=transform,
-        records_per_task=records_per_task,
+        split_records=records_per_task,
         retry_seconds=5.0,
     )
+    return SharedData(settings)
 
 
 class TaskLoaders:

@@ -29,9 +29,8 @@ from pyarrow import fs
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
 from karvan.data.formats.records.compression import ByteStream, InflatedFile, check_record, frame, unframe
-from karvan.data.formats.records.source import RUN, Index, RecordSource
+from karvan.data.formats.records.source import RUN, Index, RecordFileWriter, RecordSource
 from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
-from karvan.data.formats.records.writer import RecordFileWriter
 from karvan.native import _native
 
 _MAGIC = b"\x04\x03\x02\x01"

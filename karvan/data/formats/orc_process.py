@@ -1,4 +1,4 @@
-"""The program that decodes ORC stripes in a child process; see `source.py`.
+"""The program that decodes ORC stripes in a child process; see `orc.py`.
 
 It is run as a script and does not import karvan, so it starts without torch. Requests arrive as lines of JSON
 on standard input, and each is answered by a line on standard output:

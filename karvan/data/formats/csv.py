@@ -31,7 +31,7 @@ from karvan.data.columns.declarations import is_text
 from karvan.data.columns.type_widening import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
-from karvan.data.formats.csv.cells import (
+from karvan.data.formats.csv_cells import (
     IntegerTable,
     ambiguous_cell,
     are_digits,
@@ -124,15 +124,13 @@ class CsvSource(FileSource):
         self._ambiguous: dict[tuple[str, str], str] = {}  # of a file and column: a number, or base 16
         self._with_carriage_returns: set[str] = set()
         self._nulls = list(nulls)
-        self._parsing = csv.ParseOptions(
-            delimiter=delimiter, quote_char=quote or False, newlines_in_values=quoted_newlines
-        )
-        self._parsing_one_column = csv.ParseOptions(
+        parsing = partial(
+            csv.ParseOptions,
             delimiter=delimiter,
             quote_char=quote or False,
             newlines_in_values=quoted_newlines,
-            ignore_empty_lines=False,
         )
+        self._parsing, self._parsing_one_column = parsing(), parsing(ignore_empty_lines=False)
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         with self._text(path) as text:

@@ -25,7 +25,7 @@ import pyarrow as pa
 from pyarrow import ipc, orc, types
 
 from karvan.data.errors import DataError
-from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, too_large
+from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, too_large, write_at
 
 # The stripes of an ORC file, read from its tail.
 #
@@ -124,7 +124,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 #
 # The library trusts the lengths of strings, lists and maps that a stripe holds: damaged ones make it request
 # huge amounts of memory and write outside of its buffers. So such columns are decoded by a small program
-# (`decode_process.py`), with bounds on its memory and time:
+# (`orc_process.py`), with bounds on its memory and time:
 #
 # ```
 #  this process                                                       the child
@@ -138,7 +138,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 # ended by itself is replaced; if one crashes while decoding a stripe, an `OSError` states the cause.
 
 
-_PROGRAM = Path(__file__).with_name("decode_process.py")
+_PROGRAM = Path(__file__).with_name("orc_process.py")
 _MAGIC = 3  # bytes at the beginning, which identify old versions
 _MEMORY, _COPIES = 512 << 20, 4  # of the program, and of what it decodes, which grows by doubling
 _SECONDS, _BYTES_PER_SECOND = 60, 1 << 20
@@ -200,7 +200,7 @@ class _Child:
         size = file.size()
         self._file.truncate(size)
         for begin, end in [(0, _MAGIC), (stripe.begin, stripe.end), (stripe.tail, size)]:
-            _write(self._file, file.read_at(end - begin, begin), begin)
+            write_at(self._file, file.read_at(end - begin, begin), begin)
         answer = self._exchange(request)
         self._file.truncate(0)
         if answer is None:
@@ -243,13 +243,6 @@ class _Child:
             pass
         self._file.close()
         self._result.close()
-
-
-def _write(file: FileIO, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file.fileno(), view, at)
-        view, at = view[written:], at + written
 
 
 def _read(file: FileIO, size: int) -> pa.RecordBatch:

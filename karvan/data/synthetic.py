@@ -35,6 +35,9 @@ import pyarrow.orc
 import pyarrow.parquet
 
 from karvan.data.source import Part, Split
+from karvan.public_names import publish
+
+__all__ = ["ClickLog", "ClickLogSource", "Written", "expected_auc"]
 
 # The model that synthetic click logs are drawn from.
 #
@@ -450,3 +453,6 @@ def _writer(path: str, format: str) -> Any:
         return pyarrow.orc.ORCWriter(path, compression="zstd")
     few_values = ["label", "category", "city", "device", "hour"]
     return pyarrow.parquet.ParquetWriter(path, SCHEMA, compression="snappy", use_dictionary=few_values)
+
+
+publish("karvan.data.synthetic")
