@@ -14,9 +14,9 @@ import os, signal, sys
 print(sys.argv, os.getcwd(), sys.stdin.read(), flush=True)
 print(os.environ.get("RANK"), os.environ["A_NAME"], file=sys.stderr)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-{"code": lambda: sys.exit(4), "killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "waits": signal.pause}[
-    sys.argv[1]
-]()
+ends = {"code": lambda: sys.exit(4), "returns": lambda: None, "waits": signal.pause}
+ends["killed"] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+ends[sys.argv[1]]()
 """
 
 
@@ -38,7 +38,7 @@ def environments(tmp_path, monkeypatch):
         "python program.py killed < /dev/null",
         "python program.py waits < /dev/null & until [ -s out ]; do sleep 0.01; done; kill $!; wait $!",
         "karvan version",
-        "torchrun --nproc-per-node=2 program.py code | wc -l",
+        "torchrun --nproc-per-node=2 program.py returns | wc -l",
     ],
 )
 def test_a_fork_gives_what_the_installed_command_gives(environments, line):
