@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, request TEXT, an
 
 
 class RendezvousFile:
-    """protocol.Keys and answers of one generation."""
+    """Keys and answers of one generation."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -88,7 +88,7 @@ class RendezvousFile:
 
 
 class NoRendezvousFile:
-    """protocol.Keys that are held in memory only."""
+    """Keys that are held in memory only."""
 
     def read(self) -> tuple[int, dict[str, bytes], dict[str, bytes]]:
         """Nothing."""

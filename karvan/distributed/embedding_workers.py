@@ -19,7 +19,7 @@ from karvan.clock import clock
 from karvan.discovery.directory import find_role
 from karvan.job.roles import Role
 from karvan.outages import mark
-from karvan.protocol.embedding_worker import ABANDON_MEMBERS, ENGINE, Needs
+from karvan.protocol.embedding_worker import ABANDON_MEMBERS, ENGINE, MissingParts
 from karvan.ragged import IdsReference
 from karvan.wire import Array, Client, Message, Security
 from karvan.wire.schema import A, Call, Head
@@ -65,7 +65,7 @@ class Workers:
         self,
         worker: int,
         channel: str,
-        call: Call[Any, Needs | A],
+        call: Call[Any, MissingParts | A],
         head: Mapping[str, Any],
         arrays: Sequence[Array] = (),
         *,
@@ -150,7 +150,7 @@ class Workers:
         self,
         worker: int,
         channel: str,
-        call: Call[Any, Needs | A],
+        call: Call[Any, MissingParts | A],
         head: Mapping[str, Any],
         arrays: Sequence[Array],
         engine: Mapping[str, Any],
@@ -161,7 +161,7 @@ class Workers:
         while True:
             answer = peer.call(call, head, arrays)
             needs = answer.head
-            if not isinstance(needs, Needs):
+            if not isinstance(needs, MissingParts):
                 return Message(needs, answer.arrays)
             if needs.needs == "engine":
                 peer.call(ENGINE, engine)

@@ -58,13 +58,13 @@ class WorkerHello(RunHello):
     divisor: int = field(Integer(1, 2**20))
 
 
-class LoaderHello(Head):
+class IdSenderHello(Head):
     """What a loader says, which only sends ids."""
 
     loader: bool = optional(Boolean(), default=False)
 
 
-WORKER_HELLO = Variant("run", Struct(WorkerHello), Struct(LoaderHello))
+WORKER_HELLO = Variant("run", Struct(WorkerHello), Struct(IdSenderHello))
 
 _REFERENCE = Text(200)
 _REFERENCES = ListOf(_REFERENCE)
@@ -103,7 +103,7 @@ class PutAnswer(Head):
     kept: bool = field(Boolean())
 
 
-class References(Head):
+class IdNames(Head):
     """The names of ids that nobody needs any more."""
 
     references: list[str] = field(_REFERENCES)
@@ -122,7 +122,7 @@ class OfEngine(Head):
     declarations: int = field(NUMBER)
 
 
-class Engine(OfEngine):
+class EngineHead(OfEngine):
     """The features of an engine, and their tables."""
 
     features: dict[str, Any] = field(MapOf(_FEATURE, 65535, TABLE))
@@ -143,7 +143,7 @@ class Claim(OfEngine):
     gone: list[str] = field(_REFERENCES)
 
 
-class Needs(Head):
+class MissingParts(Head):
     """What the worker needs before it can answer."""
 
     needs: str = field(OneOf("engine", "ids"))
@@ -178,7 +178,7 @@ class PushPasses(PushedBatches, OfEngine):
     gone: list[str] = field(_REFERENCES)
 
 
-def _check_engine(head: Engine, arrays: Sequence[Array]) -> None:
+def _check_engine(head: EngineHead, arrays: Sequence[Array]) -> None:
     expect_declared_names(head.tables)
     dims: dict[str, int] = {}
     for feature, (table, dim, *_) in head.features.items():
@@ -203,14 +203,14 @@ PUT = Call(
     answer=Struct(PutAnswer),
     rule=lambda head, arrays: check_batch(head.batch, arrays),
 )
-FORGET = Call("forget", Struct(References))
+FORGET = Call("forget", Struct(IdNames))
 ABANDON_MEMBERS = Call("abandon", Struct(GoneMembers))  # of an elastic run: they are gone
 DESCRIBE_WORKER = Call("describe", answer=MapOf(NUMBER))
-ENGINE = Call("engine", Struct(Engine), rule=_check_engine)
+ENGINE = Call("engine", Struct(EngineHead), rule=_check_engine)
 CLAIM = Call(
     "claim",
     Struct(Claim),
-    answer=Variant("needs", Struct(Needs), Struct(Layouts)),
+    answer=Variant("needs", Struct(MissingParts), Struct(Layouts)),
     answers=[
         OptionalArrays(
             lambda answer: not hasattr(answer, "needs"),
@@ -227,7 +227,7 @@ BACKWARD = Call(
     "backward",
     Struct(PushPasses),
     [ForEach(lambda head: len(head.mine), [ArrayKind("gradients", wire_dtype, ANY)])],
-    answer=Variant("needs", Struct(Needs), Struct(Backward)),
+    answer=Variant("needs", Struct(MissingParts), Struct(Backward)),
     rule=_check_backward,
 )
 WORKER_CALLS = table_of(PUT, FORGET, ABANDON_MEMBERS, DESCRIBE_WORKER, ENGINE, CLAIM, BACKWARD)

@@ -54,7 +54,7 @@ class LoaderHello(TrainerHello):
     before_unfinished: tuple[int, int, Any] | None = field(Nullable(TupleOf(NUMBER, NUMBER, _POSITION)))
 
 
-class Waiting(Head):
+class NoAnswerYet(Head):
     """There is no answer yet."""
 
     wait: bool = field(Boolean())
@@ -88,7 +88,7 @@ class EpochBatch(Head):
     worker: int | None = optional(_INDEX, default=None)
 
 
-class Epoch(Head):
+class EpochNumber(Head):
     """An epoch by its number."""
 
     epoch: int = field(NUMBER)
@@ -142,19 +142,21 @@ def _states(answer: Any) -> int:
 
 NEXT = Call(
     "next",
-    Struct(Epoch),
+    Struct(EpochNumber),
     answer=Variant("wait", Struct(MissingTrainers), Variant("end", Struct(EndOfEpoch), Struct(EpochBatch))),
     answers=[DescribedArrays()],
     answer_rule=_check_arrays,
 )
 STAY = Call("stay")
 DONE = Call("done", Struct(References))
-RESEND = Call("resend", Struct(IdsOfBatch), answer=Variant("wait", Struct(Waiting), Struct(StatisticsDigest)))
-IDENTITY = Call("identity", answer=Variant("wait", Struct(Waiting), Struct(DataIdentity)))
+RESEND = Call(
+    "resend", Struct(IdsOfBatch), answer=Variant("wait", Struct(NoAnswerYet), Struct(StatisticsDigest))
+)
+IDENTITY = Call("identity", answer=Variant("wait", Struct(NoAnswerYet), Struct(DataIdentity)))
 STATISTICS = Call(
     "statistics",
     Struct(Whole),
-    answer=Variant("wait", Struct(Waiting), Struct(Statistics)),
+    answer=Variant("wait", Struct(NoAnswerYet), Struct(Statistics)),
     answers=[ForEach(_states, [ArrayKind("states", "uint8", ANY)])],
 )
 LEAVE = Call("leave")
@@ -220,11 +222,11 @@ class TaskBatch(Head):
     digest: str = field(_DIGEST)
 
 
-DESCRIBE = Call("describe", answer=Variant("wait", Struct(Waiting), Struct(Description)))
+DESCRIBE = Call("describe", answer=Variant("wait", Struct(NoAnswerYet), Struct(Description)))
 READ_BATCH = Call(
     "read_batch",
     Struct(RequestedTasks),
-    answer=Variant("wait", Struct(Waiting), Variant("failed", Struct(FailedTask), Struct(TaskBatch))),
+    answer=Variant("wait", Struct(NoAnswerYet), Variant("failed", Struct(FailedTask), Struct(TaskBatch))),
     answers=[DescribedArrays()],
     answer_rule=_check_arrays,
 )

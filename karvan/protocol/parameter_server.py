@@ -257,7 +257,7 @@ class OfMember(Head):
     member: int = field(MEMBER)
 
 
-class Round(Head):
+class RoundNumber(Head):
     """The round of a group of trainers."""
 
     round: int = field(NUMBER)
@@ -306,7 +306,7 @@ COMMIT = Call(
 DROP = Call("drop", Struct(Drop))
 FENCE = Call("fence", Struct(OfMember))
 ABANDON = Call("abandon", Struct(OfMember))
-MEMBERS_IN_ROUND = Call("members", Struct(Round), answer=Struct(MemberNumbers))
+MEMBERS_IN_ROUND = Call("members", Struct(RoundNumber), answer=Struct(MemberNumbers))
 PROGRESS = Call("progress", Struct(ProgressOf), answer=Struct(ProgressAnswer))
 TALLY = Call("tally", Struct(Meeting), answer=Struct(TallyAnswer))
 COMMIT_CALLS = table_of(COMMIT, DROP, FENCE, ABANDON, MEMBERS_IN_ROUND, PROGRESS, TALLY)
@@ -360,7 +360,7 @@ class Done(Head):
     done: list[int] = field(_BATCHES)
 
 
-class Pull(Done):
+class PullHead(Done):
     """The tables of a lookup, and the number of keys of each."""
 
     batch: int = field(NUMBER)
@@ -392,7 +392,7 @@ class PushedBatches(Done):
         return range(len(self.batches)) if self.mine is None else self.mine
 
 
-class Push(PushedBatches):
+class PushHead(PushedBatches):
     """Gradients for a server."""
 
     commit: Commit | None = optional(_COMMIT)
@@ -405,12 +405,12 @@ class Withdraw(Head):
     batches: list[int] = field(_BATCHES)
 
 
-def _check_pull(head: Pull, arrays: Sequence[Array]) -> None:
+def _check_pull(head: PullHead, arrays: Sequence[Array]) -> None:
     expect_distinct("the tables", head.tables)
     check_commit(head.commit)
 
 
-def _keys_of_pull(head: Pull) -> int:
+def _keys_of_pull(head: PullHead) -> int:
     tables, counts = head.tables, head.counts
     if len(counts) != len(tables):
         raise RefusedError(f"expected a number of keys for each of {len(tables)} tables, got {len(counts)}.")
@@ -429,21 +429,21 @@ def check_passes(head: PushedBatches) -> None:
     expect_distinct("the tables with rules and the skipped tables", [*head.rules, *head.skipped])
 
 
-def _check_push(head: Push, arrays: Sequence[Array]) -> None:
+def _check_push(head: PushHead, arrays: Sequence[Array]) -> None:
     check_passes(head)
     check_commit(head.commit)
 
 
 PULL = Call(
     "pull",
-    Struct(Pull),
+    Struct(PullHead),
     [ArrayKind("keys and uses", "int64", _keys_of_pull)],
     answers=[ArrayKind("vectors", wire_dtype, ANY)],
     rule=_check_pull,
 )
 PUSH = Call(
     "push",
-    Struct(Push),
+    Struct(PushHead),
     [ForEach(lambda head: len(head.positions), [ArrayKind("gradients", wire_dtype, ANY)])],
     rule=_check_push,
 )
@@ -516,7 +516,7 @@ class EvictedSince(OfTable):
     version: int = field(_SIZE)
 
 
-class Snapshot(OfTable):
+class SnapshotHead(OfTable):
     """A part of a table's rows."""
 
     part: int = field(NUMBER)
@@ -538,7 +538,7 @@ def _check_apply(head: Apply, arrays: Sequence[Array]) -> None:
     expect_same_names("rules", head.rules, "numbers", head.numbers)
 
 
-def _check_part(head: Snapshot, arrays: Sequence[Array]) -> None:
+def _check_part(head: SnapshotHead, arrays: Sequence[Array]) -> None:
     if head.part >= head.parts:
         raise RefusedError(f"expected a part from 0 to {head.parts - 1}, got {head.part}.")
 
@@ -574,7 +574,7 @@ ERASE = Call("erase", Struct(OfTable), [ArrayKind("keys", "int64", "n")], answer
 CLEAR = Call("clear", Struct(OfTable))
 VERSION = Call("version", Struct(OfTable), answer=Struct(TableVersion))
 EVICTED_SINCE = Call("evicted_since", Struct(EvictedSince), answers=[ArrayKind("keys", "int64", "n")])
-SNAPSHOT = Call("snapshot", Struct(Snapshot), answers=_ROWS, rule=_check_part)
+SNAPSHOT = Call("snapshot", Struct(SnapshotHead), answers=_ROWS, rule=_check_part)
 LOAD = Call("load", Struct(OfTable), _ROWS)
 STATS = Call("stats", Struct(OfTables), answer=Struct(Stats), rule=_check_tables)
 TABLE_CALLS = table_of(
@@ -583,7 +583,7 @@ TABLE_CALLS = table_of(
 )
 
 
-class Capture(OfTables):
+class CaptureHead(OfTables):
     """The tables of a capture, and what it contains."""
 
     capture: int = field(NUMBER)
@@ -617,7 +617,7 @@ class Save(Head):
     writers: int = field(Integer(1, 256))
 
 
-class Shares(Head):
+class SavedShares(Head):
     """What a server wrote of each table."""
 
     shares: dict[str, dict[str, Any]] = field(MapOf(_SHARE, MOST_TABLES, TABLE))
@@ -638,7 +638,7 @@ class Fill(Head):
     )
 
 
-class Damage(Head):
+class DamagedFiles(Head):
     """Files, and what is wrong with each."""
 
     damaged: list[tuple[str, str]] = field(ListOf(TupleOf(Text(8192), Text(8192))))
@@ -669,15 +669,15 @@ class Updates(Head):
     trainers: dict[str, int] = field(_TRAINERS)
 
 
-def _check_capture(head: Capture, arrays: Sequence[Array]) -> None:
+def _check_capture(head: CaptureHead, arrays: Sequence[Array]) -> None:
     expect_distinct("the tables", head.tables)
     expect_same_names("tables", dict.fromkeys(head.tables), "parts", head.parts)
 
 
-CAPTURE = Call("capture", Struct(Capture), rule=_check_capture)
-SAVE = Call("save", Struct(Save), answer=Struct(Shares))
+CAPTURE = Call("capture", Struct(CaptureHead), rule=_check_capture)
+SAVE = Call("save", Struct(Save), answer=Struct(SavedShares))
 CLOSE_CAPTURE = Call("close_capture", Struct(CloseCapture))
-FILL = Call("fill", Struct(Fill), answer=Struct(Damage))
+FILL = Call("fill", Struct(Fill), answer=Struct(DamagedFiles))
 CHECK_FOLDER = Call("check_folder", Struct(Folder))
 RESTORE = Call("restore", Struct(Restore), rule=lambda head, arrays: expect_declared_names(head.tables))
 UPDATES = Call("updates", Struct(OfStore), answer=Struct(Updates))

@@ -103,7 +103,7 @@ class Generation(Head):
     generation: int = field(GENERATION)
 
 
-class Members(Head):
+class MemberList(Head):
     """The members of a job."""
 
     members: list[ListedMember] = field(ListOf(Struct(ListedMember)))
@@ -113,7 +113,7 @@ REGISTER = Call("register", Struct(MemberFields))
 BEAT = Call("beat", Struct(Beat), answer=Struct(BeatAnswer))
 LEAVE = Call("leave", Struct(MemberFields))
 GENERATION_OF_JOB = Call("generation", answer=Struct(Generation))
-MEMBERS = Call("members", answer=Struct(Members))
+MEMBERS = Call("members", answer=Struct(MemberList))
 REGISTRY_CALLS = table_of(REGISTER, BEAT, LEAVE, GENERATION_OF_JOB, MEMBERS)
 
 

@@ -110,17 +110,17 @@ class LeaseTasks(Holder):
     epoch: int | None = optional(Nullable(NUMBER))
 
 
-class Lease(Head):
+class LeaseHead(Head):
     """A leased task."""
 
     token: int = field(_TOKEN)
     task: dict[str, Any] = field(TASK)
 
 
-class LeasedTasks(Head):
+class LeaseAnswer(Head):
     """The leases, or why there are none."""
 
-    leases: list[Lease] = field(ListOf(Struct(Lease), MOST_LEASES))
+    leases: list[LeaseHead] = field(ListOf(Struct(LeaseHead), MOST_LEASES))
     answer: str = field(OneOf("tasks", "wait", "done", "failed"))
     failure: str = optional(_FAILURE, default="")
 
@@ -189,7 +189,7 @@ class Token(Head):
     token: int = field(_TOKEN)
 
 
-class Position(Head):
+class SavedPosition(Head):
     """The position of the ledger, for a checkpoint."""
 
     state: str = field(_STATE)
@@ -202,14 +202,14 @@ class RestorePosition(Holder):
 
 
 OPEN_WORK = Call("open_work", Struct(OpenWork))
-LEASE_TASKS = Call("lease_tasks", Struct(LeaseTasks), answer=Struct(LeasedTasks))
+LEASE_TASKS = Call("lease_tasks", Struct(LeaseTasks), answer=Struct(LeaseAnswer))
 ACKNOWLEDGE_RECORDS = Call("acknowledge_records", Struct(DoneRecords), answer=Struct(EndedLeases))
 GIVE_BACK_TASKS = Call("give_back_tasks", Struct(ReturnedLeases))
 FAIL_TASK = Call("fail_task", Struct(FailedLease), answer=Struct(FailureAnswer))
 BEGIN_EVALUATION = Call("begin_evaluation", Struct(BeginEvaluation))
 BEGIN_PREDICTION = Call("begin_prediction", Struct(BeginPrediction), answer=Struct(Begun))
 BEGIN_EXPORT = Call("begin_export", Struct(Holder), answer=Struct(Token))
-TAKE_POSITION = Call("take_position", Struct(Holder), answer=Struct(Position))
+TAKE_POSITION = Call("take_position", Struct(Holder), answer=Struct(SavedPosition))
 RESTORE_POSITION = Call("restore_position", Struct(RestorePosition))
 WORK_CALLS = table_of(
     OPEN_WORK,

@@ -279,7 +279,7 @@ class WorkService(Service):
             self._forget(tokens)
             return late
 
-    def _lease(self, request: Request[protocol.LeaseTasks]) -> Message[protocol.LeasedTasks]:
+    def _lease(self, request: Request[protocol.LeaseTasks]) -> Message[protocol.LeaseAnswer]:
         head, holder = request.head, request.head.holder
         kinds = frozenset(map(TaskKind, head.kinds))
         with self._lock:
@@ -293,9 +293,9 @@ class WorkService(Service):
             try:
                 made = self.ledger.lease(holder, kinds, head.most, head.epoch)
             except JobFailedError as error:
-                return Message(protocol.LeasedTasks(leases=[], answer="failed", failure=str(error)))
+                return Message(protocol.LeaseAnswer(leases=[], answer="failed", failure=str(error)))
             if isinstance(made, NoTask):
-                return Message(protocol.LeasedTasks(leases=[], answer=made.value))
+                return Message(protocol.LeaseAnswer(leases=[], answer=made.value))
             now = self._now()
             for lease in made:
                 self._begun[lease.token] = now
@@ -373,10 +373,10 @@ class WorkService(Service):
             self._begun[lease.token] = self._heard[holder] = self._now()
         return Message(protocol.Token(token=lease.token))
 
-    def _take_position(self, request: Request[protocol.Holder]) -> Message[protocol.Position]:
+    def _take_position(self, request: Request[protocol.Holder]) -> Message[protocol.SavedPosition]:
         with self._lock:
             self._require_running(request.head.holder)
-            return Message(protocol.Position(state=json.dumps(self.ledger.state_dict())))
+            return Message(protocol.SavedPosition(state=json.dumps(self.ledger.state_dict())))
 
     def _restore_position(self, request: Request[protocol.RestorePosition]) -> Message:
         state = request.head.state
@@ -405,9 +405,11 @@ class WorkService(Service):
             self._heard = {each: at for each, at in self._heard.items() if self.ledger.leases_of(each)}
 
 
-def _leased(leases: Iterable[TaskLease]) -> Message[protocol.LeasedTasks]:
+def _leased(leases: Iterable[TaskLease]) -> Message[protocol.LeaseAnswer]:
     told = [
-        protocol.Lease(token=lease.token, task={**lease.task._asdict(), "skipped": list(lease.task.skipped)})
+        protocol.LeaseHead(
+            token=lease.token, task={**lease.task._asdict(), "skipped": list(lease.task.skipped)}
+        )
         for lease in leases
     ]
-    return Message(protocol.LeasedTasks(leases=told, answer="tasks"))
+    return Message(protocol.LeaseAnswer(leases=told, answer="tasks"))

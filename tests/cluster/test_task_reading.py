@@ -20,7 +20,7 @@ from karvan.data.leasing.task_records import TaskToRead, after, places_of, recor
 from karvan.data.loading.shuffle import permutation
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
-from karvan.protocol.loader import TaskReadingHello, Waiting
+from karvan.protocol.loader import NoAnswerYet, TaskReadingHello
 from karvan.train.elastic.choice import require_evaluable
 from karvan.wire import Message, RefusedError, WireError
 from karvan.wire.server import Caller
@@ -35,7 +35,7 @@ def ask(service, tasks, caller=ME):
     head = json.loads(json.dumps({"tasks": sent}))
     while True:
         answer = service.answer(Message({"method": "read_batch", **head}), caller)
-        if not isinstance(answer.head, Waiting):
+        if not isinstance(answer.head, NoAnswerYet):
             return answer
 
 

@@ -206,8 +206,8 @@ class EmbeddingWorker(Service):
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """A trainer says what it would say to a parameter server, a loader nothing."""
-        hello: protocol.WorkerHello | protocol.LoaderHello = caller.hello
-        if isinstance(hello, protocol.LoaderHello):
+        hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
+        if isinstance(hello, protocol.IdSenderHello):
             return {"worker": self._index}
         given, run, worker = hello.generation, hello.run, hello.worker
         if worker != self._index:
@@ -254,8 +254,8 @@ class EmbeddingWorker(Service):
     def _session(self, caller: Caller) -> Iterator[TrainerSession]:
         """The session of a trainer, while its call is executed."""
         with self._lock:
-            hello: protocol.WorkerHello | protocol.LoaderHello = caller.hello
-            if isinstance(hello, protocol.LoaderHello) or hello.run != self._run:
+            hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
+            if isinstance(hello, protocol.IdSenderHello) or hello.run != self._run:
                 raise RefusedError("expected a trainer of the job's newest run, got another caller.")
             session = self._open(hello)
             session.begin_call()
@@ -288,11 +288,11 @@ class EmbeddingWorker(Service):
                     )
         return Message({"kept": self._ids.put(call.head.reference, ids)})
 
-    def _forget(self, call: Request[protocol.References]) -> Message:
+    def _forget(self, call: Request[protocol.IdNames]) -> Message:
         self._ids.forget(call.head.references)
         return Message({})
 
-    def _engine(self, call: Request[protocol.Engine]) -> Message:
+    def _engine(self, call: Request[protocol.EngineHead]) -> Message:
         head = call.head
         with self._session(call.caller) as session:
             engine = Embedding(session, head.features, head.wire)

@@ -270,7 +270,7 @@ class LoaderService(Service):
 
     def _resend(
         self, call: Request[protocol.IdsOfBatch]
-    ) -> Message[protocol.Waiting | protocol.StatisticsDigest]:
+    ) -> Message[protocol.NoAnswerYet | protocol.StatisticsDigest]:
         reference = BatchName(*call.head.reference)
         with self._changed:
             read = lambda: self._closed or self._error or self._has_read(call.caller, reference)  # noqa: E731
@@ -278,7 +278,7 @@ class LoaderService(Service):
             if not self._has_read(call.caller, reference):
                 if self._error:
                     raise self._failure()
-                return Message(protocol.Waiting(wait=True))
+                return Message(protocol.NoAnswerYet(wait=True))
         self._sent.resend(reference, call.head.worker)
         digest = self._statistics.digest
         return Message(
@@ -295,15 +295,17 @@ class LoaderService(Service):
         begin = reference.epoch, reference.number // self._count
         return begin < trainer.filled and begin not in trainer.unread
 
-    def _answer_identity(self, call: Request[Head]) -> Message[protocol.Waiting | protocol.DataIdentity]:
+    def _answer_identity(self, call: Request[Head]) -> Message[protocol.NoAnswerYet | protocol.DataIdentity]:
         known = self._wait_for_program()
         return Message(
-            protocol.Waiting(wait=True) if known is None else protocol.DataIdentity(identity=known[0])
+            protocol.NoAnswerYet(wait=True) if known is None else protocol.DataIdentity(identity=known[0])
         )
 
     def _answer_statistics(self, call: Request[protocol.Whole]) -> Message[Any]:
         started = self._wait_for_program() is not None
-        return self._statistics.message(call.head.whole) if started else Message(protocol.Waiting(wait=True))
+        return (
+            self._statistics.message(call.head.whole) if started else Message(protocol.NoAnswerYet(wait=True))
+        )
 
     def _leave(self, call: Request[Head]) -> Message:
         with self._changed:
@@ -321,7 +323,7 @@ class LoaderService(Service):
                 raise self._failure()
             return self._identity
 
-    def _next(self, call: Request[protocol.Epoch]) -> Message[Any]:
+    def _next(self, call: Request[protocol.EpochNumber]) -> Message[Any]:
         epoch, caller = call.head.epoch, call.caller
         with self._changed:
             trainer = self._of(caller)
@@ -495,7 +497,7 @@ class LoaderService(Service):
                     had = max(had, each.filled[1])
                 if had > total:
                     raise RuntimeError(
-                        f"protocol.Epoch {epoch} expected {had} batches, as before, got {total}: "
+                        f"Epoch {epoch} expected {had} batches, as before, got {total}: "
                         "a source without positions must give the same batches every time."
                     )
                 if each.filled[0] == epoch:

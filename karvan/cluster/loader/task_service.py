@@ -341,13 +341,15 @@ class TaskReadingService(Service):
                 return None
             return self._data, self._description
 
-    def _describe(self, call: Request[Head]) -> Message[protocol.Waiting | protocol.Description]:
+    def _describe(self, call: Request[Head]) -> Message[protocol.NoAnswerYet | protocol.Description]:
         offered = self._offered()
-        return Message(protocol.Waiting(wait=True) if offered is None else offered[1].as_head())
+        return Message(protocol.NoAnswerYet(wait=True) if offered is None else offered[1].as_head())
 
     def _answer_statistics(self, call: Request[protocol.Whole]) -> Message[Any]:
         started = self._offered() is not None
-        return self._statistics.message(call.head.whole) if started else Message(protocol.Waiting(wait=True))
+        return (
+            self._statistics.message(call.head.whole) if started else Message(protocol.NoAnswerYet(wait=True))
+        )
 
     def _stop_reading(self, call: Request[Head]) -> Message:
         self._drop(call.caller.session)
@@ -356,7 +358,7 @@ class TaskReadingService(Service):
     def _read_batch(self, call: Request[protocol.RequestedTasks]) -> Message[Any]:
         offered = self._offered()
         if offered is None:
-            return Message(protocol.Waiting(wait=True))
+            return Message(protocol.NoAnswerYet(wait=True))
         data, description = offered
         tasks = [TaskToRead(task_from(each.task), each.ends) for each in call.head.tasks]
         for task, _ in tasks:
@@ -371,7 +373,7 @@ class TaskReadingService(Service):
             reading.extend(tasks)
         taken = reading.take(_WAIT)
         if taken is None:
-            return Message(protocol.Waiting(wait=True))
+            return Message(protocol.NoAnswerYet(wait=True))
         if isinstance(taken, ReadFailure):
             self._drop(session)
             return self._failure(taken)

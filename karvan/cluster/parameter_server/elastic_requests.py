@@ -212,7 +212,7 @@ class ElasticBatches:
 
         return Endpoint(call, execute)
 
-    def _pull(self, member: int, call: Request[protocol.Pull]) -> Message:
+    def _pull(self, member: int, call: Request[protocol.PullHead]) -> Message:
         head, message = call.head, call.arrays[0]
         self._commit_first(head.commit)
         tables, counts = head.tables, head.counts
@@ -226,7 +226,7 @@ class ElasticBatches:
             self._count_pull(counts)
         return Message({}, [to_wire(vectors, head.wire)])
 
-    def _held_lookup(self, member: int, call: Request[protocol.Pull]) -> HeldLookup:
+    def _held_lookup(self, member: int, call: Request[protocol.PullHead]) -> HeldLookup:
         """A lookup for training; one that is repeated gets the same answer."""
         head, message = call.head, call.arrays[0]
         tables, counts, batch = head.tables, head.counts, head.batch
@@ -247,7 +247,7 @@ class ElasticBatches:
         self.keys += sum(counts)
         self.pulls += 1
 
-    def _push(self, member: int, call: Request[protocol.Push]) -> Message:
+    def _push(self, member: int, call: Request[protocol.PushHead]) -> Message:
         head = call.head
         self._commit_first(head.commit)
         if head.step is None:
@@ -269,7 +269,7 @@ class ElasticBatches:
         """The last step that is committed; -1 before the first."""
         return self._committed[whose].step if whose in self._committed else -1
 
-    def _staged_push(self, member: int, step: int, call: Request[protocol.Push]) -> StagedPush:
+    def _staged_push(self, member: int, step: int, call: Request[protocol.PushHead]) -> StagedPush:
         head, batches = call.head, call.head.batches
         if list(head.positions) != list(range(len(batches))):
             raise RefusedError(
@@ -362,7 +362,7 @@ class ElasticBatches:
         self._members.fence(call.head.member)
         return Message({})
 
-    def _list_members(self, member: int, call: Request[protocol.Round]) -> Message:
+    def _list_members(self, member: int, call: Request[protocol.RoundNumber]) -> Message:
         """The caller trains from now on, so it is one of them."""
         self._members.enter_round(call.head.round)
         self._members.note(member)

@@ -184,7 +184,7 @@ class ServerTables:
     def _evicted_since(self, request: Request[protocol.EvictedSince]) -> Message:
         return Message({}, [self._stored(request).evicted_since(request.head.version)])
 
-    def _snapshot(self, request: Request[protocol.Snapshot]) -> Message:
+    def _snapshot(self, request: Request[protocol.SnapshotHead]) -> Message:
         head = request.head
         return Message({}, list(self._stored(request).snapshot(head.part, head.parts)))
 

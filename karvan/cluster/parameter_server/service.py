@@ -177,7 +177,7 @@ class ParameterServer(Service):
             self._batches.end(reason)
         self._saving.close_all()
 
-    def _capture(self, call: Request[protocol.Capture]) -> Message:
+    def _capture(self, call: Request[protocol.CaptureHead]) -> Message:
         head = call.head
         self._tables.check_tables(head.tables)
         assert self._batches is not None

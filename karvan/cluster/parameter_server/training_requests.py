@@ -259,7 +259,7 @@ class Batches:
         if self.log is not None and answered is not None and answered.plan.native is not None:
             self.log.trained(answered.plan.native)
 
-    def pull(self, call: Request[protocol.Pull]) -> Message:
+    def pull(self, call: Request[protocol.PullHead]) -> Message:
         """Look up what a trainer asks for."""
         if call.head.commit is not None:
             _refuse_commits(call)
@@ -324,7 +324,7 @@ class Batches:
             vectors = vectors[begin : begin + sizes[trainer]]
         return Message({}, [to_wire(vectors, head.wire)])
 
-    def push(self, call: Request[protocol.Push]) -> Message:
+    def push(self, call: Request[protocol.PushHead]) -> Message:
         """Apply a trainer's gradients."""
         if call.head.commit is not None or call.head.step is not None:
             _refuse_commits(call)
@@ -356,7 +356,9 @@ class Batches:
                 raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
             return self._applied.find(who, sequence) is not None
 
-    def _take_parts(self, call: Request[protocol.Push], trainer: int, batches: list[int]) -> dict[int, _Part]:
+    def _take_parts(
+        self, call: Request[protocol.PushHead], trainer: int, batches: list[int]
+    ) -> dict[int, _Part]:
         """The passes in a call, by their positions in the push, each as large as its lookup was."""
         head = call.head
         parts: dict[int, _Part] = {}
@@ -372,7 +374,7 @@ class Batches:
             parts[position] = _Part(lookup, from_wire(array, head.wire))
         return parts
 
-    def _apply(self, name: tuple[int, int, int], head: protocol.Push) -> None:
+    def _apply(self, name: tuple[int, int, int], head: protocol.PushHead) -> None:
         if self._was_applied(name):
             return
         trainer, store, sequence = name

@@ -276,7 +276,9 @@ class LoaderChannel:
             client, epoch = self._client("batches", self._caller), self.epoch
         try:
             for _ in range(number):
-                client.begin(protocol.NEXT, protocol.Epoch(epoch=epoch), then=partial(self._arrived, epoch))
+                client.begin(
+                    protocol.NEXT, protocol.EpochNumber(epoch=epoch), then=partial(self._arrived, epoch)
+                )
         except (WireError, RefusedError) as error:
             with self._changed:
                 self.error = error
@@ -308,7 +310,7 @@ class LoaderChannel:
         assert self._caller is not None
         deadline = clock.now() + self._caller.timeout
         head = protocol.IdsOfBatch(reference=reference, worker=worker)
-        while isinstance(answer := self.call(protocol.RESEND, head).wait().head, protocol.Waiting):
+        while isinstance(answer := self.call(protocol.RESEND, head).wait().head, protocol.NoAnswerYet):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected to read batch {reference} again in time.")
         return answer.statistics
@@ -337,13 +339,13 @@ class LoaderChannel:
         return self.ask_program(protocol.IDENTITY, caller).head.identity
 
     def ask_program(
-        self, call: Call[Any, protocol.Waiting | A], caller: ChannelSettings, head: Sent | None = None
+        self, call: Call[Any, protocol.NoAnswerYet | A], caller: ChannelSettings, head: Sent | None = None
     ) -> Message[A]:
         """The loader's answer, which it has once its program starts to send batches."""
         with self._changed:
             self._caller = caller
         deadline = clock.now() + caller.timeout
-        while isinstance((answer := self.call(call, head).wait()).head, protocol.Waiting):
+        while isinstance((answer := self.call(call, head).wait()).head, protocol.NoAnswerYet):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected its program to start sending batches in time.")
         return Message(answer.head, answer.arrays)

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from karvan.clock import clock
-from karvan.protocol.loader import READ_BATCH, STOP_READING, FailedTask, RequestedTasks, TaskBatch, Waiting
+from karvan.protocol.loader import (
+    READ_BATCH,
+    STOP_READING,
+    FailedTask,
+    NoAnswerYet,
+    RequestedTasks,
+    TaskBatch,
+)
 from karvan.threads import map_on_threads
 from karvan.wire import Client, Message, RefusedError, Security, WireError
 from karvan.wire.message import Sent
@@ -94,7 +101,7 @@ class LoaderConnection:
             raise LoaderLostError(str(error)) from error
 
 
-def ask_one(access: LoaderAccess, loader: int, call: Call[Any, Waiting | A], head: Sent) -> Message[A]:
+def ask_one(access: LoaderAccess, loader: int, call: Call[Any, NoAnswerYet | A], head: Sent) -> Message[A]:
     """A loader's answer, which it has once its program serves data; a WireError if that takes too long."""
     answer = _ask(access, loader, call, head, lambda: False)
     assert answer is not None
@@ -114,7 +121,7 @@ def read_batch(access: LoaderAccess, head: RequestedTasks) -> tuple[int, Message
             raise WireError(f"Expected one of {access.count} loaders to answer 'read_batch', got no answer.")
 
 
-def ask_all(access: LoaderAccess, call: Call[Any, Waiting | A]) -> dict[int, Message[A]]:
+def ask_all(access: LoaderAccess, call: Call[Any, NoAnswerYet | A]) -> dict[int, Message[A]]:
     """The answers of all loaders, without those that are lost while others have answered."""
     answered: list[float] = []  # when
 
@@ -137,7 +144,7 @@ def ask_all(access: LoaderAccess, call: Call[Any, Waiting | A]) -> dict[int, Mes
 def _ask(
     access: LoaderAccess,
     loader: int,
-    call: Call[Any, Waiting | A],
+    call: Call[Any, NoAnswerYet | A],
     head: Sent,
     give_up: Callable[[], bool],
 ) -> Message[A] | None:
@@ -150,7 +157,7 @@ def _ask(
             try:
                 connection = connection or LoaderConnection(loader, access)
                 answer = connection.call(call, head)
-                if not isinstance(answer.head, Waiting):
+                if not isinstance(answer.head, NoAnswerYet):
                     return Message(answer.head, answer.arrays)
             except LoaderLostError as error:
                 problem, connection = str(error), None

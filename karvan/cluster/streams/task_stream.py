@@ -275,7 +275,7 @@ class TaskStream:
             self._connection = LoaderConnection(loader, self._access)
         with activity.waiting(f"loader-{loader}"):
             while isinstance(
-                (answer := self._connection.call(protocol.READ_BATCH, head)).head, protocol.Waiting
+                (answer := self._connection.call(protocol.READ_BATCH, head)).head, protocol.NoAnswerYet
             ):
                 if self._closed.is_set():
                     return None
