@@ -209,7 +209,7 @@ def test_a_loader_that_reads_fewer_batches_than_before_says_so():
     with ReplacedLoader(lambda: of_epoch(0)) as loader:
         batches = take(loader.trainers[0])
         loader.replace(lambda: of_epoch(0, records=RECORDS - SIZE))
-        with pytest.raises(RuntimeError, match="(^|: )Epoch 0 expected 12 batches, as before, got 11"):
+        with pytest.raises(RuntimeError, match=r"(^|: )Epoch 0 expected 12 batches, as before, got 11"):
             loader.resend(batches[-1])
 
 
