@@ -96,7 +96,7 @@ class Activity:
             if self._count != self._last_change[0]:
                 self._last_change = (self._count, clock.now())
             idle = max(0.0, round(clock.silence(self._last_change[1]), 3))
-        longest = sorted(waits.items(), key=lambda each: -each[1])[:MOST_WAITS]
+        longest = sorted(waits.items(), key=lambda wait: -wait[1])[:MOST_WAITS]
         return ActivityReport(self._count, idle, next(iter(self._tasks), ""), dict(longest), dumps)
 
 

@@ -83,9 +83,9 @@ def _declared_kinds(call: Callable[..., Any]) -> dict[str, str]:
     return declared
 
 
-def listed(name: object, known: Iterable[object]) -> str:
+def listed(name: object, options: Iterable[object]) -> str:
     """The known names as the end of a sentence, and the closest: "user, item. Did you mean 'item'?"."""
-    names = [str(each) for each in (known.keys() if isinstance(known, Mapping) else known)]
+    names = [str(option) for option in (options.keys() if isinstance(options, Mapping) else options)]
     return f"{', '.join(names) or 'nothing'}.{meant(name, names)}"
 
 
@@ -94,7 +94,7 @@ def meant(name: object, names: Iterable[str]) -> str:
     import difflib  # only errors need it
 
     wrong = str(name).casefold()
-    folded = {each.casefold(): each for each in names}  # 'Auc' is as close to 'AUC' as can be
+    folded = {name.casefold(): name for name in names}  # 'Auc' is as close to 'AUC' as can be
 
     def likeness(other: str) -> float:
         # 'admission' means 'admit', not 'missing'

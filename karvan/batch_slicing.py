@@ -126,7 +126,7 @@ def split_rows(entry: Entry, counts: Sequence[int]) -> list[Entry]:
             type(entry)(entry.values[a:b], *offsets)
             for (a, b), *offsets in zip(pairwise(bounds), inner, outer, strict=True)
         ]
-        return [complete(each) for each in nested] if type(entry) is OptionalText else list(nested)
+        return [complete(item) for item in nested] if type(entry) is OptionalText else list(nested)
     bounds = rows
     offsets: Sequence[Tensor | None] = [None] * len(counts)
     if entry.offsets is not None:

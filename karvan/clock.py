@@ -67,8 +67,8 @@ class ProcessClock:
     def sleep(self, seconds: float) -> None:
         """Wait for this many seconds in which the process can run."""
         until = self.now() + seconds
-        while (left := until - self.now()) > 0:
-            time.sleep(left)
+        while (remaining := until - self.now()) > 0:
+            time.sleep(remaining)
 
     def _start(self) -> None:
         with self._lock:

@@ -20,20 +20,20 @@ from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 def check_device(device: torch.device | str) -> torch.device:
     """The device; raises if this machine does not have it."""
     try:
-        made = torch.device(device)
+        checked = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'device expects "cpu", "cuda" or "cuda:1", got {device!r}.') from error
-    if made.type != "cuda":
-        return made
+    if checked.type != "cuda":
+        return checked
     if not torch.cuda.is_available():
         raise ValueError(
             f"device={str(device)!r} expects a GPU and a torch that is built with CUDA, but "
             f"{missing_cuda()}: omit device, or use device='cpu'."
         )
-    if made.index is not None and made.index >= torch.cuda.device_count():
+    if checked.index is not None and checked.index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ValueError(f"device={str(device)!r} expects that GPU, but there are {count}, counted from 0.")
-    return made
+    return checked
 
 
 def exact_device(device: torch.device | str) -> torch.device:
@@ -41,20 +41,20 @@ def exact_device(device: torch.device | str) -> torch.device:
 
     With its index, because other threads have their own current GPU, by default the first.
     """
-    made = check_device(device)
-    if made.type == "cuda" and made.index is None:
+    checked = check_device(device)
+    if checked.type == "cuda" and checked.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return made
+    return checked
 
 
 def data_device(device: torch.device | str | None) -> torch.device | None:
     """The GPU that batches of data go to, with its index; None if they stay on the CPU."""
     if device is None:
         return None
-    made = exact_device(device)
-    if made.type not in ("cpu", "cuda"):
+    exact = exact_device(device)
+    if exact.type not in ("cpu", "cuda"):
         raise ValueError(f'Batches go to "cpu", "cuda" or a certain GPU, such as "cuda:1", got {device!r}.')
-    return made if made.type == "cuda" else None
+    return exact if exact.type == "cuda" else None
 
 
 def require_cpu_batches(data: Any) -> None:
@@ -137,7 +137,7 @@ class Packing:
         start = 0
         for dtype, tensors in self._groups.items():
             end = start + sum(map(_room, tensors))
-            sizes = [size for each in tensors for size in (each.numel(), _gap(each))]
+            sizes = [size for tensor in tensors for size in (tensor.numel(), _gap(tensor))]
             parts = torch.unsafe_split_with_sizes(buffer[start:end].view(dtype), sizes)[::2]
             for tensor, part in zip(tensors, parts, strict=True):
                 yield tensor, part if tensor.dim() == 1 else part.view(tensor.shape)
@@ -213,10 +213,10 @@ class ColumnCopies:
         with self.on_stream():
             columns = copy_columns(batch, self._device)
             event = None if self._stream is None else self._stream.record_event()
-        made = CopiedBatch.trusted(columns, batch.samples)
-        made.checks = tuple(checks)
-        made.device = self._device
-        return CopyInFlight(made, self._device, event)
+        copied = CopiedBatch.trusted(columns, batch.samples)
+        copied.checks = tuple(checks)
+        copied.device = self._device
+        return CopyInFlight(copied, self._device, event)
 
 
 def copy_columns(columns: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -227,20 +227,20 @@ def copy_columns(columns: Mapping[str, Any], device: torch.device) -> dict[str, 
     packing = Packing(
         tensor for entry in columns.values() for tensor in tensors_of(entry) if can_pack(tensor)
     )
-    there: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     if packing.nbytes:
         staging = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         packing.fill(staging)
-        there = packing.unpack(staging.to(device, non_blocking=True))
+        copies = packing.unpack(staging.to(device, non_blocking=True))
 
     def moved(tensor: Tensor) -> Tensor:
-        found = there.get(id(tensor))
-        return tensor.to(device, non_blocking=True) if found is None else found
+        copy = copies.get(id(tensor))
+        return tensor.to(device, non_blocking=True) if copy is None else copy
 
     def column(entry: Any) -> Any:
         if not is_column(entry):
             return entry.pin_memory().to(device, non_blocking=True)
-        stays = all(each.device == device and id(each) not in there for each in tensors_of(entry))
+        stays = all(tensor.device == device and id(tensor) not in copies for tensor in tensors_of(entry))
         return entry if stays else map_tensors(entry, moved)
 
     return {name: column(entry) for name, entry in columns.items()}
@@ -259,7 +259,9 @@ def hold_memory(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
 
 def allocations_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """One tensor for each allocation on a GPU that these tensors use."""
-    return list({each.untyped_storage().data_ptr(): each for each in tensors if each.is_cuda}.values())
+    return list(
+        {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.is_cuda}.values()
+    )
 
 
 def is_column(entry: Any) -> bool:

@@ -72,8 +72,8 @@ def is_ours(error: BaseException) -> bool:
     if type(error).__module__.partition(".")[0] == "karvan":
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    known = isinstance(error, (*_CHECKS, RuntimeError, OSError))
-    return known and bool(frames) and _is_of_package(frames[-1].filename)
+    is_message = isinstance(error, (*_CHECKS, RuntimeError, OSError))
+    return is_message and bool(frames) and _is_of_package(frames[-1].filename)
 
 
 def text_of(error: BaseException, hint: str = "--debug") -> str:
@@ -87,8 +87,8 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
     if code_of(error) in (DAMAGED, TEMPORARY) or explained:
         return plain(error)
     kind = type(error).__name__
-    known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
-    text = plain(error) if known and plain(error) else f"{kind}: {plain(error)}".removesuffix(": ")
+    is_message = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
+    text = plain(error) if is_message and plain(error) else f"{kind}: {plain(error)}".removesuffix(": ")
     return f"{text}\n({kind} in {origin_of(error)}; {hint} shows the traceback)"
 
 

@@ -63,17 +63,17 @@ def read_object(path: Path, fields: Mapping[str, Any] | None = None) -> dict[str
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(content)
+        content_ = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content_ = None
+    if not isinstance(content_, dict):
         text = f"expected a JSON object, got {len(content)} bytes of something else"
         raise DamagedFileError(f"{path} is damaged: {text if content else 'it is empty'}.")
     for name, kind in (fields or {}).items():
-        value = found.get(name)
+        value = content_.get(name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             kind = getattr(kind, "__name__", kind)
             raise DamagedFileError(
                 f"{path} is damaged: expected an object with {name!r}, {kind}, got {value!r:.40}."
             )
-    return found
+    return content_

@@ -28,8 +28,8 @@ def label_of_head(loss: Any, output: str | None) -> list[str]:
     """The label columns that a metric of this output may count: those of its losses, or else of all."""
     parts = getattr(loss, "losses", None)
     if output is not None and isinstance(parts, Mapping):
-        own = [part for part in parts.values() if getattr(part, "output", None) == output]
-        if names := [name for part in own for name in label_columns(part)]:
+        parts_ = [part for part in parts.values() if getattr(part, "output", None) == output]
+        if names := [name for part in parts_ for name in label_columns(part)]:
             return list(dict.fromkeys(names))
     return label_columns(loss)
 
@@ -73,7 +73,7 @@ def check_weights(weights: Tensor, column: str | None) -> None:
     """Raise a ValueError for sample weights that are negative, NaN or infinite."""
     if not weights.numel() or weights.dtype is torch.bool:
         return
-    low, high = (float(each) for each in torch.aminmax(weights.detach()))
+    low, high = (float(bound) for bound in torch.aminmax(weights.detach()))
     if low >= 0 and high < torch.inf:
         return
     wrong = weights[~((weights >= 0) & (weights < torch.inf))]

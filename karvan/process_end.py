@@ -68,7 +68,7 @@ def _end(code: int, closing: PreparedThread) -> None:
 def _close_files() -> None:
     """Close what is open for writing, as the interpreter would: its last lines may be in a buffer."""
     # Not isinstance: it would ask objects for their class, which some compute.
-    for each in [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]:
+    for file_ in [object_ for object_ in gc.get_objects() if issubclass(type(object_), _IOBase)]:
         with suppress(Exception):
-            if not each.closed and each.writable():
-                each.close()
+            if not file_.closed and file_.writable():
+                file_.close()

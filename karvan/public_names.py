@@ -28,8 +28,8 @@ def publish(name: str, homes: Mapping[str, str] | None = None) -> None:
     """
     scope = vars(sys.modules[name])
     public: list[str] = scope["__all__"]
-    home_of = {each: home for home, names in (homes or {}).items() for each in names.split()}
-    for each in [each for each in public if each in scope]:
+    home_of = {name: home for home, names in (homes or {}).items() for name in names.split()}
+    for each in [name for name in public if name in scope]:
         scope[each] = explained(scope[each])
 
     def attribute(wanted: str) -> Any:
@@ -56,10 +56,10 @@ def explained(value: Any) -> Any:
     if not isinstance(value, FunctionType) or hasattr(value, _MARK):
         return value
     name: str = value.__name__
-    made, home = _explained(value, name), sys.modules[value.__module__]
+    explained, home = _explained(value, name), sys.modules[value.__module__]
     if vars(home).get(name) is value:  # pickles find it by this name
-        setattr(home, name, made)
-    return made
+        setattr(home, name, explained)
+    return explained
 
 
 def _explain_methods(kind: type) -> None:
@@ -73,12 +73,12 @@ def _explain_methods(kind: type) -> None:
         if not isinstance(function, FunctionType) or hasattr(function, _MARK):
             continue
         if name == "__init__":
-            made: Any = _explained(function)
+            explained: Any = _explained(function)
         elif name[0] != "_" and name != "forward" and _has_options(function):
-            made = _explained(function, f"{kind.__name__}.{name}")
+            explained = _explained(function, f"{kind.__name__}.{name}")
         else:
             continue
-        setattr(kind, name, made if bound is None else bound(made))
+        setattr(kind, name, explained if bound is None else bound(explained))
 
 
 def _has_options(method: FunctionType) -> bool:
@@ -100,11 +100,13 @@ def _explained(call: FunctionType, title: str | None = None) -> Callable[..., An
             trace = error.__traceback__
             if not kwargs or trace is None or trace.tb_next is not None:  # it was raised inside of the call
                 raise
-            taken = inspect.signature(call).parameters
-            unknown = [name for name in kwargs if name not in taken]
-            if not unknown or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            parameters = inspect.signature(call).parameters
+            unknown = [name for name in kwargs if name not in parameters]
+            if not unknown or any(
+                parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+            ):
                 raise
-            names = [name for name in taken if name != "self"]
+            names = [name for name in parameters if name != "self"]
             text = meant(unknown[0], names) or f" It has: {', '.join(names) or 'none'}."
             raise TypeError(f"{named}() has no argument '{unknown[0]}'.{text}") from None
 

@@ -107,7 +107,9 @@ class IndexedRows:
             A copy, or the same tensors if they are there already.
         """
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
-        vectors, index = (each.to(device, non_blocking=non_blocking) for each in (self.vectors, self.index))
+        vectors, index = (
+            tensor.to(device, non_blocking=non_blocking) for tensor in (self.vectors, self.index)
+        )
         return IndexedRows(vectors, index, weights)
 
     def __repr__(self) -> str:
@@ -363,9 +365,12 @@ class OptionalRagged(Ragged):
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:
         """Torch's functions expect tensors."""
-        given = [*arguments, *(options or {}).values()]
-        entries = [*given, *(inner for each in given if isinstance(each, list | tuple) for inner in each)]
-        missing = next(each for each in entries if isinstance(each, OptionalRagged))
+        values = [*arguments, *(options or {}).values()]
+        entries = [
+            *values,
+            *(inner for value in values if isinstance(value, list | tuple) for inner in value),
+        ]
+        missing = next(entry for entry in entries if isinstance(entry, OptionalRagged))
         raise TypeError(f"{missing._problem()} torch.{function.__name__} expects tensors.")
 
     def _problem(self) -> str:
@@ -621,7 +626,7 @@ def _sample_text(entry: Entry, index: int) -> str:
         return _values_text(entry[index])
     if isinstance(entry, NestedRagged):
         start, end = entry.outer[index : index + 2].tolist()
-        lists = [_sample_text(entry.lists(), each) for each in range(start, min(end, start + _FEW))]
+        lists = [_sample_text(entry.lists(), sample) for sample in range(start, min(end, start + _FEW))]
         return f"[{', '.join(lists + ['…'] * (end - start > _FEW))}]"
     start, end = (index, index + 1) if entry.offsets is None else entry.offsets[index : index + 2].tolist()
     values = entry.values[start:end]

@@ -41,10 +41,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 _Loader.yaml_implicit_resolvers = {
     first: [
         (tag, pattern)
-        for tag, pattern in found
+        for tag, pattern in resolvers
         if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
     ]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -59,13 +59,13 @@ _Loader.add_implicit_resolver(
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen = set()
+    keys = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise _error("expected a key that is text or a number", key.start_mark)
-        if key.value in seen:
+        if key.value in keys:
             raise _error(f"the key '{key.value}' appears twice", key.start_mark)
-        seen.add(key.value)
+        keys.add(key.value)
     mapping: dict[Any, Any] = loader.construct_mapping(node, deep=True)
     return mapping
 
@@ -256,7 +256,8 @@ def _set(tree: dict[str, Any], name: str, text: str, kind: type[BaseModel]) -> N
 def _problems(error: ValidationError) -> str:
     problems = list(
         dict.fromkeys(
-            _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
+            _problem(problem["loc"], problem["msg"], problem["type"], problem["input"])
+            for problem in error.errors()
         )
     )
     more = [f"… and {len(problems) - _PROBLEMS} more."] if len(problems) > _PROBLEMS else []

@@ -64,8 +64,8 @@ class Limit:
 
 def available_memory() -> int:
     """Bytes that this process may still take: what the machine has, its container and its limit allow."""
-    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    bounds = [int(found.get("MemAvailable", found["MemTotal"]).split()[0]) << 10]
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    bounds = [int(lines.get("MemAvailable", lines["MemTotal"]).split()[0]) << 10]
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY:

@@ -85,9 +85,9 @@ default_group = _get_default_group
 default_store = _get_default_store
 
 
-def addmm_relu(bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def addmm_relu(bias: torch.Tensor, first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """ReLU of `torch.addmm(bias, one, other)`."""
-    return torch._addmm_activation(bias, one, other)
+    return torch._addmm_activation(bias, first, other)
 
 
 def loader_batch() -> tuple[int, Any] | None:
@@ -109,7 +109,7 @@ def is_leaving_loader(worker: int) -> bool:
             waits = frame.f_code is ends.__code__ or (
                 frame.f_code is again.__code__ and frame.f_locals.get("resume_iteration_cnt", 0) > 0
             )
-            if waits and worker in {each.pid for each in frame.f_locals["self"]._workers}:
+            if waits and worker in {worker.pid for worker in frame.f_locals["self"]._workers}:
                 return True
     return False
 
@@ -144,10 +144,10 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
         return False
     # Torch allocates the buffers of momentum in the first step, and does not fill them if it is skipped.
     return not isinstance(optimizer, torch.optim.SGD) or not any(
-        group["momentum"] and optimizer.state.get(each, {}).get("momentum_buffer") is None
+        group["momentum"] and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
-        for each in group["params"]
-        if each.grad is not None
+        for parameter in group["params"]
+        if parameter.grad is not None
     )
 
 

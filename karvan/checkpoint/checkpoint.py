@@ -142,7 +142,9 @@ class Checkpoint:
         Returns:
             The damaged files.
         """
-        return self._verify([(one, file) for one in self.chain for file in one.manifest.files], checked)
+        return self._verify(
+            [(checkpoint, file) for checkpoint in self.chain for file in checkpoint.manifest.files], checked
+        )
 
     def _verify(
         self, files: list[tuple[Checkpoint, FileEntry]], checked: Callable[[Path, int], None] | None = None
@@ -150,21 +152,21 @@ class Checkpoint:
         with ThreadPoolExecutor(min(4, cores())) as pool:
             problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
             damaged: dict[Path, FileProblem] = {}
-            for (one, file), problem in zip(files, problems, strict=True):
+            for (checkpoint, file), problem in zip(files, problems, strict=True):
                 if problem:
-                    damaged[one.path / file.name] = problem
+                    damaged[checkpoint.path / file.name] = problem
                 if checked is not None:
-                    checked(one.path / file.name, file.bytes)
+                    checked(checkpoint.path / file.name, file.bytes)
         # A checksum may match although the header is that of another table.
-        checked_files = {(one.path, file.name) for one, file in files}
-        for one, table, part in self._parts():
-            if (one.path, part.name) in checked_files:
+        checked_files = {(checkpoint.path, file.name) for checkpoint, file in files}
+        for checkpoint, table, part in self._parts():
+            if (checkpoint.path, part.name) in checked_files:
                 try:
-                    check_part(one.path, table, part, one.kind == "delta")
+                    check_part(checkpoint.path, table, part, checkpoint.kind == "delta")
                 except CheckpointError as error:
                     unread = not isinstance(error, DamagedCheckpointError)
                     damaged.setdefault(
-                        one.path / part.name, FileProblem(error.problem, unread, error.temporary)
+                        checkpoint.path / part.name, FileProblem(error.problem, unread, error.temporary)
                     )
         return [
             Damage(path, text.removesuffix("."), unread, temporary)
@@ -196,20 +198,20 @@ class Checkpoint:
         """The files that a rank checks: those it reads, and its part of the files that all read."""
         files: list[tuple[Checkpoint, FileEntry]] = []
         share = share_of(rank, world)
-        for one in self.chain:
+        for checkpoint in self.chain:
             if rank == 0:
-                files.append((one, one.manifest.dense))
-            for table in one.manifest.tables.values():
+                files.append((checkpoint, checkpoint.manifest.dense))
+            for table in checkpoint.manifest.tables.values():
                 ranges = zip(table.ranges, table.parts, strict=True)
-                files += [(one, part) for range_, part in ranges if range_.overlaps(share)]
-                files += [(one, extra) for extra in table.extras[rank::world] if extra]
+                files += [(checkpoint, part) for range_, part in ranges if range_.overlaps(share)]
+                files += [(checkpoint, extra) for extra in table.extras[rank::world] if extra]
         return files
 
     def _parts(self) -> Iterator[tuple[Checkpoint, TableEntry, PartEntry]]:
-        for one in self.chain:
-            for table in one.manifest.tables.values():
+        for checkpoint in self.chain:
+            for table in checkpoint.manifest.tables.values():
                 for part in table.parts:
-                    yield one, table, part
+                    yield checkpoint, table, part
 
     def state(self) -> dict[str, Any]:
         """Read the tree of state.
@@ -351,14 +353,17 @@ class Checkpoint:
             table.load_extra(extra)
 
     def _reader(self, table: str) -> TableReader:
-        layers = [Layer(one.path, self._entry(one, table), one.kind == "delta") for one in self.chain]
+        layers = [
+            Layer(checkpoint.path, self._entry(checkpoint, table), checkpoint.kind == "delta")
+            for checkpoint in self.chain
+        ]
         return TableReader(table, layers)
 
-    def _entry(self, one: Checkpoint, table: str) -> TableEntry:
-        if table not in one.manifest.tables:
-            known = ", ".join(one.manifest.tables) or "none"
-            raise CheckpointError.mismatch(one.path, f"a table out of: {known}", f"'{table}'")
-        return one.manifest.tables[table]
+    def _entry(self, checkpoint: Checkpoint, table: str) -> TableEntry:
+        if table not in checkpoint.manifest.tables:
+            tables = ", ".join(checkpoint.manifest.tables) or "none"
+            raise CheckpointError.mismatch(checkpoint.path, f"a table out of: {tables}", f"'{table}'")
+        return checkpoint.manifest.tables[table]
 
     def _check_tables(self, handles: dict[str, TableHandle]) -> None:
         saved = self.manifest.tables
@@ -407,8 +412,8 @@ def with_state(rows: Rows, initial: Sequence[float], keep: bool) -> Rows:
     """Rows with their optimizer state, or with that of a new row."""
     if keep:
         return rows
-    made = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
-    return rows._replace(state=np.ascontiguousarray(made))
+    values = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
+    return rows._replace(state=np.ascontiguousarray(values))
 
 
 def _listed(names: Any) -> str:

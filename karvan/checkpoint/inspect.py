@@ -168,10 +168,12 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
     """
     folder = local_path(path)
     others = [] if has_file(folder / NAME) else survey(folder)
-    whole = [each.path for each in others if each.condition == "whole"]
-    not_whole = [each for each in others if each.condition != "whole"]
+    whole = [other.path for other in others if other.condition == "whole"]
+    not_whole = [other for other in others if other.condition != "whole"]
     if not whole and not_whole:
-        problems = "; ".join(f"{each.path.name} is {each.condition}: {each.problem}" for each in not_whole)
+        problems = "; ".join(
+            f"{other.path.name} is {other.condition}: {other.problem}" for other in not_whole
+        )
         raise DamagedCheckpointError(folder, f"expected an intact checkpoint, got none: {problems}.")
     checkpoint = Checkpoint(whole[-1]) if whole else find_alone(folder)
     manifest = checkpoint.manifest
@@ -183,10 +185,10 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
         karvan=manifest.karvan,
         metrics=checkpoint.metrics,
         bytes=sum(
-            size_of(one.path / NAME) + sum(file.bytes for file in one.manifest.files)
-            for one in checkpoint.chain
+            size_of(checkpoint_.path / NAME) + sum(file.bytes for file in checkpoint_.manifest.files)
+            for checkpoint_ in checkpoint.chain
         ),
-        builds_on=[one.step for one in checkpoint.chain[:-1]],
+        builds_on=[step_checkpoint.step for step_checkpoint in checkpoint.chain[:-1]],
         dense_tensors=len(list(tensor_names(manifest.state))),
         dense_bytes=manifest.dense.bytes,
         tables=[_table(checkpoint, name, hottest) for name in manifest.tables],
@@ -279,9 +281,9 @@ def verify(
     folder = local_path(path)
     folders = [folder] if has_file(folder / NAME) else _step_folders(folder) or [find_alone(folder).path]
     damaged: dict[Path, Damage] = {}
-    for each in folders:
+    for folder_ in folders:
         try:
-            damaged |= {damage.path: damage for damage in Checkpoint(each).verify(checked)}
+            damaged |= {damage.path: damage for damage in Checkpoint(folder_).verify(checked)}
         except CheckpointError as error:
             damaged[Path(error.path)] = Damage(Path(error.path), error.problem)
     return list(damaged.values())

@@ -199,9 +199,9 @@ class Checkpoints:
                     f"expected its base {base.folder} to stay while it was written, but it was removed.",
                 )
 
-        def after(made: Checkpoint) -> None:
+        def after(checkpoint: Checkpoint) -> None:
             deltas = last.deltas + 1 if last is not None and base is not None else 0
-            self._last = _Last(made, tables, versions, deltas)
+            self._last = _Last(checkpoint, tables, versions, deltas)
 
         self._pending = writing.start(target, check, after, partial(self._prune, target), report)
         if block:
@@ -322,13 +322,13 @@ class Checkpoints:
         metric, mode = self.keep_best
         return one_chosen(self.folder, lambda: best_of(readable(self.folder), metric, mode))
 
-    def _prune(self, made: Path) -> None:
+    def _prune(self, path: Path) -> None:
         try:
             upload(self.folder / HISTORY)
         except OSError as error:
             _log.warning("%s could not be uploaded; the next save tries again: %s", HISTORY, error)
         try:
-            self._remove_old(made)
+            self._remove_old(path)
         except CheckpointError as error:  # of a store; the save is complete
             _log.warning("Old checkpoints could not be removed; the next save tries again: %s", error)
 
@@ -351,13 +351,13 @@ class _Last:
     """The newest checkpoint this process has saved, as a base for deltas."""
 
     def __init__(
-        self, made: Checkpoint, tables: Mapping[str, TableHandle], versions: Versions, deltas: int
+        self, checkpoint: Checkpoint, tables: Mapping[str, TableHandle], versions: Versions, deltas: int
     ) -> None:
-        self.made = made
+        self.made = checkpoint
         self.versions = versions
         self.deltas = deltas  # since the last full one
-        manifest = made.manifest
-        self.base = Base(made.path.name, made.step, manifest.id, manifest.checksum)
+        manifest = checkpoint.manifest
+        self.base = Base(checkpoint.path.name, checkpoint.step, manifest.id, manifest.checksum)
         self._stores = {name: handle.store for name, handle in tables.items()}
 
     def describes(self, tables: Mapping[str, TableHandle]) -> bool:
@@ -373,11 +373,11 @@ class _Last:
 
 def _delta(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing | None:
     """The result of `take`; None on all ranks if a table on any rank does not know what changed."""
-    made: list[Writing] = []
+    writings: list[Writing] = []
 
     def attempt() -> bool:
         try:
-            made.append(take())
+            writings.append(take())
         except ValueError:
             return False
         return True
@@ -387,44 +387,48 @@ def _delta(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]
         complete = all(together(channel, target, attempt))
     finally:
         if not complete:
-            for one in made:
-                one.close()
-    return made[0] if complete else None
+            for writing in writings:
+                writing.close()
+    return writings[0] if complete else None
 
 
 def _is(folder: Path, base: Base) -> bool:
     try:
-        found = Checkpoint(folder / base.folder).manifest
+        manifest = Checkpoint(folder / base.folder).manifest
     except CheckpointError:
         return False
-    return (found.id, found.checksum) == (base.id, base.checksum)
+    return (manifest.id, manifest.checksum) == (base.id, base.checksum)
 
 
 def _doomed(
-    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, made: Path
+    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, newest: Path
 ) -> dict[Path, Path | None]:
     """The checkpoints to remove, the newest first, each with its base; `made`, just saved, stays."""
-    found = readable(folder)
+    checkpoints = readable(folder)
     retained = [
-        *(found if keep_last is None else found[-keep_last:]),
-        *(one for one in found if one.path == made),
+        *(checkpoints if keep_last is None else checkpoints[-keep_last:]),
+        *(checkpoint for checkpoint in checkpoints if checkpoint.path == newest),
     ]
-    best = best_of(found, *keep_best) if keep_best else None
+    best = best_of(checkpoints, *keep_best) if keep_best else None
     needed: set[Path] = set()
-    for one in [*retained, *([best] if best else [])]:
-        needed.add(one.path)
+    for checkpoint in [*retained, *([best] if best else [])]:
+        needed.add(checkpoint.path)
         try:
-            needed |= {below.path for below in one.chain}
+            needed |= {below.path for below in checkpoint.chain}
         except CheckpointError:
             continue  # its base is missing already
     # Folders that cannot be read may belong to somebody else: they stay. The newest first: a delta must not
     # outlive what it builds on, even if this process is killed in between.
-    return {one.path: _below(one) for one in reversed(found) if one.path not in needed}
+    return {
+        checkpoint.path: _below(checkpoint)
+        for checkpoint in reversed(checkpoints)
+        if checkpoint.path not in needed
+    }
 
 
-def _below(one: Checkpoint) -> Path | None:
-    base = one.manifest.base
-    return None if base is None else one.path.parent / Path(base.folder).name
+def _below(checkpoint: Checkpoint) -> Path | None:
+    base = checkpoint.manifest.base
+    return None if base is None else checkpoint.path.parent / Path(base.folder).name
 
 
 # Saves one checkpoint at a given path, and finds one at a path.
@@ -551,8 +555,8 @@ def resume_at(
         resumed = resume(folder, load)
         if resumed is not None:
             return resumed
-    found = find(folder)
-    return found, load(found)
+    newest = find(folder)
+    return newest, load(newest)
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:

@@ -80,13 +80,13 @@ class Pending:
         Returns:
             The save.
         """
-        made = cls.__new__(cls)
-        made.step = step
-        made._pace = Throttle()
-        made._result, made._error, made._error_raised = None, error, False
-        made._ended = threading.Event()
-        made._ended.set()
-        return made
+        save = cls.__new__(cls)
+        save.step = step
+        save._pace = Throttle()
+        save._result, save._error, save._error_raised = None, error, False
+        save._ended = threading.Event()
+        save._ended.set()
+        return save
 
     def _run(self) -> None:
         work, self._work = self._work, _nothing  # releases what it holds when it has ended

@@ -34,7 +34,9 @@ def together(
     except Exception as error:
         own = error
     results = channel.gather_json({"value": value, "problem": own and _problem(path, own)})
-    problems = [(rank, *one["problem"]) for rank, one in enumerate(results) if one["problem"] is not None]
+    problems = [
+        (rank, *result["problem"]) for rank, result in enumerate(results) if result["problem"] is not None
+    ]
     # Problems that an older checkpoint would not solve come first.
     for rank, where, what, temporary, damaged in sorted(problems, key=lambda problem: bool(problem[4])):
         # An error that all have agreed on names its rank already.
@@ -43,7 +45,7 @@ def together(
         # The text of a CheckpointError has its cause; for any other error the traceback is useful as well.
         agreed = kind(where, named, temporary=temporary)
         raise agreed from None if isinstance(own, CheckpointError) else own
-    return [one["value"] for one in results]
+    return [result["value"] for result in results]
 
 
 def _problem(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool, bool]:

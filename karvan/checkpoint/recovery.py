@@ -63,8 +63,8 @@ def newest_step(folder: Path) -> int | None:
     def look() -> list[int]:
         return [step_of(path) for path in saved_folders(folder)[-1:]] if channel.rank == 0 else []
 
-    found: list[int] = together(channel, folder, look)[0]
-    return found[0] if found else None
+    steps: list[int] = together(channel, folder, look)[0]
+    return steps[0] if steps else None
 
 
 def resume(
@@ -107,11 +107,11 @@ def _resume_newest(
 ) -> tuple[Checkpoint, T] | None:
     damaged: list[Path] = []
     first: DamagedCheckpointError | None = None
-    for each in reversed(names):
-        path = folder / each
+    for name in reversed(names):
+        path = folder / name
         try:
-            found = _open(channel, path)
-            result = load(found)
+            checkpoint = _open(channel, path)
+            result = load(checkpoint)
         except CheckpointError as error:
             if _has_gone(channel, path):
                 raise _PrunedError from error
@@ -120,11 +120,11 @@ def _resume_newest(
             damaged.append(path)
             first = first or error
             if channel.rank == 0:
-                _log.warning("The checkpoint %s is damaged: %s", each, error)
+                _log.warning("The checkpoint %s is damaged: %s", name, error)
             continue
         if damaged and channel.rank == 0:
-            _report(found, damaged, set_aside(damaged, DAMAGED) if rename else {})
-        return found, result
+            _report(checkpoint, damaged, set_aside(damaged, DAMAGED) if rename else {})
+        return checkpoint, result
     if first is not None:
         raise DamagedCheckpointError(
             folder,
@@ -142,19 +142,19 @@ def _resume_named(
     names: Sequence[str],
     rename: bool,
 ) -> tuple[Checkpoint, T]:
-    others = ", ".join(each for each in names if each != name) or "none"
+    others = ", ".join(other for other in names if other != name) or "none"
     if name not in names:
         raise CheckpointError(
             folder, f"expected a checkpoint {name}, got none of that name; there are: {others}."
         )
     try:
-        found = _open(channel, folder / name)
-        result = load(found)
+        checkpoint = _open(channel, folder / name)
+        result = load(checkpoint)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
             error.path, f"{error.problem} So the requested {name} is damaged; others are: {others}."
         ) from error
-    later = [folder / each for each in names if step_of(Path(each)) > found.step]
+    later = [folder / name for name in names if step_of(Path(name)) > checkpoint.step]
     if later and rename and channel.rank == 0:
         for path, aside in set_aside(later, ABANDONED).items():
             _log.warning(
@@ -163,16 +163,16 @@ def _resume_named(
                 path.name,
                 aside.relative_to(path.parent),
             )
-    return found, result
+    return checkpoint, result
 
 
 def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
     """The checkpoint at a path; all ranks must see the same one."""
-    made: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
 
     def read() -> str:
-        made.append(Checkpoint(path))
-        return made[0].manifest.id
+        checkpoints.append(Checkpoint(path))
+        return checkpoints[0].manifest.id
 
     if len(set(together(channel, path, read, name_rank=False))) > 1:
         raise CheckpointError(
@@ -180,19 +180,19 @@ def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
             "expected all ranks to see the same checkpoint, got different ones: checkpoints must be on "
             "storage that all ranks share.",
         )
-    return made[0]
+    return checkpoints[0]
 
 
 def _has_gone(channel: CollectiveChannel, path: Path) -> bool:
     return not together(channel, path, lambda: channel.rank != 0 or is_taken(path))[0]
 
 
-def _report(found: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:
+def _report(checkpoint: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:
     names = ", ".join(str(aside.relative_to(path.parent)) for path, aside in asides.items())
     _log.warning(
         "Resuming from %s, the newest intact checkpoint; the %d steps up to %s are lost.%s",
-        shown(found.path),
-        step_of(damaged[0]) - found.step,
+        shown(checkpoint.path),
+        step_of(damaged[0]) - checkpoint.step,
         damaged[0].name,
         f" Damaged checkpoints were renamed to {names}." if names else "",
     )

@@ -90,10 +90,10 @@ def saved_folders(folder: Path) -> list[Path]:
     """The folders named step-… that are not empty, oldest first; warns once of each empty one."""
     if url_of(folder) is not None:
         return step_folders(folder)
-    found = []
+    folders = []
     for path in step_folders(folder):
-        if (path / NAME).exists() or any(each.is_file() for each in path.rglob("*")):
-            found.append(path)
+        if (path / NAME).exists() or any(file.is_file() for file in path.rglob("*")):
+            folders.append(path)
         elif path.exists() and path not in _reported:
             _reported.add(path)
             _log.warning(
@@ -102,7 +102,7 @@ def saved_folders(folder: Path) -> list[Path]:
                 path,
                 NAME,
             )
-    return found
+    return folders
 
 
 def survey(path: str | os.PathLike[str]) -> list[Survey]:
@@ -123,21 +123,21 @@ def survey(path: str | os.PathLike[str]) -> list[Survey]:
         [5]
     """
     folder = local_path(path)
-    found = [_look(path) for path in step_folders(folder)]
+    states = [_look(path) for path in step_folders(folder)]
     if url_of(folder) is not None:
         with explained(folder):
             names = [name for name in folder_names(folder) if _STEP.match(name)]
             aside = asides(folder, names)
         paths = [(folder / name, kind) for name, kind in aside]
-        return found + [Survey(path, step_of(path), kind, "set aside") for path, kind in paths]
+        return states + [Survey(path, step_of(path), kind, "set aside") for path, kind in paths]
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
     for name in names:
         if match := _ASIDE.match(name):
-            found.append(Survey(folder / name, int(match[2]), match[1], "set aside"))
-    return found
+            states.append(Survey(folder / name, int(match[2]), match[1], "set aside"))
+    return states
 
 
 def _look(path: Path) -> Survey:
@@ -148,14 +148,14 @@ def _look(path: Path) -> Survey:
         chain = Checkpoint(path).chain
     except CheckpointError as error:
         return Survey(path, step, DAMAGED, str(error))
-    for one in chain:
-        for file in one.manifest.files:
+    for checkpoint in chain:
+        for file in checkpoint.manifest.files:
             try:
-                size = size_of(one.path / file.name)
+                size = size_of(checkpoint.path / file.name)
             except OSError as error:
-                return Survey(path, step, DAMAGED, f"{shown(one.path / file.name)}: {error.strerror}")
+                return Survey(path, step, DAMAGED, f"{shown(checkpoint.path / file.name)}: {error.strerror}")
             if size != file.bytes:
-                name = shown(one.path / file.name)
+                name = shown(checkpoint.path / file.name)
                 return Survey(path, step, DAMAGED, f"{name}: expected {file.bytes} bytes, got {size}")
     return Survey(path, step, "whole")
 
@@ -170,13 +170,13 @@ def folders(folder: Path) -> list[Path]:
 
 def readable(folder: Path) -> list[Checkpoint]:
     """The checkpoints whose manifests can be read, oldest first."""
-    found = []
+    checkpoints = []
     for path in folders(folder):
         try:
-            found.append(Checkpoint(path))
+            checkpoints.append(Checkpoint(path))
         except CheckpointError:
             continue
-    return found
+    return checkpoints
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -194,9 +194,9 @@ def best_of(among: list[Checkpoint], metric: str, mode: str) -> Checkpoint | Non
     """The best by a metric, the newest of equal ones; None if none has it."""
     sign = 1 if mode == "max" else -1
     rated = [
-        (sign * value, one.step, one)
-        for one in among
-        if isinstance(value := one.metrics.get(metric), int | float) and not math.isnan(value)
+        (sign * value, checkpoint.step, checkpoint)
+        for checkpoint in among
+        if isinstance(value := checkpoint.metrics.get(metric), int | float) and not math.isnan(value)
     ]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
@@ -223,9 +223,9 @@ def is_imported(path: str | os.PathLike[str]) -> bool:
 def find_alone(folder: Path) -> Checkpoint:
     """The checkpoint at a path, or the newest one of a run's folder, as this process sees it."""
     if not has_file(folder / NAME):
-        found = newest(folder)
-        if found is not None:
-            return found
+        checkpoint = newest(folder)
+        if checkpoint is not None:
+            return checkpoint
     if is_there(folder) and not has_file(folder / NAME):
         raise CheckpointError.mismatch(
             folder, f"a checkpoint, with a {NAME}, or a run's folder with step-… inside", "neither"
@@ -245,24 +245,26 @@ def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Che
     channel = distributed.current().here
     if channel.world_size == 1:
         return choose()
-    found: dict[str, Checkpoint] = {}
+    checkpoints: dict[str, Checkpoint] = {}
 
     def look() -> list[str]:
         if channel.rank == 0:
-            found.update((str(one.path.relative_to(folder)), one) for one in choose())
-        return list(found)
+            checkpoints.update(
+                (str(checkpoint.path.relative_to(folder)), checkpoint) for checkpoint in choose()
+            )
+        return list(checkpoints)
 
     def follow() -> dict[str, str]:
         for name in names if channel.rank else ():
             try:
-                found[name] = Checkpoint(folder / name)
+                checkpoints[name] = Checkpoint(folder / name)
             except CheckpointError:
                 continue
-        return {name: one.manifest.id for name, one in found.items()}
+        return {name: checkpoint.manifest.id for name, checkpoint in checkpoints.items()}
 
     names = together(channel, folder, look, name_rank=False)[0]
     ids = together(channel, folder, follow, name_rank=False)
-    return [found[name] for name in names if all(its.get(name) == ids[0][name] for its in ids)]
+    return [checkpoints[name] for name in names if all(its.get(name) == ids[0][name] for its in ids)]
 
 
 def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
@@ -270,20 +272,20 @@ def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpo
     channel = distributed.current().here
     if channel.world_size == 1:
         return choose()
-    seen: list[str] = []
+    attempts: list[str] = []
 
     def look() -> list[Checkpoint]:
-        found = choose()
-        seen.extend([shown(found.path)] if found is not None else [])
-        return [found] if found is not None else []
+        checkpoints = choose()
+        attempts.extend([shown(checkpoints.path)] if checkpoints is not None else [])
+        return [checkpoints] if checkpoints is not None else []
 
     opened = all_chosen(folder, look)
 
     def require() -> None:
-        if seen and not opened:
+        if attempts and not opened:
             raise CheckpointError(
                 folder,
-                f"expected all ranks to see {seen[0]}, as rank 0 does, got some that do not: checkpoints "
+                f"expected all ranks to see {attempts[0]}, as rank 0 does, got some that do not: checkpoints "
                 "must be on storage that all ranks share.",
             )
 
@@ -293,6 +295,6 @@ def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpo
 
 def chosen(folder: Path, choose: Callable[[], Checkpoint]) -> Checkpoint:
     """The checkpoint that rank 0 chooses in a folder."""
-    found = one_chosen(folder, choose)
-    assert found is not None
-    return found
+    checkpoint = one_chosen(folder, choose)
+    assert checkpoint is not None
+    return checkpoint

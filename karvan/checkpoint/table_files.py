@@ -73,10 +73,10 @@ class TableReader:
         keys = np.array([key & (2**64 - 1)], np.uint64).view(np.int64)
         upper = int(hashes_of(keys)[0]) >> 32
         for folder, entry, delta in reversed(self._layers):
-            part = entry.parts[bisect_right(entry.parts, upper, key=lambda one: one.first) - 1]
+            part = entry.parts[bisect_right(entry.parts, upper, key=lambda part: part.first) - 1]
             rows, erased = read_part(folder, entry, part, delta=delta)
-            if (found := rows.keys == keys).any():
-                return select(rows, found)
+            if (same := rows.keys == keys).any():
+                return select(rows, same)
             if (erased == keys).any():
                 return None
         return None
@@ -94,7 +94,7 @@ class _Files:
     def within(self, hashes: Range) -> tuple[Keys, Rows]:
         """Keys that were removed, and rows, of some hashes."""
         erased, rows = [], []
-        begin = bisect_right(self.ranges, hashes.first, key=lambda one: one.first) - 1
+        begin = bisect_right(self.ranges, hashes.first, key=lambda part: part.first) - 1
         for number in range(begin, len(self.ranges)):
             if not self.ranges[number].overlaps(hashes):
                 break
@@ -166,8 +166,8 @@ def put_table(
         arrays = to_arrays(rows, removed, source.spec.dtype)
         count, removed_count = len(rows.keys), 0 if removed is None else len(removed)
 
-        def note(made: FileEntry) -> None:
-            entries[part] = PartEntry(**asdict(made), rows=count, erased=removed_count, first=range_.first)
+        def note(entry: FileEntry) -> None:
+            entries[part] = PartEntry(**asdict(entry), rows=count, erased=removed_count, first=range_.first)
 
         put(note, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
 

@@ -75,12 +75,12 @@ class WarmStart:
             for name, why in self.statistics.items()
         ]
         both = (("table", self.left_tables, self.new_tables), ("dense", self.left_dense, self.new_dense))
-        for kind, left, new_names in both:
-            made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in left.items()]
+        for kind, names, new_names in both:
+            made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in names.items()]
             made += [
                 (f"{kind} {name}", "not from the checkpoint: keeps its initial values")
                 for name in new_names
-                if name not in left
+                if name not in names
             ]
         width = max((len(what) for what, _ in made), default=0)
         lines = [f"  {what:<{width}}  {outcome}" for what, outcome in made]
@@ -146,19 +146,22 @@ def warm_start(
     for kind, names, patterns in (("table", checkpoint.manifest.tables, tables), ("tensor", saved, dense)):
         _check_patterns(checkpoint, kind, names, patterns)
     report = WarmStart(checkpoint.path, checkpoint.step)
-    handles, own = tables_of(model), {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    handles, tensors = (
+        tables_of(model),
+        {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)},
+    )
     _choose(checkpoint.manifest.tables, handles, tables, exclude, renamed, report.tables, report.left_tables)
-    _choose(saved, own, dense, exclude, renamed, report.dense, report.left_dense)
+    _choose(saved, tensors, dense, exclude, renamed, report.dense, report.left_dense)
     report.new_tables.extend(name for name in handles if name not in report.tables)
-    report.new_dense.extend(name for name in own if name not in report.dense)
+    report.new_dense.extend(name for name in tensors if name not in report.dense)
     for new, old in report.tables.items():
         entry = checkpoint.manifest.tables[old]
         check_table(checkpoint.path, old, entry, handles[new], optimizer_state=optimizer_state)
     for new, old in report.dense.items():
-        if saved[old].shape != own[new].shape:
+        if saved[old].shape != tensors[new].shape:
             raise CheckpointError.mismatch(
                 checkpoint.path,
-                f"tensor '{old}' of shape {tuple(own[new].shape)}",
+                f"tensor '{old}' of shape {tuple(tensors[new].shape)}",
                 f"{tuple(saved[old].shape)}; exclude it to skip it",
             )
 
@@ -175,7 +178,7 @@ def warm_start(
         _take_steps(checkpoint, sparse_optimizer, report.tables)
     with torch.no_grad():
         for new, old in report.dense.items():
-            own[new].copy_(saved[old])  # state_dict() shares memory with the model
+            tensors[new].copy_(saved[old])  # state_dict() shares memory with the model
     _take_statistics(
         model, checkpoint, report, lambda name: _matches(name, dense) and not _matches(name, exclude)
     )
@@ -223,25 +226,25 @@ def _take_statistics(
 
 def _choose(
     saved: Mapping[str, object],
-    own: Mapping[str, object],
+    model_values: Mapping[str, object],
     patterns: Patterns,
     exclude: Patterns,
     rename: Mapping[str, str],
-    taken: dict[str, str],
-    left: dict[str, str],
+    sources: dict[str, str],
+    skipped: dict[str, str],
 ) -> None:
     for old in saved:
         new = rename.get(old, old)
         if not _matches(old, patterns):
-            left[old] = "not requested"
+            skipped[old] = "not requested"
         elif _matches(old, exclude):
-            left[old] = "excluded"
-        elif new not in own:
-            left[old] = f"the model has no '{new}'"
-        elif new in taken:
-            raise ValueError(f"Expected one source for '{new}', got '{taken[new]}' and '{old}'.")
+            skipped[old] = "excluded"
+        elif new not in model_values:
+            skipped[old] = f"the model has no '{new}'"
+        elif new in sources:
+            raise ValueError(f"Expected one source for '{new}', got '{sources[new]}' and '{old}'.")
         else:
-            taken[new] = old
+            sources[new] = old
 
 
 def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: bool) -> int:
@@ -262,8 +265,8 @@ def _saved_model(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def _check_patterns(checkpoint: Checkpoint, kind: str, names: Iterable[str], patterns: Patterns) -> None:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-            known = ", ".join(names) or "none"
-            raise CheckpointError.mismatch(checkpoint.path, f"a {kind} like '{pattern}'", known)
+            choices = ", ".join(names) or "none"
+            raise CheckpointError.mismatch(checkpoint.path, f"a {kind} like '{pattern}'", choices)
 
 
 def _matches(name: str, patterns: Patterns) -> bool:

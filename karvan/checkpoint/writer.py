@@ -137,10 +137,10 @@ class Writing:
             assert writers is not None
             try:
                 with self._connection.on("save") as channel:
-                    made = self._write(channel, target, writers, pace, check)
-                    after(made)
+                    checkpoint = self._write(channel, target, writers, pace, check)
+                    after(checkpoint)
                     together(channel, target, prune if channel.rank == 0 else _nothing)
-                    return made
+                    return checkpoint
             finally:
                 writers.end()
                 self.close()
@@ -227,7 +227,7 @@ class Writing:
         }
         shared = self._put_shared(folder, rounds) if channel.rank == 0 else {}
         writers.finish()
-        return {**{name: [made()] for name, made in tables.items()}, **shared}
+        return {**{name: [make()] for name, make in tables.items()}, **shared}
 
     def _put_shared(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
         """Have other processes write the tables that they hold; returns their reports, by table."""
@@ -267,7 +267,7 @@ class Writing:
                     folder,
                     handle.spec,
                     handle.optimizer,
-                    [one for share in shares for one in share.get(name, ())],
+                    [part for share in shares for part in share.get(name, ())],
                 )
                 for name, handle in self._handles.items()
             },
@@ -295,14 +295,14 @@ def publish_folder(
 
 def capture_on_all(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
     """The result of `take`, if it succeeded on all ranks."""
-    made: list[Writing] = []
+    writings: list[Writing] = []
     try:
-        together(channel, target, lambda: made.append(take()))
+        together(channel, target, lambda: writings.append(take()))
     except BaseException:
-        for one in made:
-            one.close()
+        for writing in writings:
+            writing.close()
         raise
-    return made[0]
+    return writings[0]
 
 
 def _is_checkpoint(target: Path) -> bool:

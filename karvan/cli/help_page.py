@@ -55,16 +55,16 @@ class _Page:
     def print(self, command: TyperCommand | TyperGroup, ctx: Any, sections: dict[str, Rows]) -> None:
         """The page of a command, with the sections of a group."""
         parameters: list[Any] = command.get_params(ctx)
-        arguments = [each for each in parameters if each.param_type_name == "argument"]
-        options = [each for each in parameters if each.param_type_name == "option"]
+        arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
+        options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
         words = [ctx.command_path, "[OPTIONS]", *map(_argument, arguments)]
         self._paragraph(" ".join(["Usage:", *words, *(["COMMAND"] if sections else [])]))
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
             self._paragraph(paragraph)
         all_sections = {
-            "Arguments": [(_argument(each), each.help or "") for each in arguments],
+            "Arguments": [(_argument(argument), argument.help or "") for argument in arguments],
             **sections,
-            "Options": [(_option(each), _meaning(each)) for each in options],
+            "Options": [(_option(option), _meaning(option)) for option in options],
         }
         for title, rows in all_sections.items():
             if rows:
@@ -92,7 +92,7 @@ class _Page:
     def _section(self, title: str, rows: Rows, aligned: list[Rows]) -> None:
         """Names with their meanings, aligned with those of other sections."""
         self._line(f"{title}:", style="bold")
-        column = 2 + min(_LONGEST, max(len(name) for each in aligned for name, _ in each)) + 2
+        column = 2 + min(_LONGEST, max(len(name) for pairs in aligned for name, _ in pairs)) + 2
         for name, meaning in rows:
             name = f"  {name}"
             if len(name) + 2 > column:

@@ -93,9 +93,9 @@ def program() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; see `errors.py`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words.index("run") if "run" in words else len(words)  # what follows may be the program's
-    debug = "--debug" in words[:own]
-    words = [word for word in words[:own] if word != "--debug"] + words[own:]
+    begin = words.index("run") if "run" in words else len(words)  # what follows may be the program's
+    debug = "--debug" in words[:begin]
+    words = [word for word in words[:begin] if word != "--debug"] + words[begin:]
     try:
         code = app(words or ["--help"], standalone_mode=False, prog_name="karvan")
         sys.stdout.flush()  # a full disk or a closed pipe is an error of the command

@@ -83,7 +83,9 @@ def _print_folded(columns: Sequence[str], rows: list[list[str]], numbers: set[st
 def help_of(command: Callable[..., object]) -> str:
     """A command's docstring for --help, which folds paragraphs unless they begin with \\b."""
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    return "\n\n".join(each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs)
+    return "\n\n".join(
+        paragraph if paragraph.startswith("\b") else " ".join(paragraph.split()) for paragraph in paragraphs
+    )
 
 
 def _json_path(path: str | None) -> str | None:
@@ -119,9 +121,9 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float):

@@ -174,7 +174,7 @@ def _run_together(command: Sequence[str], environments: Sequence[dict[str, str]]
         for process in processes:
             process.send_signal(number)
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         while True:
             codes = [process.poll() for process in processes]

@@ -166,7 +166,7 @@ def open_data(
     """The source of some data and the decoder of its columns; the arguments are those of `read`."""
     if isinstance(columns, str | Column):
         raise TypeError(f"columns expects a list, got a single {columns!r}: give it [{columns!r}].")
-    if wrong := [each for each in columns or () if not isinstance(each, str | Column)]:
+    if wrong := [column for column in columns or () if not isinstance(column, str | Column)]:
         raise TypeError(f"columns expects names, Fixed, Varlen or Raw, got {wrong[0]!r}.")
     if not isinstance(options, Mapping | None):
         raise TypeError(f'options expects a mapping such as {{"delimiter": ";"}}, got {options!r}.')

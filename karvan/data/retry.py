@@ -64,12 +64,12 @@ class Patience:
         attempt: counted from 0. since: the time of the first failure.
         """
         now = time.monotonic()
-        left = since + self.seconds - now
-        if left <= 0 or self._ended.is_set():
+        remaining = since + self.seconds - now
+        if remaining <= 0 or self._ended.is_set():
             return False
         self._warn(error, now)
         activity.advance()  # waiting is not a stall, since it is limited
-        pause = min(_FIRST_PAUSE * 2.0 ** min(attempt, 20), _LONGEST_PAUSE, left)
+        pause = min(_FIRST_PAUSE * 2.0 ** min(attempt, 20), _LONGEST_PAUSE, remaining)
         return not self._ended.wait(pause)
 
     def succeeded(self) -> None:
@@ -121,7 +121,7 @@ def is_outage(error: BaseException) -> bool:
     """Whether the error alone shows that the storage cannot be reached."""
     if is_temporary(error):
         return True
-    return any(_has_outage_text(each) for each in _causes(error))
+    return any(_has_outage_text(cause) for cause in _causes(error))
 
 
 class FileOutages:
@@ -142,7 +142,7 @@ class FileOutages:
             return True
         if self._local:
             return _is_missing(error) and (self._is_unmounted(path) or _is_back(error, path))
-        if any(_is_plain(each) or _is_of_client(each) for each in _causes(error)):
+        if any(_is_plain(cause) or _is_of_client(cause) for cause in _causes(error)):
             return None if self._can_be_read(path) else True
         return False
 
@@ -170,15 +170,15 @@ class FileOutages:
 
 def _is_back(error: BaseException, path: str) -> bool:
     """Whether a file that could not be found is there again: its disk was mounted meanwhile."""
-    missing = any(isinstance(each, FileNotFoundError) and path in str(each) for each in _causes(error))
+    missing = any(isinstance(cause, FileNotFoundError) and path in str(cause) for cause in _causes(error))
     return missing and os.path.exists(path)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    each: BaseException | None = error
-    while each is not None:
-        yield each
-        each = each.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _has_outage_text(error: BaseException) -> bool:
@@ -197,8 +197,8 @@ def _is_of_client(error: BaseException) -> bool:
 
 
 def _is_missing(error: BaseException) -> bool:
-    known = (each for each in _causes(error) if isinstance(each, FileNotFoundError | DataError))
-    return any(isinstance(each, FileNotFoundError) or "no such file" in str(each) for each in known)
+    causes = (cause for cause in _causes(error) if isinstance(cause, FileNotFoundError | DataError))
+    return any(isinstance(cause, FileNotFoundError) or "no such file" in str(cause) for cause in causes)
 
 
 # `RetryingSource`: a source that waits for outages to end.

@@ -308,11 +308,9 @@ class ClickLog:
         shares = _shares(rows, files)
         paths = [os.path.join(path, f"part-{number:05d}.{format}") for number in range(files)]
         with ThreadPoolExecutor(2, thread_name_prefix="karvan-synthetic") as pool:
-            writing = [
-                pool.submit(self._write_file, *each, format) for each in zip(paths, shares, strict=True)
-            ]
+            writing = [pool.submit(self._write_file, *job, format) for job in zip(paths, shares, strict=True)]
             best_auc = pool.submit(lambda: self.best_auc)
-            clicks = sum(each.result() for each in writing)
+            clicks = sum(future.result() for future in writing)
         return Written(paths, rows, best_auc.result(), clicks / rows if rows else 0.0)
 
     def _write_file(self, path: str, share: tuple[int, int], format: str) -> float:
@@ -420,8 +418,8 @@ def expected_auc(probabilities: npt.ArrayLike) -> float:
 
 
 def _sigmoid(logits: Floats) -> Floats:
-    one = np.float32(1)
-    result: Floats = one / (one + np.exp(-logits))
+    one_ = np.float32(1)
+    result: Floats = one_ / (one_ + np.exp(-logits))
     return result
 
 

@@ -75,13 +75,13 @@ class Directory:
                 if clock.now() > due:
                     raise
                 continue  # a call of another thread missed its deadline, which closed the shared connection
-            for each in members:
-                if each.role == role and each.index == index and each.healthy:
-                    return each.address
+            for member in members:
+                if member.role == role and member.index == index and member.healthy:
+                    return member.address
             if clock.now() + pause > due:
                 where = f"at the registry {self._registry} within {timeout:.0f} s"
-                found = "; ".join(map(str, members)) or "none"
-                raise WireError(f"Expected {role} {index} {where}, found {found}.")
+                names = "; ".join(map(str, members)) or "none"
+                raise WireError(f"Expected {role} {index} {where}, found {names}.")
             time.sleep(pause)
             pause = min(last, 2 * pause)
 
@@ -94,9 +94,9 @@ class Directory:
         pause, last = _PAUSES
         while True:
             with contextlib.suppress(WireError):  # a registry that is not up yet
-                for each in self.members(max(0.1, due - clock.now())):
-                    if each.role == role and each.healthy and each.count:
-                        return each.count
+                for member in self.members(max(0.1, due - clock.now())):
+                    if member.role == role and member.healthy and member.count:
+                        return member.count
             if clock.now() + pause > due:
                 raise WireError(
                     f"Expected a {role} at the registry {self._registry} within {timeout:.0f} s, found none."
@@ -112,7 +112,7 @@ class Directory:
         except WireError:
             self._drop(peer)
             raise
-        return [Member(**{**vars(each), "role": role_of(each.role)}) for each in listed]
+        return [Member(**{**vars(member), "role": role_of(member.role)}) for member in listed]
 
     def close(self) -> None:
         """Disconnect from the registry."""
@@ -141,7 +141,7 @@ class StaticDirectory:
     def __init__(self, addresses: Mapping[Role, Sequence[str]]) -> None:
         for role in addresses:
             role_of(role)
-        self._addresses = {role: list(each) for role, each in addresses.items()}
+        self._addresses = {role: list(where) for role, where in addresses.items()}
         for listed in self._addresses.values():
             for address in listed:
                 split_address(address)
@@ -149,11 +149,13 @@ class StaticDirectory:
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""
         role_of(role)
-        known = self._addresses.get(role, [])
-        if index >= len(known):
-            found = "; ".join(f"{role} {each} at {where}" for each, where in enumerate(known)) or "none"
-            raise WireError(f"Expected {role} {index} in the list of addresses, found {found}.")
-        return known[index]
+        addresses = self._addresses.get(role, [])
+        if index >= len(addresses):
+            places = (
+                "; ".join(f"{role} {index} at {where}" for index, where in enumerate(addresses)) or "none"
+            )
+            raise WireError(f"Expected {role} {index} in the list of addresses, found {places}.")
+        return addresses[index]
 
     def close(self) -> None:
         """Nothing to do: there is no connection."""

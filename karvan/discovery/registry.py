@@ -126,7 +126,7 @@ class Registry(Service):
     def activities(self) -> dict[tuple[Role, int], ActivityReport]:
         """The activity in each member's last heartbeat, by role and index."""
         with self._lock:
-            return {key: each.activity for key, each in self._entries.items() if each.activity is not None}
+            return {key: entry.activity for key, entry in self._entries.items() if entry.activity is not None}
 
     def forget(self, role: Role, index: int) -> None:
         """Remove a process that has ended; another one will replace it."""
@@ -145,7 +145,7 @@ class Registry(Service):
         self._store.begin_generation(generation)
 
     def _list(self, request: Request) -> Message:
-        return Message({"members": [vars(each) for each in self.members()]})
+        return Message({"members": [vars(member) for member in self.members()]})
 
     def _register(self, request: Request[protocol.MemberFields]) -> Message:
         head, key = request.head, _key(request.head)
@@ -180,11 +180,11 @@ class Registry(Service):
     def _beat(self, request: Request[protocol.Beat]) -> Message[protocol.BeatAnswer]:
         with self._lock:
             entry = self._entries.get(_key(request.head))
-            known = entry is not None and entry.process == request.head.process
-            if entry is not None and known:
+            is_current = entry is not None and entry.process == request.head.process
+            if entry is not None and is_current:
                 entry.seen = clock.now()
                 entry.activity = ActivityReport(**request.head.activity)
-            return Message(protocol.BeatAnswer(known=known, replaced=bool(entry and not known)))
+            return Message(protocol.BeatAnswer(known=is_current, replaced=bool(entry and not is_current)))
 
     def _leave(self, request: Request[protocol.MemberFields]) -> Message:
         key = _key(request.head)

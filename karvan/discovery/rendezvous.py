@@ -75,7 +75,7 @@ class RendezvousFile:
             database.executemany("DELETE FROM keys WHERE key = ?", ((key,) for key in remove))
             if answer is not None:
                 database.execute("INSERT INTO answers (request, answer) VALUES (?, ?)", answer)
-            database.executemany("DELETE FROM answers WHERE request = ?", ((each,) for each in forget))
+            database.executemany("DELETE FROM answers WHERE request = ?", ((number,) for number in forget))
             database.execute("COMMIT")
         except sqlite3.OperationalError as error:
             if database.in_transaction:
@@ -166,7 +166,7 @@ class RendezvousStore:
         self._lock = threading.Lock()
         self._file = NoRendezvousFile() if path is None else RendezvousFile(path)
         self._generation, self._values, self._answers = self._file.read()
-        self._size = sum(_size(*each) for each in self._values.items())
+        self._size = sum(_size(*item) for item in self._values.items())
 
     @property
     def generation(self) -> int:
@@ -210,8 +210,8 @@ class RendezvousStore:
         """Add to a number, which is 0 if the key does not exist; returns the sum."""
         with self._lock:
             self._check(generation)
-            if (known := self._answers.get(request)) is not None:
-                return int(known)
+            if (answer := self._answers.get(request)) is not None:
+                return int(answer)
             before = self._values.get(key, b"0")
             try:
                 total = int(before) + amount
@@ -238,8 +238,8 @@ class RendezvousStore:
         """
         with self._lock:
             self._check(generation)
-            if (known := self._answers.get(request)) is not None:
-                return known
+            if (answer := self._answers.get(request)) is not None:
+                return answer
             current = self._values.get(key)
             if current == expected or (current is None and not expected):
                 self._put({key: desired}, request, desired)
@@ -320,9 +320,9 @@ def rendezvous_endpoints(store: RendezvousStore) -> list[Endpoint[Any]]:
         return Message({})
 
     def get(request: Request[protocol.Keys]) -> Message[protocol.PresentValues]:
-        found = store.get(request.head.generation, request.head.keys)
-        sizes, arrays = protocol.pack_values(found or [])
-        return Message(protocol.PresentValues(present=found is not None, sizes=sizes), arrays)
+        values = store.get(request.head.generation, request.head.keys)
+        sizes, arrays = protocol.pack_values(values or [])
+        return Message(protocol.PresentValues(present=values is not None, sizes=sizes), arrays)
 
     def check(request: Request[protocol.Keys]) -> Message[protocol.Presence]:
         return Message(protocol.Presence(present=store.has(request.head.generation, request.head.keys)))

@@ -176,16 +176,16 @@ class PreparedBatches:
         return None
 
     def _tensors(self, batch: Mapping[str, Any]) -> list[Any]:
-        found: list[Any] = [batch.get(REFERENCE)]
+        references: list[Any] = [batch.get(REFERENCE)]
         for name in self._features:
             entry = batch.get(name)
             if isinstance(entry, Ragged):
-                found += [entry.values, entry.offsets, entry.weights]
+                references += [entry.values, entry.offsets, entry.weights]
             elif isinstance(entry, NestedRagged):
-                found += [entry.values, entry.inner, entry.outer]
+                references += [entry.values, entry.inner, entry.outer]
             else:
-                found.append(entry)
-        return found
+                references.append(entry)
+        return references
 
 
 def _versions(tensors: list[Any]) -> list[Any]:
@@ -360,8 +360,8 @@ class EmbeddingEngine(nn.Module):
         read = inputs.part(self._reads)
         self._run(read, None, training=False, program=self._read)
         order = sorted(range(len(self.features)), key=[*self._trains, *self._reads].__getitem__)
-        each, outs = [*trained.each, *read.each], (*outs, *read.take_out())
-        return Inputs([each[at] for at in order]), tuple(outs[at] for at in order)
+        output, outs = [*trained.each, *read.each], (*outs, *read.take_out())
+        return Inputs([output[at] for at in order]), tuple(outs[at] for at in order)
 
     def prepare(self, batch: Mapping[str, Any], *, training: bool | None = None) -> bool:
         """Check and group the ids of a batch before its forward, on any thread.
@@ -444,14 +444,14 @@ class EmbeddingEngine(nn.Module):
                 )
             if feature in self._unseen:
                 self._look_for_padding(feature, entry)
-            made = FeatureInput(feature, self._names[feature], table, entry, self.store.device)
-            if inputs and made.rows != inputs[0].rows:
+            input_ = FeatureInput(feature, self._names[feature], table, entry, self.store.device)
+            if inputs and input_.rows != inputs[0].rows:
                 first = next(iter(self.features))
                 raise ValueError(
                     f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].rows} "
-                    f"samples like feature '{first}', got {made.rows}."
+                    f"samples like feature '{first}', got {input_.rows}."
                 )
-            inputs.append(made)
+            inputs.append(input_)
         return Inputs(inputs)
 
     def _look_for_padding(self, feature: str, entry: object) -> None:

@@ -55,9 +55,9 @@ def find_distinct(values: Tensor, offsets: Tensor | None, weights: Tensor | None
     cells = torch.arange(values.shape[0], device=device) + shifts.repeat_interleave(lengths)
     if samples and int(lengths.max()) > length:
         ends = (torch.arange(samples, device=device) + 1) * length
-        taken = cells < ends.repeat_interleave(lengths)
-        cells, values = cells[taken], values[taken]
-        weights = None if weights is None else weights[taken]
+        valid = cells < ends.repeat_interleave(lengths)
+        cells, values = cells[valid], values[valid]
+        weights = None if weights is None else weights[valid]
     distinct, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     if weights is not None:
         weights = _spread(weights, cells, samples, length)
@@ -74,8 +74,8 @@ def find_distinct(values: Tensor, offsets: Tensor | None, weights: Tensor | None
 
 def _spread(values: Tensor, cells: Tensor, samples: int, length: int) -> Tensor:
     """(samples, length), with values in these cells and zeros in others."""
-    made = torch.zeros(samples * length, dtype=values.dtype, device=values.device)
-    return made.scatter_(0, cells, values).view(samples, length)
+    padded = torch.zeros(samples * length, dtype=values.dtype, device=values.device)
+    return padded.scatter_(0, cells, values).view(samples, length)
 
 
 _CPU = torch.device("cpu")
@@ -254,10 +254,15 @@ class FeatureInput(Output):
         if self.offsets is not None and not _tiles(self.offsets, self.cells):
             expected = f"offsets that rise from 0 to its {self.cells} ids"
             raise _refusal(name, table_name, ValueError, expected, f"{self.offsets.tolist()[:10]}")
-        found = find_distinct(values, self.offsets, self.weights, self.length)
-        self.offsets, self.row_index, self.weights, self.length = found.offsets, found.row_index, None, 1
-        self.samples, self.cells = found.offsets.shape[0] - 1, found.values.shape[0]
-        return found.values
+        distinct = find_distinct(values, self.offsets, self.weights, self.length)
+        self.offsets, self.row_index, self.weights, self.length = (
+            distinct.offsets,
+            distinct.row_index,
+            None,
+            1,
+        )
+        self.samples, self.cells = distinct.offsets.shape[0] - 1, distinct.values.shape[0]
+        return distinct.values
 
     def _without_padding(
         self, name: str, table_name: str, values: Tensor, offsets: Tensor | None, weights: Tensor | None
@@ -314,18 +319,18 @@ class FeatureInput(Output):
 class Inputs:
     """All features of a batch: their ids, or a reference to remote ids."""
 
-    def __init__(self, each: Sequence[Output], reference: IdsReference | None = None) -> None:
-        self.each = each
+    def __init__(self, outputs: Sequence[Output], reference: IdsReference | None = None) -> None:
+        self.each = outputs
         self._reference = reference
 
     def for_store(self, store: Store) -> LookupInputs:
         """The inputs of the store's `prepare` and `forward`."""
         if self._reference is not None:
             return self._reference
-        features = (one for one in self.each if isinstance(one, FeatureInput))
+        features = (output for output in self.each if isinstance(output, FeatureInput))
         if store.takes_tensors:
-            return tuple(one.tensors() for one in features)
-        return [one.arrays() for one in features]
+            return tuple(feature.tensors() for feature in features)
+        return [feature.arrays() for feature in features]
 
     def part(self, chosen: Sequence[int]) -> Inputs:
         """The inputs of some of the features."""
@@ -338,12 +343,12 @@ class Inputs:
 
     def fill(self, lookup: RemoteLookup) -> None:
         """Take the outputs that a lookup has returned."""
-        for one, (out, layout) in zip(self.each, lookup.take(), strict=True):
-            one.fill(out, layout)
+        for output, (out, layout) in zip(self.each, lookup.take(), strict=True):
+            output.fill(out, layout)
 
     def take_out(self) -> tuple[Tensor, ...]:
         """Return and release all outputs."""
-        return tuple(one.take_out() for one in self.each)
+        return tuple(output.take_out() for output in self.each)
 
 
 def _widened(values: Tensor, single: bool) -> Tensor:
@@ -376,9 +381,9 @@ def _advice(feature: str, entry: object) -> str:
             f"columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]; in a config, by features: "
             f"{{{feature}: [{{hash: farm}}]}}."
         )
-        if (found := _list_in_text(entry)) is None:
+        if (lists := _list_in_text(entry)) is None:
             return f" This looks like text: {usual}"
-        text, separator, is_number = found
+        text, separator, is_number = lists
         step, key = ("to_ids()", "to_ids") if is_number else ('hash("farm")', "{hash: farm}")
         return (
             f" This looks like text. If values such as {text!r} are lists, split them first: "
@@ -494,11 +499,11 @@ def make_program(features: Mapping[str, Table]) -> LookupProgram:
 
 def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
     """The features of a program's description: the layout of their ids, without initialisers and policies."""
-    made = {}
+    inputs = {}
     for feature, (name, dim, combiner, length, stack, *rest) in described.items():
         use_weights, missing, padding = rest
         hash_stack = None if stack is None else HashStack(*stack)
-        made[feature] = Table(
+        inputs[feature] = Table(
             dim,
             name,
             combiner,
@@ -508,7 +513,7 @@ def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
             missing=missing,
             padding_idx=padding,
         )
-    return made
+    return inputs
 
 
 def _to_json(feature: str, table: Table) -> list[Any]:

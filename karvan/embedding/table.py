@@ -107,8 +107,8 @@ class Table:
         if self.name == "":
             raise ValueError("Table expects a name that is not empty, or none.")
         if self.combiner not in COMBINERS:
-            known = ", ".join(COMBINERS)
-            raise ValueError(f"Table expects a combiner out of {known}, got {self.combiner!r}.")
+            names = ", ".join(COMBINERS)
+            raise ValueError(f"Table expects a combiner out of {names}, got {self.combiner!r}.")
         if self.combiner == "tile" and self.length is None:
             raise ValueError("Table with combiner 'tile' needs length, the number of vectors side by side.")
         if self.length is not None:

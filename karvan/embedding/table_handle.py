@@ -81,11 +81,11 @@ class EngineState:
         A pass is released once the gradients of every table that has an optimizer have been taken.
         """
         names = set(tables)
-        taken = self.gradients(names)
+        gradients = self.gradients(names)
         for pending in self._pending:
             pending.waiting -= names
         self._pending = [p for p in self._pending if p.waiting]
-        return taken
+        return gradients
 
     def gradients(self, tables: Iterable[str]) -> list[tuple[LookupPlan, Gradients]]:
         """The backward passes whose gradients wait for these tables, oldest first; they stay."""
@@ -173,8 +173,8 @@ class TableHandle:
         """
         unique, inverse = np.unique(self._as_keys(keys), return_inverse=True)
         counts = np.ones(len(unique), dtype=np.uint32)
-        found = self.store.lookup({self.name: (unique, counts)}, LookupContext(training=False))
-        return torch.from_numpy(found[self.name].vectors[inverse.reshape(-1)])
+        rows = self.store.lookup({self.name: (unique, counts)}, LookupContext(training=False))
+        return torch.from_numpy(rows[self.name].vectors[inverse.reshape(-1)])
 
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
         """Return the rows.

@@ -106,7 +106,7 @@ def _text(value: Any) -> str:
     if isinstance(value, str | bytes):
         return repr(value)
     if isinstance(value, tuple | list):
-        texts = [_text(each) for each in value]
+        texts = [_text(text) for text in value]
         if len(texts) <= _LONGEST:
             return f"[{', '.join(texts)}]"
         digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
@@ -155,7 +155,7 @@ def gather_statistics(
     gathered = channel.gather_json(
         {
             "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
-            "states": {name: each.state() for name, each in statistics.items()},
+            "states": {name: statistic.state() for name, statistic in statistics.items()},
         }
     )
     if problem is not None:
@@ -208,16 +208,16 @@ class Stage(NamedTuple):
 
 def sources(features: Sequence[Feature]) -> dict[str, str]:
     """Result name → the feature that computes it; two features with the same result are an error."""
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for feature in features:
         for output in feature.outputs():
-            if output in found:
+            if output in types:
                 raise ValueError(
                     f"FeatureEngine expects results of different names, but '{output}' comes from feature "
-                    f"'{found[output]}' and from feature '{feature.name}'."
+                    f"'{types[output]}' and from feature '{feature.name}'."
                 )
-            found[output] = feature.name
-    return found
+            types[output] = feature.name
+    return types
 
 
 def needs(feature: Feature, sources: Mapping[str, str]) -> set[str]:
@@ -229,9 +229,9 @@ def needs(feature: Feature, sources: Mapping[str, str]) -> set[str]:
 
 def plan(features: Sequence[Feature]) -> list[Stage]:
     """All steps of all chains, in stages."""
-    found = sources(features)
+    names = sources(features)
     chains = {feature.name: feature.ops for feature in features}
-    waits = {feature.name: needs(feature, found) for feature in features}
+    waits = {feature.name: needs(feature, names) for feature in features}
     try:
         TopologicalSorter(waits).prepare()
     except CycleError as error:
@@ -380,24 +380,24 @@ class FeatureEngine(nn.Module):
     ) -> tuple[Entry, ...]:
         """The inputs of a chain: entries of the batch, and results of other features."""
         feature = self._features[name]
-        found: list[Entry] = []
+        entries_: list[Entry] = []
         for column in feature.columns or (name,):
             other = None if feature.raw or column == name else self._sources.get(column)
             if other is not None and other != name:
                 outputs = self._features[other].outputs()
                 results = values[other] if self._features[other].ops else self._inputs(other, batch, values)
-                found.append(results[outputs.index(column)])
+                entries_.append(results[outputs.index(column)])
             elif column in batch:
-                found.append(batch[column])
+                entries_.append(batch[column])
             elif feature.missing == "empty":
-                found.append(self._absent(name, column, batch))
+                entries_.append(self._absent(name, column, batch))
             else:
                 raise KeyError(
                     f"Feature '{name}' needs column '{column}', which is not in the batch; it has: "
                     f"{listed(column, batch)} With missing='empty' the feature is empty in such a batch."
                 )
-            _check_kind(name, column, found[-1])
-        return tuple(found)
+            _check_kind(name, column, entries_[-1])
+        return tuple(entries_)
 
     def _absent(self, name: str, column: str, batch: Mapping[str, Entry]) -> Entry:
         """A column that the batch lacks, without values, of a kind that the chain takes."""
@@ -479,10 +479,10 @@ class FeatureEngine(nn.Module):
 
         gather_statistics(statistics, batches, entries)
         fitted: dict[str, FittedOp] = {}
-        for name, found in statistics.items():
+        for name, statistic in statistics.items():
             op = self._op_to_fit(name)
             try:
-                fitted[name] = op.fitted(found)
+                fitted[name] = op.fitted(statistic)
             except ValueError as error:
                 raise ValueError(f"Feature '{name}', {op.name}: {error}") from None
         self._set(fitted)

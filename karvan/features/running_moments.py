@@ -64,14 +64,14 @@ class Moments(RunningStatistics):
     def add(self, entry: Entry) -> None:
         expect_numbers(entry)
         values = values_of(entry).detach().to("cpu", torch.float64).reshape(-1).numpy()
-        known = values[~np.isnan(values)]
-        if np.isinf(known).any():
+        numbers = values[~np.isnan(values)]
+        if np.isinf(numbers).any():
             raise ValueError(
                 "expected finite numbers, but received infinity; clip(low, high) before it sets limits."
             )
-        self.count += len(known)
-        self._pending.append(known)
-        self._pending_count += len(known)
+        self.count += len(numbers)
+        self._pending.append(numbers)
+        self._pending_count += len(numbers)
         if self._pending_count >= _CHUNK:
             self._add_pending()
 
@@ -197,7 +197,7 @@ class FittedOp(Op):
         """Empty statistics of the kind that it needs."""
 
     @abstractmethod
-    def fitted(self, found: RunningStatistics) -> Self:
+    def fitted(self, statistics: RunningStatistics) -> Self:
         """The same step with the statistics that were found; a ValueError if there is too little data."""
 
     @abstractmethod

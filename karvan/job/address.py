@@ -203,14 +203,14 @@ def _shut_if_accepted(descriptor: int, host: str, port: int) -> None:
     """Shut down a connection of this host and port; an OSError for anything else."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return
-    one = socket.socket(fileno=descriptor)
+    socket_ = socket.socket(fileno=descriptor)
     try:
-        ours = one.getsockname()
+        ours = socket_.getsockname()
         if (f"{UNIX}{ours}" == host) if isinstance(ours, str) else (ours[1:2] == (port,)):
-            one.getpeername()  # an OSError for the socket that listens
-            one.shutdown(socket.SHUT_RDWR)
+            socket_.getpeername()  # an OSError for the socket that listens
+            socket_.shutdown(socket.SHUT_RDWR)
     finally:
-        one.detach()
+        socket_.detach()
 
 
 def _listener_of(path: str) -> int | None:

@@ -31,7 +31,7 @@ _QUERY = re.compile(r"\?\w+=[^/*?]*$")
 _FILE = ".address.json"  # of the folder of a scheme
 _NO_HOST = "_"  # stands for the missing host of hdfs:///user/run
 _roots: set[str] = set()  # folders of URLs that this process has used
-_known: dict[Path, tuple[str, str]] = {}  # credentials and options, by the folder of a scheme
+_credentials: dict[Path, tuple[str, str]] = {}  # credentials and options, by the folder of a scheme
 
 
 def local_path(folder: str | os.PathLike[str]) -> Path:
@@ -82,19 +82,19 @@ def without_secrets(text: str) -> str:
 
 def split_query(url: str) -> tuple[str, str]:
     """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
-    found = _QUERY.search(url) if "://" in url else None
-    return (url, "") if found is None else (url[: found.start()], found.group())
+    query = _QUERY.search(url) if "://" in url else None
+    return (url, "") if query is None else (url[: query.start()], query.group())
 
 
 def _parts(text: str) -> tuple[str, str, list[str], str]:
     """Scheme, credentials, names (the first is the host) and options of a URL."""
     plain, query = split_query(text)
-    found = _SCHEME.match(plain)
-    authority, _, inside = plain[found.end() :].partition("/") if found else ("", "", "")
+    scheme = _SCHEME.match(plain)
+    authority, _, inside = plain[scheme.end() :].partition("/") if scheme else ("", "", "")
     user, at, host = authority.rpartition("@")
-    safe = f"{found[1]}://{host}/{inside}" if found else text
+    safe = f"{scheme[1]}://{host}/{inside}" if scheme else text
     names = [host or _NO_HOST, *(inside.rstrip("/").split("/") if inside.strip("/") else ())]
-    if found is None or not any((host, inside.strip("/"))):
+    if scheme is None or not any((host, inside.strip("/"))):
         raise ValueError(f"Expected a path or a URL, such as s3://bucket/run, got {safe!r}.")
     for name in names:
         if name in ("", ".", "..") or any(mark in name for mark in "*?[]%#\0"):
@@ -102,7 +102,7 @@ def _parts(text: str) -> tuple[str, str, list[str], str]:
                 f"Expected a URL with plain names, such as s3://bucket/run, got {safe!r}: {name!r} is empty, "
                 "or has one of . .. * ? [ ] % #. These have a meaning of their own in URLs."
             )
-    return found[1].lower(), user + at, names, query
+    return scheme[1].lower(), user + at, names, query
 
 
 def _root() -> Path:
@@ -117,27 +117,27 @@ def _base(scheme: str, user: str, query: str) -> Path:
         return _root() / scheme
     content = json.dumps([user, query])
     base = _root() / f"{scheme}@{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-    if base not in _known or not (base / _FILE).exists():
+    if base not in _credentials or not (base / _FILE).exists():
         base.mkdir(0o700, parents=True, exist_ok=True)
         replace_file(base / _FILE, content, 0o600)
-        _known[base] = (user, query)
+        _credentials[base] = (user, query)
     return base
 
 
 def host_of(path: str | os.PathLike[str]) -> tuple[str, list[str]]:
     """Of a path that stands for a URL: that of its host or bucket, and the names below it."""
-    found = _split(path)
-    assert found is not None
-    root, kind, host, names = found
+    parts = _split(path)
+    assert parts is not None
+    root, kind, host, names = parts
     user, query = _options(Path(root, kind)) if "@" in kind else ("", "")
     return f"{kind.partition('@')[0]}://{user}{host}{query}", names
 
 
 def _url(path: str | os.PathLike[str], *, complete: bool) -> str | None:
-    found = _split(path)
-    if found is None:
+    parts = _split(path)
+    if parts is None:
         return None
-    root, kind, host, names = found
+    root, kind, host, names = parts
     user, query = _options(Path(root, kind)) if "@" in kind and complete else ("", "")
     return f"{kind.partition('@')[0]}://{user}{'/'.join((host, *names))}{query}"
 
@@ -155,7 +155,7 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str, str, list[str]] | No
 
 
 def _options(base: Path) -> tuple[str, str]:
-    if base not in _known:
+    if base not in _credentials:
         user, query = json.loads((base / _FILE).read_text())
-        _known[base] = (user, query)
-    return _known[base]
+        _credentials[base] = (user, query)
+    return _credentials[base]

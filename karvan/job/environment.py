@@ -105,21 +105,21 @@ class JobEnvironment:
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> JobEnvironment:
         """As the variables say; without a mapping, those of this process."""
-        given = os.environ if environment is None else environment
+        variables = os.environ if environment is None else environment
         if environment is None:
             warn_of_misspelled(os.environ)
         values: dict[str, Any] = {}
         for name, kind in names().items():
-            text = given.get(variable(name), "")
+            text = variables.get(variable(name), "")
             if text.strip():
                 values[name] = _READERS[kind](variable(name), text)
         for name, role_names in _names_by_role().items():
-            values[name] = {role: values.pop(each) for role, each in role_names.items() if each in values}
+            values[name] = {role: values.pop(field) for role, field in role_names.items() if field in values}
         return cls(**values)
 
     def variables(self) -> dict[str, str]:
         """What to set for a process so that `read` gives the same there."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, role_names in _names_by_role().items():
             values |= {role_names[role]: value for role, value in values.pop(name).items()}
         return {variable(name): _text(value) for name, value in values.items() if value not in (None, "", ())}
@@ -155,7 +155,7 @@ def _names_by_role() -> dict[str, dict[Role, str]]:
 
 def names() -> dict[str, str]:
     """The names of all variables as those of fields, and their types."""
-    kinds = {each.name: str(each.type) for each in fields(JobEnvironment)}
+    kinds = {field.name: str(field.type) for field in fields(JobEnvironment)}
     for name, role_names in _names_by_role().items():
         kind = kinds.pop(name).removeprefix("Mapping[Role, ").removesuffix("]")
         kinds |= dict.fromkeys(role_names.values(), kind)

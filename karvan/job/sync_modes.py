@@ -74,8 +74,8 @@ class SyncMode:
 
     def check_dense(self, options: Iterable[str]) -> None:
         """Raise a ValueError if options of `DenseSettings` are given that the mode has no use for."""
-        if given := ", ".join(options):
-            raise ValueError(f"{given} is for mode async, got mode {self.name}.")
+        if names := ", ".join(options):
+            raise ValueError(f"{names} is for mode async, got mode {self.name}.")
 
     def check_server_loss(self, chosen: ServerLoss) -> None:
         """Raise a ValueError if the mode cannot continue in this way without a server."""

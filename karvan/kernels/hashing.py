@@ -59,8 +59,8 @@ def word_at(values: Bytes, at: Lanes, mask: Lanes) -> Lanes:
 def lower_bytes(word: Lanes, count: Lanes) -> Lanes:
     """A word with its lower `count` bytes alone, from 0 to 8."""
     bits = (count * 8).to(tl.uint64)
-    kept = (tl.full(bits.shape, 1, tl.uint64) << (bits & 63)) - 1
-    return tl.where(bits < 64, word & kept, word)
+    remaining = (tl.full(bits.shape, 1, tl.uint64) << (bits & 63)) - 1
+    return tl.where(bits < 64, word & remaining, word)
 
 
 @device_function
@@ -150,10 +150,10 @@ def murmur_kernel(
         low = tl.where(active, high, low)
         index += 1
     # A tail goes in as one zero-padded word without the inner scrambling of the whole words.
-    left = length & 7
-    high = load_word(address + whole * 8 + 8, (left > 0) & (skipped + left > 8))
-    tail = lower_bytes(combined(low, high, shift), left)
-    hashes = tl.where(left > 0, (hashes ^ tail) * MULTIPLIER, hashes)
+    rest = length & 7
+    high = load_word(address + whole * 8 + 8, (rest > 0) & (skipped + rest > 8))
+    tail = lower_bytes(combined(low, high, shift), rest)
+    hashes = tl.where(rest > 0, (hashes ^ tail) * MULTIPLIER, hashes)
     tl.store(out + row, as_id(finish(hashes), size), mask=inside)
 
 

@@ -79,7 +79,7 @@ def checking_kernel(function: Callable[..., None]) -> Kernel:
 
 def _numbers(function: Callable[..., None]) -> list[str]:
     parameters = inspect.signature(function).parameters
-    return [name for name, each in parameters.items() if each.annotation == "Integer"]
+    return [name for name, parameter in parameters.items() if parameter.annotation == "Integer"]
 
 
 def device_function(function: Function) -> Function:

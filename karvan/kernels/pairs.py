@@ -38,10 +38,10 @@ def _vectors(
     number = tl.arange(0, rows)[:, None]
     column = first + tl.arange(0, columns)[None, :]
     mask = column < tl.where(sample < samples, dim, 0)
-    own = tl.load(lead + sample * lead_stride + column, mask=mask, other=0.0)
+    lead_values = tl.load(lead + sample * lead_stride + column, mask=mask, other=0.0)
     pointer = others + (number - 1).to(tl.int64) * spacing + sample * stride + column
     rest = tl.load(pointer, mask=mask & (number > 0) & (number < n), other=0.0)
-    return tl.where(number == 0, own, rest)
+    return tl.where(number == 0, lead_values, rest)
 
 
 @kernel
@@ -108,10 +108,10 @@ def pairs_backward_kernel(
             vectors = _vectors(
                 lead, others, lead_stride, spacing, stride, sample, samples, first, n, dim, rows, columns
             )
-            made = tl.dot(of_pairs, vectors, input_precision="tf32x3")
+            product = tl.dot(of_pairs, vectors, input_precision="tf32x3")
             column = first + tl.arange(0, columns)[None, :]
             pointer = out + (i.to(tl.int64) * samples + sample) * dim + column
-            tl.store(pointer, made, mask=(i < present) & (column < dim))
+            tl.store(pointer, product, mask=(i < present) & (column < dim))
 
 
 def pairs(lead: Tensor, others: Sequence[Tensor], out: Tensor) -> None:
@@ -123,19 +123,19 @@ def pairs(lead: Tensor, others: Sequence[Tensor], out: Tensor) -> None:
 
 def pairs_backward(lead: Tensor, others: Sequence[Tensor], gradient: Tensor) -> Tensor:
     """The gradients of `lead` and `others`, (n, B, dim), from those of their products."""
-    made = torch.empty(len(others) + 1, *lead.shape, dtype=torch.float32, device=lead.device)
+    gradients = torch.empty(len(others) + 1, *lead.shape, dtype=torch.float32, device=lead.device)
     places = _places(lead, others)
     launch(
         pairs_backward_kernel,
         len(lead),
         _SAMPLES,
-        made,
+        gradients,
         *places,
         gradient,
         gradient.stride(0),
         **_shape(lead, others),
     )
-    return made
+    return gradients
 
 
 def evenly_spaced(vectors: Sequence[Tensor]) -> bool:

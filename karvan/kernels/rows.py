@@ -80,17 +80,17 @@ def offsets_kernel(
 ) -> None:
     """Stop the device unless offsets never fall and are within the values; `whole`: they span them all."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    here = tl.load(offsets + at, mask=at < count, other=0)
+    begin = tl.load(offsets + at, mask=at < count, other=0)
     after = tl.load(offsets + at + 1, mask=at + 1 < count, other=0)
-    falls = (at + 1 < count) & (after < here)
+    falls = (at + 1 < count) & (after < begin)
     assert tl.max(falls.to(tl.int32), axis=0) == 0, "offsets must not decrease; Ragged.validate() says where"
     if whole:
-        late = (at == 0) & (here != 0)
+        late = (at == 0) & (begin != 0)
         assert tl.max(late.to(tl.int32), axis=0) == 0, "offsets must start at 0"
-        apart = (at + 1 == count) & (here != total)
+        apart = (at + 1 == count) & (begin != total)
         assert tl.max(apart.to(tl.int32), axis=0) == 0, "offsets must end at the number of values"
     else:
-        outside = (here < 0) | (here > total)
+        outside = (begin < 0) | (begin > total)
         assert tl.max(outside.to(tl.int32), axis=0) == 0, "offsets must be within the values"
 
 
@@ -98,9 +98,9 @@ def offsets_kernel(
 def equal_kernel(first: Ids, second: Ids, count: Integer, block: tl.constexpr) -> None:
     """Stop the device unless two columns have equally many lists in each row."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    here = tl.load(first + at, mask=at < count, other=0)
-    there = tl.load(second + at, mask=at < count, other=0)
-    differ = (at < count) & (here != there)
+    first_begin = tl.load(first + at, mask=at < count, other=0)
+    second_begin = tl.load(second + at, mask=at < count, other=0)
+    differ = (at < count) & (first_begin != second_begin)
     assert tl.max(differ.to(tl.int32), axis=0) == 0, "crossed columns must have equally many lists in a row"
 
 

@@ -44,10 +44,10 @@ _OWN_KEYS = {"CPU": "cpus", "GPU": "gpus", "memory": "memory"}  # Ray's names of
 def _as_bytes(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]iB|)", value.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]iB|)", value.strip())
+    if match is None:
         raise ValueError(f"expected bytes, such as 4GiB or 4294967296, got '{value}'")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
@@ -317,9 +317,9 @@ class JobSpec(Section):
                 "roles.trainers with min and max": roles.trainers.varies,
                 "roles.parameter_servers: 0": not roles.parameter_servers.replicas,
             }
-            if given := [name for name, is_given in only_dynamic.items() if is_given]:
+            if names := [name for name, is_given in only_dynamic.items() if is_given]:
                 raise ValueError(
-                    f"{given[0]} needs sharding: dynamic, because only then do trainers lease their records"
+                    f"{names[0]} needs sharding: dynamic, because only then do trainers lease their records"
                 )
             return
         if MODES[self.mode].dense_on_servers:
@@ -337,9 +337,9 @@ class JobSpec(Section):
         if self.global_batches is not None and self.mode != "sync":
             raise ValueError(f"global_batches fixes the bits only in mode sync, got {self.mode}")
         fixed = {"max_task_tries": self.max_task_tries, "skip_bad_records": self.skip_bad_records}
-        if self.global_batches is not None and (given := [name for name, n in fixed.items() if n]):
+        if self.global_batches is not None and (names := [name for name, n in fixed.items() if n]):
             raise ValueError(
-                f"{given[0]} is for records that are leased, but global_batches fixes the records of every "
+                f"{names[0]} is for records that are leased, but global_batches fixes the records of every "
                 "step: expected one of the two"
             )
 
@@ -370,10 +370,10 @@ class JobSpec(Section):
 
     def files(self) -> list[Path]:
         """Files that must exist before anything starts."""
-        found = [self.entry, self.loader_entry, self.token_file]
+        paths = [self.entry, self.loader_entry, self.token_file]
         if self.tls is not None:
-            found += [self.tls.cert, self.tls.key, self.tls.ca]
-        return [path for path in found if path is not None]
+            paths += [self.tls.cert, self.tls.key, self.tls.ca]
+        return [path for path in paths if path is not None]
 
 
 def read_spec(path: Path, changes: Mapping[str, str]) -> JobSpec:

@@ -195,8 +195,8 @@ class Launcher:
     # Following
 
     def _show(self, process: str, line: str) -> None:
-        name, found, text = line.partition(SEPARATOR)
-        if not found or " " in name:  # an error of Python itself
+        name, separator, text = line.partition(SEPARATOR)
+        if not separator or " " in name:  # an error of Python itself
             name, text = process, line
         if name == JOB:
             state = json.loads(text)
@@ -228,14 +228,14 @@ class Launcher:
         return False
 
     def _outcome(self) -> JobOutcome | None:
-        found = self._state if "code" in self._state else self._folder.outcome()
-        return None if found is None else JobOutcome(found["code"], found["failure"])
+        outcome = self._state if "code" in self._state else self._folder.outcome()
+        return None if outcome is None else JobOutcome(outcome["code"], outcome["failure"])
 
     def _lost(self) -> str:
         assert self._code is not None
-        said = self._logs.reason(MASTER)
+        reason = self._logs.reason(MASTER)
         text = f"The master of job {self._spec.name} {end_text(self._code)}, and could not be restarted."
-        return "\n".join([f"{text} Its last lines:", *said.lines]) if said else text
+        return "\n".join([f"{text} Its last lines:", *reason.lines]) if reason else text
 
     # Signals
 

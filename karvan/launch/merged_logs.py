@@ -118,8 +118,8 @@ class MergedLogs:
     def reason(self, name: str) -> Reason:
         """Why a process has ended: its `error: …` if it has one, otherwise its last lines."""
         lines = self.tail(name)
-        found = [number for number, line in enumerate(lines) if line.startswith(_ERROR)]
-        return Reason(lines[found[-1] :], True) if found else Reason(lines, False)
+        numbers = [number for number, line in enumerate(lines) if line.startswith(_ERROR)]
+        return Reason(lines[numbers[-1] :], True) if numbers else Reason(lines, False)
 
     def close(self) -> None:
         """Close the files."""

@@ -83,10 +83,10 @@ def show(error: BaseException) -> None:
 
 def show_traceback(error: BaseException) -> None:
     """Print a traceback as Python does, starting at the program's first frame."""
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename == __file__:
-        own = own.tb_next
-    traceback.print_exception(type(error), error, own, file=sys.stderr)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace, file=sys.stderr)
     sys.stderr.flush()
 
 

@@ -62,10 +62,10 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 def _addresses(host: str) -> list[_Address]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found]
+    return [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos]
 
 
 def _ipv4() -> list[tuple[str, _Address]]:
@@ -76,20 +76,20 @@ def _ipv4() -> list[tuple[str, _Address]]:
             size, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))
         except OSError:  # not Linux
             return []
-    found: list[tuple[str, _Address]] = []
+    addresses: list[tuple[str, _Address]] = []
     for label, address in _ENTRY.iter_unpack(bytes(space[:size])):
         name = label.partition(b"\0")[0].decode().partition(":")[0]  # "eth0:1" is another address of eth0
-        found.append((name, ipaddress.IPv4Address(address[4:8])))
-    return found
+        addresses.append((name, ipaddress.IPv4Address(address[4:8])))
+    return addresses
 
 
 def _ipv6() -> list[tuple[str, _Address]]:
-    found: list[tuple[str, _Address]] = []
+    addresses: list[tuple[str, _Address]] = []
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
-            found.append((name, ipaddress.IPv6Address(int(digits, 16))))
-    return found
+            addresses.append((name, ipaddress.IPv6Address(int(digits, 16))))
+    return addresses
 
 
 def environment_of(
@@ -125,7 +125,7 @@ def environment_of(
         grads_to_wait=None if dense is None else dense.grads_to_wait,
         tolerance=None if dense is None else dense.tolerance,
         pull_every=None if dense is None else dense.pull_every,
-        counts={each: spec.of_role(each).replicas for each in start_order()},
+        counts={role: spec.of_role(role).replicas for role in start_order()},
         host=host or spec.host,
         port=port + index if port else 0,
         checkpoints="" if spec.checkpoints is None else url_of(spec.checkpoints) or str(spec.checkpoints),

@@ -287,7 +287,7 @@ class RunFolder:
         except DamagedRunFolderError as error:
             keepers = (self.path / "processes").glob("*")
             if _is_locked(self.path / "master.lock") or any(
-                keeper_lives({"folder": each}) for each in keepers
+                keeper_lives({"folder": keeper}) for keeper in keepers
             ):
                 text = f"{error} But its processes still run: stop them first, with SIGTERM to its master."
                 raise RunFolderError(text) from None
@@ -354,9 +354,9 @@ class RunFolder:
         """Remove the shared folders of earlier runs, by the master that owns the checkpoints now."""
         shared = self.shared
         if shared != self.path:
-            for each in shared.parent.glob(f"{_RUN}*"):
-                if each != shared:
-                    shutil.rmtree(each, ignore_errors=True)
+            for path in shared.parent.glob(f"{_RUN}*"):
+                if path != shared:
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def make_shared(checkpoints: Path, launch: str) -> Path:
@@ -381,8 +381,8 @@ def _remove_all_but(names: tuple[str, ...], folder: Path) -> None:
 
 def jobs_folder() -> Path:
     """The folder of all jobs of this user: KARVAN_JOBS, or the place for the state of programs."""
-    if given := JobEnvironment.read().jobs:
-        return Path(given).absolute()
+    if folder := JobEnvironment.read().jobs:
+        return Path(folder).absolute()
     state = os.environ.get("XDG_STATE_HOME", "")
     try:
         base = Path(state) if state else Path.home() / ".local" / "state"
@@ -397,11 +397,11 @@ def make_private(folder: Path) -> None:
     """Make the folder of a job, which nobody else may enter, rename or replace."""
     jobs = folder.parent
     jobs.parent.mkdir(parents=True, exist_ok=True)
-    for each in (jobs, folder):
-        each.mkdir(0o700, exist_ok=True)
-        status = each.stat()
+    for path in (jobs, folder):
+        path.mkdir(0o700, exist_ok=True)
+        status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise _shared_error(each, status)
+            raise _shared_error(path, status)
     parent = jobs.parent.stat()
     open_to_others = parent.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX
     if parent.st_uid not in (0, os.geteuid()) or open_to_others:

@@ -190,13 +190,13 @@ class Metric(ABC):
                     f"{type(self).__name__} expects an output '{self.output}', but the model gave one tensor."
                 )
             return output.detach()
-        known = ", ".join(map(str, output)) or "none"
+        names = ", ".join(map(str, output)) or "none"
         if self.output is None:
             raise ValueError(
-                f"{type(self).__name__} expects output=, the name of one of the model's outputs: {known}."
+                f"{type(self).__name__} expects output=, the name of one of the model's outputs: {names}."
             )
         if self.output not in output:
-            raise KeyError(f"{type(self).__name__}: no output '{self.output}' among the model's: {known}.")
+            raise KeyError(f"{type(self).__name__}: no output '{self.output}' among the model's: {names}.")
         return output[self.output].detach()
 
     def _check_beside(self, role: str, tensor: Tensor, scores: Tensor) -> None:

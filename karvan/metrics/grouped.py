@@ -52,8 +52,8 @@ class Grouped(Metric):
         if bool(state["scores"].isnan().any()):
             return float("nan"), float("nan")
         values, weights = self._by_group(Ranking.of(state))
-        known = ~values.isnan()
-        return float((values[known] * weights[known]).sum()), float(weights[known].sum())
+        valid = ~values.isnan()
+        return float((values[valid] * weights[valid]).sum()), float(weights[valid].sum())
 
     @property
     def groups(self) -> int:

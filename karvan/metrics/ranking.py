@@ -81,7 +81,7 @@ class Samples:
         if len(self._pieces) != 1:
             empty = torch.zeros(0, dtype=torch.float64)
             pieces = [(empty.long(), empty, empty, empty), *self._pieces]
-            groups, scores, labels, weights = (torch.cat(each) for each in zip(*pieces, strict=True))
+            groups, scores, labels, weights = (torch.cat(piece) for piece in zip(*pieces, strict=True))
             self._pieces = [(groups, scores, labels, weights)]
 
 
@@ -292,10 +292,12 @@ def count_scores(scores: Tensor, labels: Tensor, weights: Tensor | None, counts:
     bins = counts.shape[1] - 2
     index = (torch.logit(scores) * (bins / (2 * _LIMIT)) + bins / 2).clamp(0, bins - 1).long()
     # Two more bins count NaN and values that are no probabilities: a check here would synchronise.
-    known = (scores >= 0) & (scores <= 1) & (labels >= 0) & (labels <= 1)
-    index = torch.where(known, index, bins + 1 - scores.isnan().long())  # `where` of a number would wait
+    probabilities = (scores >= 0) & (scores <= 1) & (labels >= 0) & (labels <= 1)
+    index = torch.where(
+        probabilities, index, bins + 1 - scores.isnan().long()
+    )  # `where` of a number would wait
     clicks = labels if weights is None else labels * weights
     others = 1 - labels if weights is None else weights - clicks
     counts[0].index_add_(0, index, clicks)
     counts[1].index_add_(0, index, others)
-    counts[2].index_add_(0, index, (~known).double())
+    counts[2].index_add_(0, index, (~probabilities).double())

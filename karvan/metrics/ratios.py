@@ -201,9 +201,9 @@ class ClassAccuracy(WeightedMean):
         scores = scores.detach().double()
         classes = scores.shape[1]
         numbers = labels.detach().reshape(-1, 1).to(scores.device, torch.int64)
-        own = scores.gather(1, numbers.clamp(0, max(classes - 1, 0))) if classes else scores
+        own_scores = scores.gather(1, numbers.clamp(0, max(classes - 1, 0))) if classes else scores
         columns = torch.arange(classes, device=scores.device)
-        above = (scores > own) | ((scores == own) & (columns < numbers))
+        above = (scores > own_scores) | ((scores == own_scores) & (columns < numbers))
         right = (above.sum(1) < self.top) & (numbers[:, 0] >= 0) & (numbers[:, 0] < classes)
         # A sample with a score that is NaN is neither right nor wrong.
         super().add(right.double() + 0 * scores.sum(1), labels, weights, groups)

@@ -86,13 +86,13 @@ class _Pairs(torch.autograd.Function):
         samples, dim = vectors[0].shape
         if gradient.stride(1) != 1:
             gradient = gradient.contiguous()
-        made = output_buffers.empty(samples, len(vectors), dim)
-        if made.numel():
+        vectors_ = output_buffers.empty(samples, len(vectors), dim)
+        if vectors_.numel():
             address = gradient.data_ptr() + 4 * ctx.extra
             _native.interact_backward(
-                *_addresses(vectors), samples, dim, address, gradient.stride(0), made.data_ptr()
+                *_addresses(vectors), samples, dim, address, gradient.stride(0), vectors_.data_ptr()
             )
-        return gradient[:, : ctx.extra], *made.unbind(1)
+        return gradient[:, : ctx.extra], *vectors_.unbind(1)
 
 
 class _PairsOnGPU(torch.autograd.Function):
@@ -122,8 +122,8 @@ class _PairsOnGPU(torch.autograd.Function):
         lead, *others = ctx.saved_tensors
         if gradient.stride(1) != 1:
             gradient = gradient.contiguous()
-        made = pairs_backward(lead, others, gradient[:, ctx.extra :])
-        return gradient[:, : ctx.extra], *made.unbind()
+        gradients = pairs_backward(lead, others, gradient[:, ctx.extra :])
+        return gradient[:, : ctx.extra], *gradients.unbind()
 
 
 # torch declares `apply` without types.

@@ -51,16 +51,16 @@ def backward_pass(
 
     values, matrices: of `forward_pass`. See `split` for the gradients of each weight.
     """
-    made = list[Tensor]()
+    outputs = list[Tensor]()
     for layer in reversed(range(len(relus))):
         if relus[layer]:
             gradient = torch.ops.aten.threshold_backward(gradient, values[layer + 1], 0)
-        made += [gradient.sum(0), gradient.t().mm(values[layer])]
+        outputs += [gradient.sum(0), gradient.t().mm(values[layer])]
         if layer or needs_x:
             gradient = gradient.mm(matrices[layer])
-    made.reverse()
-    flat = torch.empty(sum(each.numel() for each in made), dtype=torch.float32, device=gradient.device)
-    foreach_copy(split(flat, [each.shape for each in made]), made)
+    outputs.reverse()
+    flat = torch.empty(sum(output.numel() for output in outputs), dtype=torch.float32, device=gradient.device)
+    foreach_copy(split(flat, [output.shape for output in outputs]), outputs)
     return gradient if needs_x else None, flat
 
 
@@ -166,15 +166,15 @@ class LayerGraphs:
     ) -> GraphedLayers | None:
         """Graphs for this input; None if it should run without."""
         if torch.cuda.is_current_stream_capturing() or not all(
-            type(each) is nn.Parameter for each in weights
+            type(weight) is nn.Parameter for weight in weights
         ):
             return None
         stream = torch.cuda.current_stream(x.device).cuda_stream
         kind = _Kind(x.shape, x.dtype, x.requires_grad, relus, dtype, x.device, stream)
         if kind in self._recorded:
-            found = self._recorded[kind]
-            if found is None or found.addresses == _addresses(weights):
-                return found if found is not None and found.free else None
+            layers = self._recorded[kind]
+            if layers is None or layers.addresses == _addresses(weights):
+                return layers if layers is not None and layers.free else None
             self._recorded.clear()  # the weights have moved
             self._seen.clear()
         if kind not in self._seen:
@@ -216,9 +216,9 @@ class Layers(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """The output for (B, width)."""
         if x.is_cuda and torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling():
-            found = self._plain_layers()
-            if found and x.dim() == 2 and x.dtype in (torch.float32, torch.get_autocast_dtype("cuda")):
-                return mixed_layers(x, *found, torch.get_autocast_dtype("cuda"), self._graphs)
+            layers = self._plain_layers()
+            if layers and x.dim() == 2 and x.dtype in (torch.float32, torch.get_autocast_dtype("cuda")):
+                return mixed_layers(x, *layers, torch.get_autocast_dtype("cuda"), self._graphs)
         return cast(Tensor, super().forward(x))  # type: ignore[no-untyped-call]
 
     def _plain_layers(self) -> tuple[list[nn.Linear], list[bool]] | None:

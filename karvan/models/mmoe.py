@@ -83,8 +83,8 @@ class MMoE(nn.Module):
         embedded = self.embeddings(batch)
         x = beside(self.numbers, batch, (embedded[name] for name in self.ids))
         opinions = torch.stack([expert(x) for expert in self.experts], 2)  # (B, width, experts)
-        made = {}
+        towers = {}
         for task, gate, tower in zip(self.tasks, self.gates, self.towers, strict=True):
             shares = gate(x).softmax(1).unsqueeze(1)
-            made[task] = tower((opinions * shares).sum(2)).squeeze(1)
-        return made
+            towers[task] = tower((opinions * shares).sum(2)).squeeze(1)
+        return towers

@@ -61,8 +61,8 @@ class WideDeep(nn.Module):
         template = wide_table or Table(1, init=init.Constant(0.0))
         self.wide = EmbeddingEngine(
             {
-                name: replace(each, name=f"wide.{each.name or name}")
-                for name, each in tables_of(self.wide_ids, 1, template).items()
+                name: replace(table, name=f"wide.{table.name or name}")
+                for name, table in tables_of(self.wide_ids, 1, template).items()
             },
             seed=seed,
         )

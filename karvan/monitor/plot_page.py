@@ -99,8 +99,8 @@ def _row_views(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     total = _view("all tables together", [_line("train", "rows", "")])
     if len(lines) < 2:
         return [total]
-    each = _view("each table", lines, by_line=len(runs) == 1)
-    first = [each, total] if len(lines) <= _MANY_TABLES and len(runs) == 1 else [total, each]
+    view = _view("each table", lines, by_line=len(runs) == 1)
+    first = [view, total] if len(lines) <= _MANY_TABLES and len(runs) == 1 else [total, view]
     return [*first, *(_view(line["label"], [line]) for line in lines)]
 
 
@@ -241,12 +241,12 @@ def _in_both(runs: Sequence[RunHistory], name: str) -> bool:
 
 
 def _label(name: str) -> str:
-    known = {"samples_per_second": "Samples/s", "rows": "Table rows", "memory": "Memory, GiB"}
+    titles = {"samples_per_second": "Samples/s", "rows": "Table rows", "memory": "Memory, GiB"}
     if name.startswith("rows/"):
         return f"Rows of {name.removeprefix('rows/')}"
     if name.startswith("lr/"):
         return f"Learning rate, {name.removeprefix('lr/')}"
-    return known.get(name, title_of(name))
+    return titles.get(name, title_of(name))
 
 
 def _last(run: RunHistory, kind: str, name: str) -> str:

@@ -99,14 +99,14 @@ class SharedLease:
             self._wait_for(content)
         self._place.write(self._record.content())
         time.sleep(_SETTLED_AFTER)
-        found = self._read()
-        if found is not None and not found.is_process(self._record):
-            raise self._refused(found)
+        record = self._read()
+        if record is not None and not record.is_process(self._record):
+            raise self._refused(record)
 
     def find_other(self) -> LeaseLostError | None:
         """The error of another owner, if there is one."""
-        found = self._read()
-        return None if found is None or found.is_process(self._record) else self._lost(found)
+        record = self._read()
+        return None if record is None or record.is_process(self._record) else self._lost(record)
 
     def renew(self, number: int) -> None:
         """Show that this process runs."""
@@ -115,8 +115,8 @@ class SharedLease:
     def release(self) -> None:
         """Allow others to take the folder."""
         with suppress(OSError):
-            found = self._read()
-            if found is not None and found.is_process(self._record):
+            record = self._read()
+            if record is not None and record.is_process(self._record):
                 self._place.remove()
 
     def _read(self) -> OwnerRecord | None:
@@ -147,9 +147,9 @@ class SharedLease:
                 if now is None:
                     return
                 if now != content:
-                    found = OwnerRecord.parse(now)
-                    if found is not None:
-                        raise self._refused(found)
+                    record = OwnerRecord.parse(now)
+                    if record is not None:
+                        raise self._refused(record)
                     content = now
         why = "is gone" if state == "gone" else f"did not renew its lease for {seconds:g} s"
         _log.warning("%s is taken over from %s, which %s.", self._where, owner or "an unknown owner", why)
@@ -223,12 +223,12 @@ class Lease:
         self._on_lost.append(do)
 
     def _find_other(self) -> LeaseLostError | None:
-        found = read_lease(self.path)
-        if found is None and not self._released.is_set():  # the file was removed
+        record = read_lease(self.path)
+        if record is None and not self._released.is_set():  # the file was removed
             with self._lock:
                 self._link()
-            found = read_lease(self.path)
-        return None if found is None or found.is_process(self.record) else lost_error(self.path, found)
+            record = read_lease(self.path)
+        return None if record is None or record.is_process(self.record) else lost_error(self.path, record)
 
     def release(self) -> None:
         """Allow others to take the folder."""
@@ -241,8 +241,8 @@ class Lease:
     def _remove(self) -> None:
         """Remove the file, if it is still this lease's."""
         with suppress(OSError):
-            found = read_lease(self.path)
-            if found is not None and found.is_process(self.record):
+            record = read_lease(self.path)
+            if record is not None and record.is_process(self.record):
                 self.path.unlink()
         with self._lock:
             if self._descriptor >= 0:
@@ -334,9 +334,9 @@ class Lease:
             if now is None:
                 return
             if now != content:
-                found = OwnerRecord.parse(now)
-                if found is not None:
-                    raise refused_error(self.path, found)
+                record = OwnerRecord.parse(now)
+                if record is not None:
+                    raise refused_error(self.path, record)
                 content = now
 
     def _run(self) -> None:
@@ -362,9 +362,9 @@ class Lease:
 
 def device_of(folder: Path) -> int:
     """The file system of a folder or, if it does not exist, of its nearest existing parent."""
-    for each in (folder, *folder.absolute().parents):
+    for parent in (folder, *folder.absolute().parents):
         with suppress(OSError):
-            return os.stat(each).st_dev
+            return os.stat(parent).st_dev
     return -1
 
 

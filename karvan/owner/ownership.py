@@ -88,11 +88,11 @@ def own(folder: str | os.PathLike[str], id: str = "", place: LeaseObject | None 
         check_owner(path, place)
         return Ownership(path, None, place)
     with _lock:
-        known = _known(key)
-        if known is not None:
-            known.lease.check()
-            known.uses += 1
-            return Ownership(path, known)
+        lease = _known(key)
+        if lease is not None:
+            lease.lease.check()
+            lease.uses += 1
+            return Ownership(path, lease)
         try:
             path.mkdir(parents=True, exist_ok=True)
             shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds(), id, place))
@@ -113,24 +113,24 @@ def check_owner(folder: str | os.PathLike[str], place: LeaseObject | None = None
     path = local_path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_master(key):
-        found = None
+        lease = None
         if place is not None:
             with suppress(OSError):
                 content = place.read()
-                found = None if content is None else OwnerRecord.parse(content)
-            if found is not None and found.id != JobEnvironment.read().owner:
-                raise lost_error(path / FILE, found)
+                lease = None if content is None else OwnerRecord.parse(content)
+            if lease is not None and lease.id != JobEnvironment.read().owner:
+                raise lost_error(path / FILE, lease)
             return
         with suppress(OSError):  # the save reports a file system that fails
-            found = read_lease(path / FILE)
-        if found is None and not os.path.lexists(path / FILE):  # the master would have created it again
+            lease = read_lease(path / FILE)
+        if lease is None and not os.path.lexists(path / FILE):  # the master would have created it again
             raise away_error(path)
-        if found is not None and found.id != JobEnvironment.read().owner:
-            raise lost_error(path / FILE, found)
+        if lease is not None and lease.id != JobEnvironment.read().owner:
+            raise lost_error(path / FILE, lease)
         return
-    known = _known(key)
-    if known is not None:
-        known.lease.check()
+    key_ = _known(key)
+    if key_ is not None:
+        key_.lease.check()
 
 
 def lease_seconds() -> float:
@@ -143,8 +143,8 @@ def lease_seconds() -> float:
 
 
 def _known(key: Path) -> _SharedLease | None:
-    known = _leases.get(key)
-    return known if known is not None and known.process == os.getpid() else None
+    lease = _leases.get(key)
+    return lease if lease is not None and lease.process == os.getpid() else None
 
 
 def _is_of_the_master(key: Path) -> bool:

@@ -89,7 +89,7 @@ _BYTES = ArrayKind("the state", "uint8", "bytes")
 
 def _is_short_list(value: Any) -> bool:
     plain = (int, float, type(None))
-    return isinstance(value, list) and len(value) <= 8 and all(type(each) in plain for each in value)
+    return isinstance(value, list) and len(value) <= 8 and all(type(item) in plain for item in value)
 
 
 def _floats_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> int:

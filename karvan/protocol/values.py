@@ -221,7 +221,7 @@ def wire_dtype(head: Any) -> str:
 def expect_distinct(what: str, names: Sequence[Any]) -> None:
     """A RefusedError if one occurs twice."""
     if len(set(names)) != len(names):
-        twice = next(each for number, each in enumerate(names) if each in names[:number])
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise RefusedError(f"expected each of {what} once, got {twice!r} twice.")
 
 

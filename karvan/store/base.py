@@ -244,9 +244,9 @@ class Store(ABC):
             assert isinstance(inputs, list)
             plan = _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
-        found = self.lookup(keys, context)
-        plan.pool_from([found[table].vectors for table in program.tables])
-        return LookupPlan(plan, {table: f.version for table, f in found.items()})
+        rows = self.lookup(keys, context)
+        plan.pool_from([rows[table].vectors for table in program.tables])
+        return LookupPlan(plan, {table: f.version for table, f in rows.items()})
 
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
         """Sum gradients of a plan's outputs by key.

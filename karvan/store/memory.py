@@ -70,13 +70,13 @@ class MemoryTable(LocalTable):
     @override
     def extra(self, log: _native.LookupLog | None = None) -> dict[str, NDArray[Any]]:
         """Without the lookups in flight, which are in `log`."""
-        made: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         if len(counts := self.native.filter_counts(log)):
-            made["filter_counts"] = counts
+            arrays["filter_counts"] = counts
         if clock := self.native.clock():
-            made["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
-            made["clock_times"] = np.array([time for _, time in clock])
-        return made
+            arrays["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
+            arrays["clock_times"] = np.array([time for _, time in clock])
+        return arrays
 
     @override
     def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
@@ -121,13 +121,13 @@ class MemoryStore(Store):
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         training, step, now = context.training, context.step, context.now
-        found = {
+        rows = {
             name: Found(*self._tables[name].native.lookup(unique, counts, training, step, now))
             for name, (unique, counts) in keys.items()
         }
         if training:
             self._shrink()
-        return found
+        return rows
 
     @override
     def apply(
@@ -198,9 +198,9 @@ class MemoryStore(Store):
         """The rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]
         total = passes[0] if len(passes) == 1 else _native.Gradients.merge(passes)
-        made = {id(rule): rule.native() for rule in rules.values()}  # many tables share one
+        native_rules = {id(rule): rule.native() for rule in rules.values()}  # many tables share one
         total.apply(
-            [made[id(rules[name])] if name in rules else None for name in program.tables],
+            [native_rules[id(rules[name])] if name in rules else None for name in program.tables],
             [steps.get(name, 0) for name in program.tables],
         )
 

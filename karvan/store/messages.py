@@ -87,20 +87,20 @@ def floats(keys: Numbers, dims: Sequence[int]) -> list[int]:
 
 def keys_of(messages: Sequence[Keys], counts: Numbers) -> list[list[Keys]]:
     """The keys of messages, by rank and slot."""
-    made = []
+    arrays = []
     for message, of_rank in zip(messages, counts, strict=True):
         ends = np.cumsum(of_rank)
-        made.append(np.split(message[: int(ends[-1])], ends[:-1]))
-    return made
+        arrays.append(np.split(message[: int(ends[-1])], ends[:-1]))
+    return arrays
 
 
 def starts_of(counts: Sequence[int], dims: Sequence[int], begin: int = 0) -> list[Positions]:
     """The positions where the vectors of a rank's keys start, by slot."""
-    made, at = [], begin
+    arrays, at = [], begin
     for count, dim in zip(counts, dims, strict=True):
-        made.append(at + np.arange(count, dtype=np.int64) * dim)
+        arrays.append(at + np.arange(count, dtype=np.int64) * dim)
         at += count * dim
-    return made
+    return arrays
 
 
 def by_slot(arrays: Sequence[Sequence[Positions]]) -> list[Positions]:
@@ -120,8 +120,8 @@ def features(
         keys = message.ctypes.data
         uses = keys + 8 * sum(of_rank)
         for count, dim in zip(of_rank, dims, strict=True):
-            made = _native.FeatureArrays(values=keys, cells=count, samples=count, out=out, uses=uses)
-            inputs.append(made)
+            arrays = _native.FeatureArrays(values=keys, cells=count, samples=count, out=out, uses=uses)
+            inputs.append(arrays)
             keys += 8 * count
             uses += 4 * count
             out += 4 * count * dim
@@ -197,8 +197,8 @@ def pack(
     for slot, dim in enumerate(dims):
         some, values = mine.keys_and_values(slot)
         order = np.argsort(keys[slot])
-        found = order[np.searchsorted(keys[slot], some, sorter=order)]
-        flat[starts[slot][found][:, None] + np.arange(dim)] = values * np.float32(scale)
+        positions = order[np.searchsorted(keys[slot], some, sorter=order)]
+        flat[starts[slot][positions][:, None] + np.arange(dim)] = values * np.float32(scale)
 
 
 def sums(
@@ -213,7 +213,7 @@ def sums(
     gradients: one array for each rank.
     """
     keys = by_slot(keys_of(received, asked))
-    made: list[tuple[Keys, Vectors]] = []
+    sums: list[tuple[Keys, Vectors]] = []
     for slot, dim in enumerate(dims):
         values = np.concatenate(
             [
@@ -227,5 +227,5 @@ def sums(
         np.add.at(total, inverse.reshape(-1), values[present])  # in the order of ranks
         if by_key:
             total /= count[:, None].astype(np.float32)
-        made.append((unique, total))
-    return made
+        sums.append((unique, total))
+    return sums

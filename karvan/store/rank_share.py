@@ -70,14 +70,14 @@ class RankShare(Store):
         orders = [np.argsort(owner, kind="stable") for owner in owners]
         counts = np.stack([np.bincount(owner, minlength=self._ranks) for owner in owners], 1)
         received = channel.swap(torch.from_numpy(np.ascontiguousarray(counts, np.int64))).numpy()
-        made = []
+        shares = []
         for slot, ((keys, values), order) in enumerate(zip(listed, orders, strict=True)):
             to, of, dim = counts[:, slot].tolist(), received[:, slot].tolist(), values.shape[1]
             theirs = channel.exchange(torch.from_numpy(keys[order]), to, of)
             scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
             floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
-            made.append((theirs.numpy(), floats.numpy().reshape(-1, dim)))
-        return made
+            shares.append((theirs.numpy(), floats.numpy().reshape(-1, dim)))
+        return shares
 
     def _scale(self) -> float:
         return 1.0 / self._ranks if self._averages else 1.0

@@ -73,10 +73,10 @@ class Owner:
         complete: no rank lacks a gradient; see `messages.py`.
         """
         if not complete:
-            made = messages.sums(answered.received, answered.asked, answered.dims, gradients, by_key)
+            sums = messages.sums(answered.received, answered.asked, answered.dims, gradients, by_key)
             return {
-                table: Push(*each, self.store.table(table).version)
-                for table, each in zip(answered.tables, made, strict=True)
+                table: Push(*table_sums, self.store.table(table).version)
+                for table, table_sums in zip(answered.tables, sums, strict=True)
             }
         addresses = []
         for flat, of_rank in zip(gradients, answered.asked, strict=True):
@@ -98,13 +98,17 @@ class Owner:
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of some backward passes to the tables that have a rule."""
-        native = [(answered, one) for answered, one in passes if isinstance(one, _native.Gradients)]
+        native = [
+            (answered, gradient) for answered, gradient in passes if isinstance(gradient, _native.Gradients)
+        ]
         if len(native) == len(passes):
             program = passes[0][0].program
-            self.store.update(program, [(answered.plan, one) for answered, one in native], rules, steps)
+            self.store.update(
+                program, [(answered.plan, gradient) for answered, gradient in native], rules, steps
+            )
             return
         pushes = {
-            table: [_push(one, slot, table, self.store.table(table).version) for _, one in passes]
+            table: [_push(gradient, slot, table, self.store.table(table).version) for _, gradient in passes]
             for slot, table in enumerate(tables)
             if table in rules
         }
@@ -112,7 +116,7 @@ class Owner:
 
     def present(self, keys: Mapping[str, Keys]) -> dict[str, NDArray[np.bool_]]:
         """Which keys of some tables have rows; nothing is changed."""
-        counts = [len(each) for each in keys.values()]
+        counts = [len(table_keys) for table_keys in keys.values()]
         message = _used_once(np.concatenate(list(keys.values())))
         answered = self.lookup(list(keys), [counts], [message], LookupContext(training=False))
         summed = self.reduce(answered, [answered.vectors.numpy()], complete=True, by_key=False)
@@ -120,21 +124,21 @@ class Owner:
         # Of gradients that are merged, those of keys without a row are left out.
         merged = _native.Gradients.merge([summed])
         return {
-            table: np.isin(each, merged.keys_and_values(slot)[0])
-            for slot, (table, each) in enumerate(keys.items())
+            table: np.isin(table_keys, merged.keys_and_values(slot)[0])
+            for slot, (table, table_keys) in enumerate(keys.items())
         }
 
     def _program(self, tables: Sequence[str], dims: Sequence[int], ranks: int) -> LookupProgram:
-        known = self._programs.setdefault(tuple(tables), {})
-        if ranks not in known:
-            known[ranks] = LookupProgram(
+        programs = self._programs.setdefault(tuple(tables), {})
+        if ranks not in programs:
+            programs[ranks] = LookupProgram(
                 [
                     FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
                     for rank in range(ranks)
                     for table, dim in zip(tables, dims, strict=True)
                 ]
             )
-        return known[ranks]
+        return programs[ranks]
 
 
 def _used_once(keys: Keys) -> Keys:

@@ -85,10 +85,10 @@ class ShardedStore(RankShare):
             plan = _native.Plan(program.native, inputs)
             routed = self._routed(plan, len(program.tables), alone=False)
         owner = self._owner.lookup(program.tables, routed.asked, routed.received, context)
-        found = self._send(
+        answers = self._send(
             owner.vectors, floats(routed.asked, owner.dims), floats(routed.requested, owner.dims)
         )
-        routed.route.pool(found.data_ptr())
+        routed.route.pool(answers.data_ptr())
         return LookupPlan(routed.plan, {}, RankLookup(routed, owner))
 
     @override

@@ -154,10 +154,10 @@ class Rule:
         Returns:
             The native rule.
         """
-        made = _native.Rule(self.kind)
+        rule = _native.Rule(self.kind)
         for name in RULE_NUMBERS:
-            setattr(made, name, getattr(self, name))
-        return made
+            setattr(rule, name, getattr(self, name))
+        return rule
 
 
 RULE_NUMBERS = tuple(field.name for field in fields(Rule) if field.name != "kind")

@@ -95,9 +95,9 @@ class FlightConnection:
     def close(self) -> None:
         """End it; no thread may be reading or writing any more."""
         self.cancel()
-        for each in (*self._writers, self._client):
+        for connection in (*self._writers, self._client):
             with contextlib.suppress(pa.ArrowException, OSError):
-                each.close()
+                connection.close()
 
     def _stream(self, first: dict[str, Any]) -> Any:
         options = flight.FlightCallOptions(headers=self._security.headers())
@@ -374,10 +374,10 @@ class Client:
         """Wait before the next attempt; returns whether there is one."""
         with self._changed:
             pause = retry_delay(_FIRST_PAUSE, attempt, _LONGEST_PAUSE)
-            left = self._due() - clock.now()
-            self._changed.wait_for(lambda: self._closing, max(0.0, min(pause, left)))
+            remaining = self._due() - clock.now()
+            self._changed.wait_for(lambda: self._closing, max(0.0, min(pause, remaining)))
             now = clock.now()
-            late = next((each for each in self._waiting if now >= each.deadline), None)
+            late = next((call for call in self._waiting if now >= call.deadline), None)
         if late is None:
             return True
         expected = f"{self.name} expected to answer {late.method!r} within {late.within:.3g} s"
@@ -385,7 +385,7 @@ class Client:
         return False
 
     def _due(self) -> float:
-        return min((each.deadline for each in self._waiting), default=float("inf"))
+        return min((call.deadline for call in self._waiting), default=float("inf"))
 
     def _give_up(self, error: Exception) -> None:
         closed(self)
@@ -449,7 +449,7 @@ class Client:
             if forgotten:
                 self._answered = self._numbered = 0  # the service counts from 1 again
                 if self._on_restart is not None and unsure:
-                    first = [self._first(*each) for each in self._on_restart(incarnation)]
+                    first = [self._first(*call) for call in self._on_restart(incarnation)]
                     self._waiting.extendleft(reversed(first))
             self.welcome = welcome
             self._sent = self._sent_bytes = 0
@@ -561,9 +561,9 @@ def _packed(call: Declared[Any], head: Sent, arrays: Sequence[Array]) -> Packed:
     return pack(Message({**fields, "method": call if isinstance(call, str) else call.name}, arrays))
 
 
-def _marked(error: Exception, said: Mapping[str, Any]) -> Exception:
+def _marked(error: Exception, head: Mapping[str, Any]) -> Exception:
     """The error of a service, marked with whether it is temporary if the service has said so."""
-    temporary = said.get("temporary")
+    temporary = head.get("temporary")
     return mark(error, temporary) if isinstance(temporary, bool) else error
 
 

@@ -164,12 +164,14 @@ def _expected(head: Mapping[str, Any], most: int) -> list[tuple[np.dtype[Any], t
     if not isinstance(described, list) or len(described) > _MOST_ARRAYS:
         raise RefusedError(f"expected a list of up to {_MOST_ARRAYS} arrays in the head.")
     expected = []
-    for each in described:
-        match each:
+    for description in described:
+        match description:
             case [str(name), [*shape]] if name in DTYPES and _is_shape(shape):
                 expected.append((np.dtype(name), tuple(shape)))
             case _:
-                raise RefusedError(f"expected a dtype and a shape for an array, got {str(each)[:100]}.")
+                raise RefusedError(
+                    f"expected a dtype and a shape for an array, got {str(description)[:100]}."
+                )
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in expected)
     if size > most:
         raise RefusedError(f"expected a message of up to {most} bytes, got one of {size}.")

@@ -177,9 +177,9 @@ class ListOf(Kind[list[T]]):
             self.refuse(value, where)
         check = self._kind.check
         try:
-            return [check(each, where) for each in value]
+            return [check(item, where) for item in value]
         except RefusedError:  # checked again to find which one; the usual case need not build names
-            return [check(each, f"{where}[{number}]") for number, each in enumerate(value)]
+            return [check(item, f"{where}[{number}]") for number, item in enumerate(value)]
 
     def __str__(self) -> str:
         return f"a list of {self._shortest} to {self._longest} values"
@@ -196,8 +196,8 @@ class TupleOf(Kind[Any]):
         if type(value) is not list or len(value) != len(self._kinds):
             self.refuse(value, where)
         return tuple(
-            kind.check(each, f"{where}[{number}]")
-            for number, (kind, each) in enumerate(zip(self._kinds, value, strict=True))
+            kind.check(item, f"{where}[{number}]")
+            for number, (kind, item) in enumerate(zip(self._kinds, value, strict=True))
         )
 
     def __str__(self) -> str:
@@ -218,11 +218,11 @@ class MapOf(Kind[dict[str, T]]):
             self.refuse(value, where)
         names, check = self._names.check, self._kind.check
         try:
-            return {names(name, where): check(each, where) for name, each in value.items()}
+            return {names(name, where): check(item, where) for name, item in value.items()}
         except RefusedError:  # checked again to find which one
-            for name, each in value.items():
+            for name, item in value.items():
                 names(name, f"a name in {where}")
-                check(each, f"{where}[{name!r}]")
+                check(item, f"{where}[{name!r}]")
             raise
 
     def __str__(self) -> str:
@@ -248,15 +248,15 @@ class Fields(Kind[dict[str, Any]]):
             if name not in value:
                 raise RefusedError(f"expected {where} with {name!r}, {self._kinds[name]}; got none.")
         fields, nested = {}, not where.startswith("the ")
-        for name, each in value.items():
+        for name, item in value.items():
             kind = self._kinds.get(name)
             if kind is None:
                 names = ", ".join(self._kinds) or "nothing"
                 raise RefusedError(f"expected {where} with {names} alone, got {shown(name)} as well.")
             try:
-                fields[name] = kind.check(each, where if nested else name)
+                fields[name] = kind.check(item, where if nested else name)
             except RefusedError:  # checked again to say where; the usual case need not build names
-                fields[name] = kind.check(each, f"{where}[{name!r}]" if nested else name)
+                fields[name] = kind.check(item, f"{where}[{name!r}]" if nested else name)
         return fields
 
     def __str__(self) -> str:
@@ -560,7 +560,7 @@ def _without(head: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: Any) -> None:
-    if any(isinstance(each, DescribedArrays) for each in declared):
+    if any(isinstance(part, DescribedArrays) for part in declared):
         (one,) = declared
         assert isinstance(one, DescribedArrays)
         if len(arrays) > one.most:
@@ -579,16 +579,16 @@ def _expanded(
 ) -> Iterator[tuple[ArrayKind, dict[str, int], str]]:
     """Each expected array, with the sizes known within its repetition, and its name."""
     common: dict[str, int] = {}
-    for each in declared:
-        if isinstance(each, ArrayKind):
-            yield each, common, each.name
-        elif isinstance(each, OptionalArrays):
-            if each.present(head):
-                yield from ((kind, common, kind.name) for kind in each.arrays)
-        elif isinstance(each, ForEach):
-            repetitions = each.count(head)
-            if repetitions * len(each.arrays) > received:
-                raise RefusedError(f"expected {repetitions * len(each.arrays)} arrays, got {received}.")
+    for part in declared:
+        if isinstance(part, ArrayKind):
+            yield part, common, part.name
+        elif isinstance(part, OptionalArrays):
+            if part.present(head):
+                yield from ((kind, common, kind.name) for kind in part.arrays)
+        elif isinstance(part, ForEach):
+            repetitions = part.count(head)
+            if repetitions * len(part.arrays) > received:
+                raise RefusedError(f"expected {repetitions * len(part.arrays)} arrays, got {received}.")
             for number in range(repetitions):
                 sizes: dict[str, int] = {}
-                yield from ((kind, sizes, f"{kind.name}[{number}]") for kind in each.arrays)
+                yield from ((kind, sizes, f"{kind.name}[{number}]") for kind in part.arrays)

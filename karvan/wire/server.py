@@ -109,14 +109,14 @@ class Service:
     def answer(self, call: Message, caller: Caller) -> Message[Any]:
         """Execute the call that `call.head["method"]` names; the server answers "ping" for all services."""
         method = call.head.get("method")
-        known = self.endpoints.get(method) if isinstance(method, str) else None
-        if known is None:
+        endpoint = self.endpoints.get(method) if isinstance(method, str) else None
+        if endpoint is None:
             names = ", ".join(sorted(self.endpoints)) or "none"
             raise RefusedError(
                 f"{self.name} does not know the call {shown(method)}; expected one of {names}."
             )
         self.admit(caller)
-        return known.method(Request(known.call.check(call), call.arrays, caller))
+        return endpoint.method(Request(endpoint.call.check(call), call.arrays, caller))
 
     def close(self) -> None:
         """Release resources; called by the owner of the service, after the server has ended."""
@@ -165,7 +165,7 @@ class Session:
         with self._lock:
             self.used = clock.now()
             self.deadline = max(self.deadline, min(deadline, LONGEST_DEADLINE))
-            for old in [each for each in self._answers if each <= received]:
+            for old in [number for number in self._answers if number <= received]:
                 del self._answers[old]
             if number in self._answers:
                 return self._answers[number]
@@ -221,10 +221,10 @@ class Sessions:
         now = clock.now()
         if now - self._scanned > _SCAN_EVERY:
             self._scanned = now
-            disconnected = [(name, one) for name, one in self._known.items() if not one.connections]
-            stored = sum(one.bytes for _, one in disconnected)
+            disconnected = [(name, client) for name, client in self._known.items() if not client.connections]
+            stored = sum(client.bytes for _, client in disconnected)
             pressure = len(self._known) >= self._most // 2 or stored > _MOST_BYTES
-            for name in [name for name, one in disconnected if one.expired(now, self._idle, pressure)]:
+            for name in [name for name, client in disconnected if client.expired(now, self._idle, pressure)]:
                 del self._known[name]
         if len(self._known) >= self._most:
             raise BusyError(
@@ -328,8 +328,8 @@ class Admission:
     def _end_idle(self) -> None:
         """End the connection that was idle for longest; those that never made a call first."""
         now = clock.now()
-        ready = [one for one in self._open if one.idle(now) >= self.limits.least_idle]
-        longest = max(ready, key=lambda one: (one.unused, one.idle(now)), default=None)
+        ready = [connection for connection in self._open if connection.idle(now) >= self.limits.least_idle]
+        longest = max(ready, key=lambda connection: (connection.unused, connection.idle(now)), default=None)
         if longest is None:
             most = self.limits.connections
             raise BusyError(f"expected up to {most} connections, got one more; all are in use")
@@ -635,9 +635,9 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
 
 def _do_not_wait_at_exit(server: _Flight) -> None:
     """At the end of the program Flight would wait forever for callers that hold streams open."""
-    for each in gc.get_referents(server):
-        if isinstance(each, weakref.finalize):
-            each.atexit = False
+    for item in gc.get_referents(server):
+        if isinstance(item, weakref.finalize):
+            item.atexit = False
 
 
 def _identify(service: Service, hello: dict[str, Any]) -> tuple[Caller, str]:

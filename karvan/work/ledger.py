@@ -186,12 +186,14 @@ class Ledger:
         if not self.is_predicting(number):
             return NoTask.DONE
         waiting = {token: task for token, task in self._waiting.items() if task.kind is TaskKind.PREDICT}
-        taken = dict(islice(waiting.items(), most))
-        if not taken:
+        selected = dict(islice(waiting.items(), most))
+        if not selected:
             return NoTask.WAIT
-        leases = [TaskLease(token, holder, task) for token, task in enumerate(taken.values(), now.token + 1)]
+        leases = [
+            TaskLease(token, holder, task) for token, task in enumerate(selected.values(), now.token + 1)
+        ]
         put = [OpenTask(*lease) for lease in leases]
-        self._commit(now._replace(token=now.token + len(leases)), remove=list(taken), put=put)
+        self._commit(now._replace(token=now.token + len(leases)), remove=list(selected), put=put)
         return leases
 
     def is_predicting(self, number: int) -> bool:
@@ -264,7 +266,7 @@ class Ledger:
 
         One transaction for all of them. Numbers only grow, so a report may come twice, or late.
         """
-        gone = [token for token in done if token not in self._leases]
+        missing = [token for token in done if token not in self._leases]
         put: list[OpenTask] = []
         remove: list[int] = []
         now = self._position
@@ -287,7 +289,7 @@ class Ledger:
                     remove.append(token)
         if put or remove:
             self._commit(now, remove=remove, put=put)
-        return gone
+        return missing
 
     def give_back(self, tokens: Iterable[int]) -> None:
         """End leases; what is left of their tasks waits. Tokens of leases that have ended change nothing."""
@@ -428,8 +430,8 @@ class Ledger:
                 self._tokens[lease.holder].remove(token)
                 if not self._tokens[lease.holder]:
                     del self._tokens[lease.holder]
-        for each in put:
-            self._note(each)
+        for task in put:
+            self._note(task)
 
     def _note(self, each: OpenTask) -> None:
         token, holder, task = each

@@ -92,7 +92,7 @@ class LedgerFile:
             with self.transaction():
                 for statement in _TABLES:
                     self._database.execute(statement)
-                found = self._database.execute("SELECT version FROM ledger").fetchone()
+                row = self._database.execute("SELECT version FROM ledger").fetchone()
         except sqlite3.OperationalError as error:
             if (number := _outage(error)) is not None:
                 raise LedgerDiskError(number, f"{path} could not be opened: {error}") from None
@@ -103,10 +103,10 @@ class LedgerFile:
             ) from None
         except sqlite3.DatabaseError as error:
             raise self._damage(error) from None
-        if found is not None and found[0] != VERSION:
+        if row is not None and row[0] != VERSION:
             self.close()
             raise LedgerError(
-                f"Expected version {VERSION} of the ledger {path}, got {found[0]}, of another Karvan. Finish "
+                f"Expected version {VERSION} of the ledger {path}, got {row[0]}, of another Karvan. Finish "
                 "the job with that one, or remove the file: Trainer.fit then continues from the position in "
                 "its newest checkpoint, and kv.data.elastic begins anew."
             )

@@ -168,7 +168,9 @@ class WorkService(Service):
             self._ended.add(process_holder)
             self._leave_prediction(process_holder)
             leases = [] if self._opened is None else self._opened.leases
-        holders = dict.fromkeys(each.holder for each in leases if is_of_process(each.holder, process_holder))
+        holders = dict.fromkeys(
+            lease.holder for lease in leases if is_of_process(lease.holder, process_holder)
+        )
         released: list[Task] = []
         with self._postponing(partial(self.release_process, process_holder)):
             for holder in holders:
@@ -206,7 +208,7 @@ class WorkService(Service):
                 self._opened.forget_predictions()
 
     def _leave_prediction(self, process_holder: str) -> None:
-        for holder in [each for each in self._predicts if is_of_process(each, process_holder)]:
+        for holder in [holder for holder in self._predicts if is_of_process(holder, process_holder)]:
             del self._predicts[holder]
 
     def _in_prediction(self, number: int) -> set[str]:
@@ -215,7 +217,9 @@ class WorkService(Service):
             return set()
         holders = {lease.holder for lease in self.ledger.leases if lease.task.kind is TaskKind.PREDICT}
         now = self._now()
-        asking = {each for each, (its, at) in self._predicts.items() if its == number and now - at < _PRESENT}
+        asking = {
+            holder for holder, (its, at) in self._predicts.items() if its == number and now - at < _PRESENT
+        }
         return holders | asking
 
     def progress(self) -> dict[str, Any] | None:
@@ -224,7 +228,7 @@ class WorkService(Service):
             if self._opened is None:
                 return None
             position, spec = self._opened.position, self._opened.spec
-            leased, waiting = [each.task for each in self._opened.leases], self._opened.waiting
+            leased, waiting = [leases.task for leases in self._opened.leases], self._opened.waiting
             training = sum(task.kind is TaskKind.TRAIN for task in (*leased, *waiting))
             predicting = sum(task.left for task in (*leased, *waiting) if task.kind is TaskKind.PREDICT)
             exports = any(task.kind is TaskKind.EXPORT for task in (*leased, *waiting))
@@ -286,21 +290,23 @@ class WorkService(Service):
             self._require_running(holder)
             if kinds == {TaskKind.PREDICT} and head.epoch is not None:
                 self._predicts[holder] = (head.epoch, self._now())
-            held = self.ledger.leases_of(holder)
-            leases = [each for each in held if each.token > head.last_token and each.task.kind in kinds]
+            leases_before = self.ledger.leases_of(holder)
+            leases = [
+                lease for lease in leases_before if lease.token > head.last_token and lease.task.kind in kinds
+            ]
             if leases:
                 return _leased(leases)
             try:
-                made = self.ledger.lease(holder, kinds, head.most, head.epoch)
+                granted = self.ledger.lease(holder, kinds, head.most, head.epoch)
             except JobFailedError as error:
                 return Message(protocol.LeaseAnswer(leases=[], answer="failed", failure=str(error)))
-            if isinstance(made, NoTask):
-                return Message(protocol.LeaseAnswer(leases=[], answer=made.value))
+            if isinstance(granted, NoTask):
+                return Message(protocol.LeaseAnswer(leases=[], answer=granted.value))
             now = self._now()
-            for lease in made:
+            for lease in granted:
                 self._begun[lease.token] = now
             self._heard[holder] = now
-        return _leased(made)
+        return _leased(granted)
 
     def _acknowledge(self, request: Request[protocol.DoneRecords]) -> Message[protocol.EndedLeases]:
         done = dict(request.head.done)
@@ -402,14 +408,14 @@ class WorkService(Service):
             if not self.ledger.is_leased(token):
                 self._begun.pop(token, None)
         if len(self._heard) > 2 * self.ledger.holders + 100:  # of holders that come and go
-            self._heard = {each: at for each, at in self._heard.items() if self.ledger.leases_of(each)}
+            self._heard = {holder: at for holder, at in self._heard.items() if self.ledger.leases_of(holder)}
 
 
 def _leased(leases: Iterable[TaskLease]) -> Message[protocol.LeaseAnswer]:
-    told = [
+    answers = [
         protocol.LeaseHead(
             token=lease.token, task={**lease.task._asdict(), "skipped": list(lease.task.skipped)}
         )
         for lease in leases
     ]
-    return Message(protocol.LeaseAnswer(leases=told, answer="tasks"))
+    return Message(protocol.LeaseAnswer(leases=answers, answer="tasks"))

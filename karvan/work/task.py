@@ -127,10 +127,10 @@ def permuted(index: int, count: int, *seeds: int) -> int:
     for seed in seeds:
         key = _mix(key ^ _mix(seed & _WORD))
     while True:
-        left, right = index >> half, index & mask
+        high, right = index >> half, index & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (_mix(key + (right << 3) + number) & mask)
-        index = left << half | right
+            high, right = right, high ^ (_mix(key + (right << 3) + number) & mask)
+        index = high << half | right
         if index < count:
             return index
 

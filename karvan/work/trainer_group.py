@@ -99,7 +99,7 @@ class TrainerGroup(Service):
     def members(self) -> list[str]:
         """The processes of the current round, in the order of their ranks, without those that are gone."""
         with self._lock:
-            return [self._processes[each] for each in self._present()]
+            return [self._processes[name] for name in self._present()]
 
     @property
     def gone(self) -> list[str]:
@@ -164,7 +164,7 @@ class TrainerGroup(Service):
             if member in self._members and head.round < self._round:
                 return self._answer(member)
             self._waits[member] = now
-            if lost := {each for each in head.lost if each in self._members} - self._gone:
+            if lost := {name for name in head.lost if name in self._members} - self._gone:
                 self._gone |= lost
                 self._write()
             self._begin_round(now)
@@ -183,10 +183,10 @@ class TrainerGroup(Service):
             if now - self._heard.setdefault(member, now) > self._lost_after:
                 self._gone.add(member)
         survivors = self._present()
-        here = self._here(now)
-        if not set(survivors) <= set(here):
+        present = self._here(now)
+        if not set(survivors) <= set(present):
             return
-        joiners = sorted(set(here) - set(survivors))
+        joiners = sorted(set(present) - set(survivors))
         if not survivors and len(joiners) < min(self._least, self._expected):
             return
         self._end_run()
@@ -210,14 +210,14 @@ class TrainerGroup(Service):
                 self._write()
             if head.round != self._round:
                 return Message(protocol.RoundState(regroup=True, broken=True, gone=[], waiting=[]))
-            for each in self._present():
-                if now - self._heard.setdefault(each, now) > self._lost_after:
-                    self._gone.add(each)
-            here = set(self._here(now))
-            gone = [each for each in self._members if each in self._gone]
-            broken = bool(gone) or not here.isdisjoint(self._members)
+            for name in self._present():
+                if now - self._heard.setdefault(name, now) > self._lost_after:
+                    self._gone.add(name)
+            present = set(self._here(now))
+            lost = [member for member in self._members if member in self._gone]
+            broken = bool(lost) or not present.isdisjoint(self._members)
             state = protocol.RoundState(
-                regroup=broken or bool(here), broken=broken, gone=gone, waiting=sorted(here)
+                regroup=broken or bool(present), broken=broken, gone=lost, waiting=sorted(present)
             )
             return Message(state)
 
@@ -226,8 +226,8 @@ class TrainerGroup(Service):
             self._admit(request.head.process)
             if request.head.round != self._round:
                 return Message({})
-            gone = [each for each in self._processes if each in self._gone]
-            processes = [self._processes[each] for each in gone]
+            lost = [name for name in self._processes if name in self._gone]
+            processes = [self._processes[name] for name in lost]
         self._on_settled(processes)
         return Message({})
 

@@ -89,10 +89,10 @@ def read_groups(path: Path) -> Groups:
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 63:
         raise SettingsError(f"{path}: expected feature_index_prefix_bit from 1 to 63, got {bits!r}.")
     groups = content.get("feature_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(each, list) for each in groups.values()):
+    if not isinstance(groups, dict) or not all(isinstance(group, list) for group in groups.values()):
         raise SettingsError(f"{path}: expected feature_groups as lists of slots by group, got {groups!r}.")
-    members = {str(group): [str(slot) for slot in each] for group, each in groups.items() if each}
-    grouped = {slot for each in members.values() for slot in each}
+    members = {str(group): [str(slot) for slot in slots_] for group, slots_ in groups.items() if slots_}
+    grouped = {slot for slots_ in members.values() for slot in slots_}
     for slot in slots:
         if str(slot) not in grouped:
             if str(slot) in members:
@@ -103,8 +103,10 @@ def read_groups(path: Path) -> Groups:
             f"{path} has {len(members)} feature groups, but feature_index_prefix_bit {bits} tells only "
             f"{(1 << bits) - 1} apart: PERSIA has mixed their ids."
         )
-    known = {str(slot): entry for slot, entry in slots.items()}
-    return Groups(path, bits, {group: _dim(path, known, group, each) for group, each in members.items()})
+    entries = {str(slot): entry for slot, entry in slots.items()}
+    return Groups(
+        path, bits, {group: _dim(path, entries, group, slots_) for group, slots_ in members.items()}
+    )
 
 
 def _dim(path: Path, slots: dict[str, Any], group: str, members: list[str]) -> int:
@@ -151,17 +153,17 @@ def read_entries(path: Path, advance: Advance, piece: int = PIECE_BYTES) -> Iter
             head = file.read(_LIST.size)
             if len(head) < _LIST.size:
                 raise _ends_early(path, "the head of a list")
-            left = _LIST.unpack(head)[-1]
+            remaining = _LIST.unpack(head)[-1]
             advance(len(head))
             rest = b""
-            while left:
+            while remaining:
                 data = file.read(piece)
                 if not data:
-                    raise _ends_early(path, f"{left:,} more nodes")
+                    raise _ends_early(path, f"{remaining:,} more nodes")
                 advance(len(data))
                 rest += data
-                offsets, used, nodes = _scan(path, rest, left)
-                left -= nodes
+                offsets, used, nodes = _scan(path, rest, remaining)
+                remaining -= nodes
                 buffer = np.frombuffer(rest, np.uint8)
                 for floats, at in offsets.items():
                     yield _take(buffer, np.array(at, np.int64), floats)
@@ -186,7 +188,7 @@ def entry_count(path: Path) -> int:
     return int(_LIST.unpack(head)[0])
 
 
-def _scan(path: Path, data: bytes, left: int) -> tuple[dict[int, list[int]], int, int]:
+def _scan(path: Path, data: bytes, remaining: int) -> tuple[dict[int, list[int]], int, int]:
     """The offsets of whole used nodes by their number of floats, the bytes of all whole nodes, their number.
 
     Lengths vary, so that a node's place depends on all before it. Nodes mostly come in runs of one length:
@@ -196,7 +198,7 @@ def _scan(path: Path, data: bytes, left: int) -> tuple[dict[int, list[int]], int
     at = nodes = run = 0
     last = -1  # the number of floats of the last node; -1 for a free one
     size = len(data)
-    while nodes < left and at + _FREE <= size:
+    while nodes < remaining and at + _FREE <= size:
         used = data[at + 8]
         if used > 1:
             raise DamagedCheckpointError.mismatch(path, "a node that is used or free (1 or 0)", used)
@@ -214,7 +216,7 @@ def _scan(path: Path, data: bytes, left: int) -> tuple[dict[int, list[int]], int
         last = floats
         count = 1
         if run >= _RUN:
-            most = min(left - nodes, (size - at) // length, 4 * run)
+            most = min(remaining - nodes, (size - at) // length, 4 * run)
             count = _same(data, at, length, most, floats)
             run += count - 1
         if floats > 0:
@@ -337,7 +339,7 @@ class PersiaContents(Contents):
         counts = dict.fromkeys(names, 0)
         sizes: dict[str, int] = {}
         for path in self.files:
-            found = 0
+            count = 0
             for name, entries in self._by_table(path, advance):
                 size = entries["values"].shape[1] - self.groups.dims[name]
                 if sizes.setdefault(name, size) != size and optimizer_state:
@@ -347,10 +349,10 @@ class PersiaContents(Contents):
                         f"{size}; import them without optimizer state",
                     )
                 counts[name] += len(entries)
-                found += len(entries)
-            if found != (expected := entry_count(path)):
+                count += len(entries)
+            if count != (expected := entry_count(path)):
                 self.notes.append(
-                    f"{path.name} says that it has {expected:,} rows, and has {found:,}: all of them were "
+                    f"{path.name} says that it has {expected:,} rows, and has {count:,}: all of them were "
                     "imported. PERSIA also counts rows that its evictions have overwritten."
                 )
         kind = self._kind(optimizer, sizes) if optimizer_state else None
@@ -369,9 +371,9 @@ class PersiaContents(Contents):
             f"PERSIA takes ids modulo {most}: the row of an id of at least that is under the remainder here."
         )
 
-    def _kind(self, given: str | None, sizes: dict[str, int]) -> str | None:
+    def _kind(self, requested: str | None, sizes: dict[str, int]) -> str | None:
         """The kind of optimizer whose state has these sizes in all tables; None if there is no state."""
-        if given is None and not any(sizes.values()):
+        if requested is None and not any(sizes.values()):
             return None
         fits = [
             kind
@@ -379,12 +381,12 @@ class PersiaContents(Contents):
             if all(size == _floats(kind, self.groups.dims[name]) for name, size in sizes.items())
         ]
         shown = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
-        if given is not None:
-            if given not in fits:
+        if requested is not None:
+            if requested not in fits:
                 raise CheckpointError.mismatch(
-                    self.source, f"rows with the state of {given}", f"floats of state by table: {shown}"
+                    self.source, f"rows with the state of {requested}", f"floats of state by table: {shown}"
                 )
-            return given
+            return requested
         if not fits:
             raise CheckpointError(
                 self.source,
@@ -481,7 +483,7 @@ def _done(folder: Path) -> tuple[int, int]:
     except SettingsError as error:
         raise DamagedCheckpointError(path, str(error)) from error
     if content is None:
-        old = next((each.name for each in folder.glob("**/*.emb") if _OLD_FILE.match(each.name)), None)
+        old = next((file.name for file in folder.glob("**/*.emb") if _OLD_FILE.match(file.name)), None)
         raise CheckpointError(
             path,
             "expected num_shards and num_internal_shards, got an empty file: an early version of PERSIA "

@@ -178,11 +178,11 @@ def _check_slices(folder: Path, table: str, parts: list[RankPart]) -> None:
         )
 
 
-def _numbers(path: Path, key: str, found: Any) -> dict[str, int]:
+def _numbers(path: Path, key: str, value: Any) -> dict[str, int]:
     """A part of the index: files, or tensors, and the numbers of files."""
-    if not isinstance(found, dict) or not all(type(number) is int for number in found.values()):
-        raise DamagedCheckpointError.mismatch(path, f"the numbers of files in '{key}'", repr(found)[:60])
-    return found
+    if not isinstance(value, dict) or not all(type(number) is int for number in value.values()):
+        raise DamagedCheckpointError.mismatch(path, f"the numbers of files in '{key}'", repr(value)[:60])
+    return value
 
 
 def _names(path: Path) -> dict[str, str]:
@@ -392,25 +392,25 @@ def _plan(
     rest = {slot: form for slot, form in first.items() if slot not in (ID, VECTORS)}
     filters = [slot for slot, form in rest.items() if form == ("I64", (1,))]
     last_use = filters[0] if len(filters) == 1 else None
-    found = [slots for slots in _OPTIMIZERS if set(slots) <= rest.keys()] if optimizer_state else []
-    if len(found) > 1:
-        several = _listed(slot for each in found for slot in each)
+    optimizers = [slots for slots in _OPTIMIZERS if set(slots) <= rest.keys()] if optimizer_state else []
+    if len(optimizers) > 1:
+        several = _listed(slot for optimizer in optimizers for slot in optimizer)
         raise CheckpointError(
             folder,
             f"table '{name}' has the state of several optimizers, {several}: expected the state of one. "
             "Import it without optimizer state.",
         )
-    slots = found[0] if found else ()
+    slots = optimizers[0] if optimizers else ()
     kind = _OPTIMIZERS[slots] if slots else None
     floats = {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1, None: 0}[kind]
-    each = 1 if kind == "Adagrad by row" else dim
+    width = 1 if kind == "Adagrad by row" else dim
     for slot in slots:
-        if rest[slot][0] not in _DTYPES or rest[slot][1] != (each,):
+        if rest[slot][0] not in _DTYPES or rest[slot][1] != (width,):
             raise CheckpointError.mismatch(
-                folder, f"slot '{slot}' of table '{name}' with {each} floats a row", rest[slot]
+                folder, f"slot '{slot}' of table '{name}' with {width} floats a row", rest[slot]
             )
-    if left := [slot for slot in rest if slot not in slots and slot != last_use]:
-        notes.append(f"Table '{name}': {_listed(left)} not imported; it starts from its initial values.")
+    if others := [slot for slot in rest if slot not in slots and slot != last_use]:
+        notes.append(f"Table '{name}': {_listed(others)} not imported; it starts from its initial values.")
     rows = sum(part.slots[ID].rows for part in parts)
     return _Plan(ForeignTable(name, dim, _DTYPES[dtype], kind, floats, rows), slots, last_use)
 

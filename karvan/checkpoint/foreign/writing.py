@@ -128,14 +128,14 @@ def read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
     """The tensors of a net's state dict in a file, without the prefix of DistributedDataParallel."""
     content = read_torch(path)
     tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    left = [name for name in content if name not in tensors]
-    if (left and not tensors) or not all(isinstance(name, str) for name in tensors):
-        wrong = next(iter(left), None) or next(name for name in tensors if not isinstance(name, str))
+    missing = [name for name in content if name not in tensors]
+    if (missing and not tensors) or not all(isinstance(name, str) for name in tensors):
+        wrong = next(iter(missing), None) or next(name for name in tensors if not isinstance(name, str))
         raise CheckpointError.mismatch(
             path, "a state dict of tensors by name", f"{type(content[wrong]).__name__} as {wrong!r}"
         )
-    if left:
-        listed = ", ".join(f"'{name}'" for name in left)
+    if missing:
+        listed = ", ".join(f"'{name}'" for name in missing)
         notes.append(f"{path.name}: not imported, because it is not a tensor: {listed}.")
     if tensors and all(name.startswith(_DDP) for name in tensors):
         tensors = {name.removeprefix(_DDP): value for name, value in tensors.items()}
@@ -185,20 +185,20 @@ class HashSpill(Capture):
         """An error if a key occurs twice."""
         path = self._path(table, part)
         layout = _record(self._tables[table])
-        found = np.fromfile(path, layout) if path.exists() else np.empty(0, layout)
+        existing = np.fromfile(path, layout) if path.exists() else np.empty(0, layout)
         path.unlink(missing_ok=True)
-        found = found[np.argsort(hashes_of(np.ascontiguousarray(found["key"])))]
-        keys = np.ascontiguousarray(found["key"])
+        existing = existing[np.argsort(hashes_of(np.ascontiguousarray(existing["key"])))]
+        keys = np.ascontiguousarray(existing["key"])
         if (again := keys[1:] == keys[:-1]).any():
             raise DamagedCheckpointError.mismatch(
                 self._source, f"each id of table '{table}' once", f"the id {keys[1:][again][0]} twice"
             )
         return Rows(
             keys,
-            np.ascontiguousarray(found["vector"]),
-            np.ascontiguousarray(found["state"]),
+            np.ascontiguousarray(existing["vector"]),
+            np.ascontiguousarray(existing["state"]),
             np.ones(len(keys), np.uint32),
-            np.ascontiguousarray(found["last_step"]),
+            np.ascontiguousarray(existing["last_step"]),
         )
 
     def erased(self, table: str) -> Keys:

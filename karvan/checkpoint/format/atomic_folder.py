@@ -169,16 +169,16 @@ def _foreign(path: Path, owner: int) -> PermissionError:
 
 def _check(path: Path, number: int) -> None:
     """Raise unless the file is a lock of this user, which nobody else can open."""
-    found = os.fstat(number)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(number)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(
             errno.EINVAL, "Expected a lock file, got something that is not a regular file", str(path)
         )
-    if found.st_nlink > 1:  # writing to it would damage a file with another name
+    if status.st_nlink > 1:  # writing to it would damage a file with another name
         raise OSError(errno.EMLINK, "Expected a lock file, got a hard link; remove it", str(path))
-    if found.st_uid != os.geteuid() and found.st_uid != _own_uid(path.parent):
-        raise _foreign(path, found.st_uid)
-    if found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() and status.st_uid != _own_uid(path.parent):
+        raise _foreign(path, status.st_uid)
+    if status.st_mode & 0o077:
         os.fchmod(number, 0o600)
 
 
@@ -209,11 +209,11 @@ def _try_lock(number: int) -> bool | None:
 def _is_at(path: Path, number: int) -> bool:
     """Whether the file still has its name; its last owner may have removed it."""
     try:
-        found = os.stat(path, follow_symlinks=False)
+        status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    own = os.fstat(number)
-    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+    open_status = os.fstat(number)
+    return (status.st_dev, status.st_ino) == (open_status.st_dev, open_status.st_ino)
 
 
 def _write_holder(number: int) -> None:
@@ -367,8 +367,8 @@ def set_aside(folders: Sequence[Path], kind: str) -> dict[Path, Path]:
                 asides[folder] = aside
             sync_folder(parent)
     except OSError as error:
-        left = ", ".join(folder.name for folder in folders if folder not in asides)
-        _log.warning("%s could not be set aside in %s: %s", left, parent, error)
+        remaining = ", ".join(folder.name for folder in folders if folder not in asides)
+        _log.warning("%s could not be set aside in %s: %s", remaining, parent, error)
     return asides
 
 

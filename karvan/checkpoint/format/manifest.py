@@ -251,10 +251,10 @@ def parse(path: Path, data: bytes) -> Manifest:
         raise DamagedCheckpointError.mismatch(path, "JSON", f"'{error}'") from error
     if not isinstance(content, dict):
         raise DamagedCheckpointError.mismatch(path, "an object of JSON", shown(content))
-    for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
+    for key, expected in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
         received = content.pop(key, None)
-        if received != known:
-            raise CheckpointError.mismatch(path, f"{key} {known!r}", shown(received))
+        if received != expected:
+            raise CheckpointError.mismatch(path, f"{key} {expected!r}", shown(received))
     try:
         content = _FORM.check(content, "the manifest")
         content["tables"] = {name: _table(name, entry) for name, entry in content["tables"].items()}

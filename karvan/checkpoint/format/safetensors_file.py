@@ -198,13 +198,13 @@ def _groups(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
-    left = list(pieces)
-    while left:
-        written = os.writev(file, left)
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]
+    remaining = list(pieces)
+    while remaining:
+        written = os.writev(file, remaining)
+        while remaining and written >= len(remaining[0]):
+            written -= len(remaining.pop(0))
+        if remaining:
+            remaining[0] = remaining[0][written:]
 
 
 class FileProblem(NamedTuple):
@@ -299,19 +299,19 @@ def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
     """All arrays of a file, each with its own memory, once the checksum is verified."""
     path = folder / entry.name
     positions = sorted(read_header(path).items(), key=lambda item: (item[1].begin, item[1].size))
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     try:
         with opened(path) as (file, size):
             crc = _native.crc32(_read_bytes(path, file, positions[0][1].begin if positions else size), 0)
             for name, position in positions:
                 data = _read_bytes(path, file, position.size)
                 crc = _native.crc32(data, crc)
-                found[name] = Stored(position.dtype, position.shape, data)
+                tensors[name] = Stored(position.dtype, position.shape, data)
     except OSError as error:
         raise unread_error(path, error) from error
     if checksum_text(crc) != entry.checksum:
         raise DamagedCheckpointError.mismatch(path, entry.checksum, checksum_text(crc))
-    return found
+    return tensors
 
 
 def _read_bytes(path: Path, file: Any, size: int) -> Bytes:

@@ -102,8 +102,8 @@ def _copy(name: str, tensor: Tensor) -> Stored:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise TypeError(f"State at '{name}': expected a dense tensor with values, got {tensor.type()}.")
     if tensor.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"State at '{name}': expected a dtype out of {known}, got {tensor.dtype}.")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"State at '{name}': expected a dtype out of {names}, got {tensor.dtype}.")
     plain = tensor.detach().resolve_conj().resolve_neg()
     copy = plain.to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
     data = copy.reshape(-1).view(torch.uint8).numpy()

@@ -28,21 +28,21 @@ _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 def tables_of(model: Model) -> dict[str, TableHandle]:
     """The tables of all engines in a model, by name; one that engines share is listed once."""
     modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
-    found: dict[str, TableHandle] = {}
+    handles: dict[str, TableHandle] = {}
     for module in modules:
         for engine in module.modules():
             if not isinstance(engine, EmbeddingEngine):
                 continue
             for handle in engine.tables():
-                other = found.setdefault(handle.name, handle)
+                other = handles.setdefault(handle.name, handle)
                 if other.store is not engine.store:
                     raise ValueError(
                         f"Two engines have a table '{handle.name}' in different stores: expected names "
                         f"that differ, or one store for both."
                     )
                 if other.optimizer is None:
-                    found[handle.name] = handle
-    return found
+                    handles[handle.name] = handle
+    return handles
 
 
 def engine_entries(model: Model, step: int) -> dict[str, Any]:
@@ -219,15 +219,15 @@ def own_extra(extra: Mapping[str, NDArray[Any]], rank: int, ranks: int) -> Extra
 
 def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -> Extra:
     """The extra that a store with a share of the hashes needs, from the ranks' files."""
-    made: Extra = {}
+    extra: Extra = {}
     for rank, file in enumerate(files):
         if file is None or not (rank == 0 or share_of(rank, len(files)).overlaps(share)):
             continue
-        found = _read(folder, file)
-        counters, position = found.pop(_FILTER, None), found.pop(_POSITION, None)
+        arrays = _read(folder, file)
+        counters, position = arrays.pop(_FILTER, None), arrays.pop(_POSITION, None)
         if counters is not None:
             begin, total = (0, len(counters)) if position is None else position.tolist()
-            merged = made.setdefault(_FILTER, np.zeros(total, counters.dtype))
+            merged = extra.setdefault(_FILTER, np.zeros(total, counters.dtype))
             if len(merged) != total or not 0 <= begin <= total - len(counters):
                 raise DamagedCheckpointError.mismatch(
                     folder / file.name,
@@ -236,9 +236,9 @@ def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -
                 )
             piece = merged[begin : begin + len(counters)]
             np.maximum(piece, counters, out=piece)
-        for name, array in found.items():
-            made.setdefault(name, array)
-    return made
+        for name, array in arrays.items():
+            extra.setdefault(name, array)
+    return extra
 
 
 def _read(folder: Path, file: FileEntry) -> Extra:

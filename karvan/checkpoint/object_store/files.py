@@ -40,10 +40,10 @@ def size_of(path: Path) -> int:
     """The bytes of a file; an OSError if there is none."""
     if url_of(path) is None:
         return path.stat().st_size
-    found = objects.size(path)
-    if found is None:
+    size = objects.size(path)
+    if size is None:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", shown(path))
-    return found
+    return size
 
 
 def is_there(path: Path) -> bool:
@@ -84,7 +84,7 @@ def make_folder(path: Path) -> None:
 def bytes_below(path: Path) -> int:
     """The size of all files below a folder."""
     if url_of(path) is not None:
-        return sum(each.size for each in objects.listing(path))
+        return sum(item.size for item in objects.listing(path))
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 

@@ -30,7 +30,7 @@ _REFUSED = re.compile(
 )
 _SMALL_WRITES = "allow_delayed_open"
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
-_known: dict[tuple[int, str], tuple[fs.FileSystem, str]] = {}
+_systems: dict[tuple[int, str], tuple[fs.FileSystem, str]] = {}
 
 
 class Listed(NamedTuple):
@@ -88,8 +88,8 @@ def present(paths: list[Path]) -> list[Path]:
     if not paths:
         return []
     with errors(paths[0].parent):
-        found = [_find(path) for path in paths]
-        infos = found[0][0].get_file_info([inside for _, inside in found])
+        systems = [_find(path) for path in paths]
+        infos = systems[0][0].get_file_info([inside for _, inside in systems])
         return [path for path, info in zip(paths, infos, strict=True) if info.type == fs.FileType.File]
 
 
@@ -134,10 +134,10 @@ def _find(path: Path) -> tuple[fs.FileSystem, str]:
     """The file system of a path, and the path inside of it; one file system for all paths of a host."""
     url, names = host_of(path)
     key = (os.getpid(), url)  # connections do not survive a fork
-    if key not in _known:
+    if key not in _systems:
         system, inside = resolve(_with_small_writes(join(url, "x")))
-        _known[key] = (system, inside.removesuffix("x"))
-    system, root = _known[key]
+        _systems[key] = (system, inside.removesuffix("x"))
+    system, root = _systems[key]
     return system, (root + "/".join(names)) if names else root.rstrip("/")
 
 

@@ -92,14 +92,14 @@ def _remove_others(target: Path, data: bytes) -> None:
     """Remove the files of a step that neither its manifest names nor that of one that was set aside."""
     manifest = manifests.parse(target / NAME, data)
     named = {file.name for file in manifest.files}
-    found = [each.name for each in objects.listing(target)]
+    names = [item.name for item in objects.listing(target)]
     manifest_names = {NAME, *ASIDE.values()}
-    for name in manifest_names & {*found} - {NAME}:
+    for name in manifest_names & {*names} - {NAME}:
         with suppress(CheckpointError):
             aside = manifests.parse(target / name, objects.read(target / name))
             named |= {file.name for file in aside.files}
-    for folder in {name.partition("/")[0] for name in found if name not in manifest_names}:
-        inside = [name for name in found if name.startswith(f"{folder}/")]
+    for folder in {name.partition("/")[0] for name in names if name not in manifest_names}:
+        inside = [name for name in names if name.startswith(f"{folder}/")]
         if not named.intersection(inside):
             objects.remove_below(target / folder)
         else:
@@ -110,8 +110,8 @@ def _remove_others(target: Path, data: bytes) -> None:
 
 def published(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of some steps of a run that have a manifest."""
-    found = objects.present([folder / name / NAME for name in names])
-    return [path.parent.name for path in found]
+    present = objects.present([folder / name / NAME for name in names])
+    return [path.parent.name for path in present]
 
 
 def asides(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -123,7 +123,7 @@ def asides(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
 
 def set_aside(steps: Sequence[Path], kind: str) -> dict[Path, Path]:
     """Rename the manifests of checkpoints; returns their new names, and warns of a failure."""
-    made: dict[Path, Path] = {}
+    folders: dict[Path, Path] = {}
 
     def rename() -> None:
         for step in steps:
@@ -131,14 +131,14 @@ def set_aside(steps: Sequence[Path], kind: str) -> dict[Path, Path]:
             if data is not None:  # otherwise another process has removed it
                 objects.write(step / ASIDE[kind], [[memoryview(data)]])
             objects.remove(step / NAME)
-            made[step] = step / ASIDE[kind]
+            folders[step] = step / ASIDE[kind]
 
     try:
         rename()
     except OSError as error:
-        left = ", ".join(step.name for step in steps if step not in made)
-        _log.warning("%s could not be set aside in %s: %s", left, shown(steps[0].parent), error)
-    return made
+        missing = ", ".join(step.name for step in steps if step not in folders)
+        _log.warning("%s could not be set aside in %s: %s", missing, shown(steps[0].parent), error)
+    return folders
 
 
 def remove_steps(folder: Path, doomed: Callable[[], Mapping[Path, Path | None]]) -> None:
@@ -162,15 +162,15 @@ def _remove_step(step: Path) -> None:
 def _remove_leftovers(folder: Path) -> None:
     """Remove old objects of steps without any manifest."""
     by_step: dict[str, list[objects.Listed]] = {}
-    for each in objects.listing(folder):
-        step, _, rest = each.name.partition("/")
+    for item in objects.listing(folder):
+        step, _, rest = item.name.partition("/")
         if step.startswith("step-") and rest:
-            by_step.setdefault(step, []).append(each)
-    newest = max((each.written for found in by_step.values() for each in found), default=0.0)
+            by_step.setdefault(step, []).append(item)
+    newest = max((item.written for items in by_step.values() for item in items), default=0.0)
     manifest_names = {NAME, *ASIDE.values()}
-    for step, found in by_step.items():
-        has_manifest = any(each.name.partition("/")[2] in manifest_names for each in found)
-        if not has_manifest and max(each.written for each in found) < newest - _DAY:
+    for step, items in by_step.items():
+        has_manifest = any(item.name.partition("/")[2] in manifest_names for item in items)
+        if not has_manifest and max(item.written for item in items) < newest - _DAY:
             objects.remove_below(folder / step)
 
 

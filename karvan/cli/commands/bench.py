@@ -49,14 +49,14 @@ def bench(
         raise CommandError(f"--folder expects a folder that exists, got '{folder}'.")
     with tempfile.TemporaryDirectory(prefix=".karvan-bench-", dir=folder) as scratch:
         results = measure_all(Path(scratch), quick=quick)
-    training = [each for each in results if each.unit == "samples/s"]
-    slowest = min(training, key=lambda each: each.rate)
+    training = [result for result in results if result.unit == "samples/s"]
+    slowest = min(training, key=lambda result: result.rate)
     numbers = {"quick": quick, "limited_by": slowest.part, "parts": results}
     if not write_json(json_path, numbers):
         print_table(
             f"{len(os.sched_getaffinity(0))} cores; each part alone",
             ["part", "rate", "unit", ""],
-            [[each.part, f"{each.rate:,.0f}", each.unit, each.remark] for each in results],
+            [[result.part, f"{result.rate:,.0f}", result.unit, result.remark] for result in results],
             right=["rate"],
         )
         console().print(

@@ -153,7 +153,7 @@ def write_clicks(folder: Path, log: ClickLog, rows: int) -> Clicks:
     best = AUC(exact=True)
     labels = torch.from_numpy(records.column("label").to_numpy().copy())
     best.add(torch.from_numpy(log.probabilities(rows - held_out, held_out)), labels)
-    size = sum(os.path.getsize(each) for each in (*train, path))
+    size = sum(os.path.getsize(file) for file in (*train, path))
     return Clicks(train, [path], best.compute(), size)
 
 
@@ -260,17 +260,17 @@ def _make_trainer(steps: int, folder: Path | None, *, quiet: bool) -> kv.Trainer
 def _show(result: dict[str, Any]) -> None:
     """What the tables did, how good the model is, and what to try next."""
     tables = result["tables"]
-    total = {name: sum(each[name] for each in tables.values()) for name in ("rows", "bytes", "inserted")}
+    total = {name: sum(table[name] for table in tables.values()) for name in ("rows", "bytes", "inserted")}
     print_table(
         "Tables",
         ["table", "refused", "admitted", "evicted", "rows", "memory"],
         [
             [
                 name,
-                *(f"{each[kind]:,}" for kind in ("rejected", "inserted", "evicted", "rows")),
-                bytes_text(each["bytes"]),
+                *(f"{table[kind]:,}" for kind in ("rejected", "inserted", "evicted", "rows")),
+                bytes_text(table["bytes"]),
             ]
-            for name, each in tables.items()
+            for name, table in tables.items()
         ],
         right=["refused", "admitted", "evicted", "rows", "memory"],
     )

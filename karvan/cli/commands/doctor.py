@@ -65,7 +65,7 @@ def doctor(
     findings = [finding for check in _CHECKS for finding in _findings_of(check, folder)]
     if not write_json(json_path, findings):
         _show(findings)
-    return FAILED if any(each.state == "missing" for each in findings) else OK
+    return FAILED if any(finding.state == "missing" for finding in findings) else OK
 
 
 def _findings_of(check: Callable[[Path], Iterator[Finding]], folder: Path) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def _show(findings: list[Finding]) -> None:
         out.print(Text.assemble(state, f"  {finding.what.ljust(names)}  {first}"))
         for line in rest:
             out.print(Text(" " * indent + line))
-    counts = {state: sum(each.state == state for each in findings) for state in ("missing", "slow")}
+    counts = {state: sum(finding.state == state for finding in findings) for state in ("missing", "slow")}
     out.print(f"{counts['missing']} missing, {counts['slow']} slow.")
 
 
@@ -116,29 +116,31 @@ def _platform(folder: Path) -> Iterator[Finding]:
 def _packages(folder: Path) -> Iterator[Finding]:
     needed = _needed_versions()
     for name in _NEEDED:
-        found, least = installed(name), needed.get(name.lower(), "")
-        if found is None:
+        version, least = installed(name), needed.get(name.lower(), "")
+        if version is None:
             yield Finding(name, "missing", "not installed", f"pip install {name}")
-        elif _numbers(found) < _numbers(least):
+        elif _numbers(version) < _numbers(least):
             advice = f"Karvan needs at least {least}: pip install '{name}>={least}'"
-            yield Finding(name, "missing", found, advice)
-        elif name == "torch" and _numbers(found)[:2] > _numbers(_NEWEST_TORCH):
-            yield Finding(name, "ok", found, f"Karvan is tested with torch {least} to {_NEWEST_TORCH}.")
+            yield Finding(name, "missing", version, advice)
+        elif name == "torch" and _numbers(version)[:2] > _numbers(_NEWEST_TORCH):
+            yield Finding(name, "ok", version, f"Karvan is tested with torch {least} to {_NEWEST_TORCH}.")
         else:
-            yield Finding(name, "ok", found)
+            yield Finding(name, "ok", version)
     for name, (purpose, how) in _EXTRAS.items():
-        found = installed(name)
+        version = installed(name)
         yield Finding(
             name,
-            "ok" if found else "optional",
-            found or "not installed",
-            "" if found else f"For {purpose}: {how}",
+            "ok" if version else "optional",
+            version or "not installed",
+            "" if version else f"For {purpose}: {how}",
         )
 
 
 def _needed_versions() -> dict[str, str]:
     """The least version of each package that Karvan declares, by its name in lower case."""
-    matches = (re.match(r"([\w-]+)>=([\d.]+)$", each) for each in metadata.requires("karvan") or ())
+    matches = (
+        re.match(r"([\w-]+)>=([\d.]+)$", requirement) for requirement in metadata.requires("karvan") or ()
+    )
     return {match[1].lower(): match[2] for match in matches if match is not None}
 
 

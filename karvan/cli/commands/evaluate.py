@@ -52,10 +52,14 @@ def evaluate(
         raise CommandError(
             f"{target} has no data to evaluate on: expected eval_data, or data.eval; or pass --data."
         )
-    found = restore(job, checkpoint)
+    checkpoint_ = restore(job, checkpoint)
     with progress("Evaluating", "samples") as steps:
         metrics = job.trainer.evaluate(CountedBatches(job.eval_data, steps))
-    if not write_json(json_path, {"checkpoint": found.path, "step": found.step, "metrics": metrics}):
+    if not write_json(
+        json_path, {"checkpoint": checkpoint_.path, "step": checkpoint_.step, "metrics": metrics}
+    ):
         rows = [[name, number_text(value)] for name, value in metrics.items()]
-        print_table(f"{found.path}, step {found.step:,}", ["metric", "value"], rows, right=["value"])
+        print_table(
+            f"{checkpoint_.path}, step {checkpoint_.step:,}", ["metric", "value"], rows, right=["value"]
+        )
     return OK

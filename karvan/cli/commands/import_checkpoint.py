@@ -90,12 +90,12 @@ def import_checkpoint(
 
     if system not in _SYSTEMS:
         raise CommandError(f"Expected --from {' | '.join(_SYSTEMS)}, got '{system}'.")
-    given = {
+    options = {
         "--embedding-config": (embedding_config, "persia"),
         "--optimizer": (optimizer, "persia"),
         "--betas": (betas, "recis"),
     }
-    for option, (value, owner) in given.items():
+    for option, (value, owner) in options.items():
         if value is not None and owner != system:
             raise CommandError(f"{option} is for --from {owner}, got --from {system}.")
     if optimizer is not None and optimizer not in _OPTIMIZERS:
@@ -106,7 +106,7 @@ def import_checkpoint(
     with progress("Importing", "bytes") as steps:
         show = _Progress(steps)
         if system == "recis":
-            made = import_recis(
+            report = import_recis(
                 source,
                 path,
                 optimizer_state=optimizer_state,
@@ -121,7 +121,7 @@ def import_checkpoint(
                 "a checkpoint of PERSIA have no meaning without it."
             )
         else:
-            made = import_persia(
+            report = import_persia(
                 source,
                 path,
                 embedding_config,
@@ -131,8 +131,8 @@ def import_checkpoint(
                 step=step or 0,
                 progress=show,
             )
-    if not write_json(json_path, made):
-        _show(made)
+    if not write_json(json_path, report):
+        _show(report)
     return OK
 
 
@@ -147,18 +147,18 @@ class _Progress:
         self._steps.add(done)
 
 
-def _show(made: ImportReport) -> None:
+def _show(report: ImportReport) -> None:
     out = console()
-    out.print(f"{shown(made.path)}: imported from {made.system}, step {made.step:,}", markup=False)
+    out.print(f"{shown(report.path)}: imported from {report.system}, step {report.step:,}", markup=False)
     print_table(
         None,
         ["table", "rows", "dim", "dtype", "optimizer state"],
         [
             [table.name, f"{table.rows:,}", table.dim, table.dtype, table.optimizer or "not imported"]
-            for table in made.tables
+            for table in report.tables
         ],
         right=["rows", "dim"],
     )
-    out.print(f"dense: {len(made.dense)} tensors")
-    for note in made.notes:
+    out.print(f"dense: {len(report.dense)} tensors")
+    for note in report.notes:
         console(stderr=True).print(f"note: {note}", markup=False)

@@ -64,20 +64,20 @@ def inspect(
     if key is not None:
         return _row(folder, key[0], _number(key[1]), json_path)
     with progress("Reading", ""):
-        seen = checkpoint.summary(folder, hottest=top)
-    if not write_json(json_path, seen):
-        show_summary(seen)
+        summary = checkpoint.summary(folder, hottest=top)
+    if not write_json(json_path, summary):
+        show_summary(summary)
     return OK
 
 
-def show_summary(seen: Summary) -> None:
+def show_summary(summary: Summary) -> None:
     """A checkpoint as tables."""
     out = console()
-    metrics = ", ".join(f"{name} {number_text(value)}" for name, value in seen.metrics.items())
-    kind = f"delta on {', '.join(map(str, seen.builds_on))}" if seen.builds_on else seen.kind
+    metrics = ", ".join(f"{name} {number_text(value)}" for name, value in summary.metrics.items())
+    kind = f"delta on {', '.join(map(str, summary.builds_on))}" if summary.builds_on else summary.kind
     out.print(
-        f"{shown(seen.path)}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, "
-        f"saved {ago_text(seen.created)}",
+        f"{shown(summary.path)}: step {summary.step:,}, {kind}, {bytes_text(summary.bytes)}, "
+        f"saved {ago_text(summary.created)}",
         markup=False,
     )
     if metrics:
@@ -95,20 +95,23 @@ def show_summary(seen: Summary) -> None:
                 number_text(table.mean_norm),
                 number_text(table.max_norm),
             ]
-            for table in seen.tables
+            for table in summary.tables
         ],
         right=["rows", "dim", "bytes", "norm", "max norm"],
     )
-    for table in seen.tables:
+    for table in summary.tables:
         hottest = ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest)
         used = f"; hottest keys (uses): {hottest}" if hottest else ""
         out.print(f"{table.name}: {table.optimizer or 'no optimizer'}{used}", markup=False)
-    out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
-    if seen.not_whole:
+    out.print(f"dense: {summary.dense_tensors} tensors, {bytes_text(summary.dense_bytes)}")
+    if summary.not_whole:
         print_table(
             "Incomplete, damaged or set aside",
             ["folder", "step", "condition", "problem"],
-            [[each.path.name, f"{each.step:,}", each.condition, each.problem] for each in seen.not_whole],
+            [
+                [other.path.name, f"{other.step:,}", other.condition, other.problem]
+                for other in summary.not_whole
+            ],
             right=["step"],
         )
 
@@ -117,19 +120,19 @@ def _verify(path: Path, json_path: str | None) -> int:
     from karvan import checkpoint
     from karvan.checkpoint.object_store.files import bytes_below
 
-    seen: set[Path] = set()
+    paths: set[Path] = set()
     with progress("Checking", "bytes") as steps:
         steps.expect(bytes_below(path))
 
         def checked(file: Path, size: int) -> None:
-            if file not in seen:  # several deltas build on one full checkpoint
-                seen.add(file)
+            if file not in paths:  # several deltas build on one full checkpoint
+                paths.add(file)
                 steps.add(size)
 
         damaged = checkpoint.verify(path, checked=checked)
     result = {
-        "files": len(seen),
-        "damaged": [{"path": shown(each.path), "problem": each.problem} for each in damaged],
+        "files": len(paths),
+        "damaged": [{"path": shown(step.path), "problem": step.problem} for step in damaged],
     }
     if write_json(json_path, result):
         pass
@@ -137,10 +140,10 @@ def _verify(path: Path, json_path: str | None) -> int:
         print_table(
             f"Damaged: {len(damaged)}",
             ["file", "problem"],
-            [[shown(each.path), each.problem] for each in damaged],
+            [[shown(step.path), step.problem] for step in damaged],
         )
     else:
-        console().print(f"{shown(path)}: {len(seen)} files, all intact.", markup=False)
+        console().print(f"{shown(path)}: {len(paths)} files, all intact.", markup=False)
     return DAMAGED if damaged else OK
 
 

@@ -61,9 +61,9 @@ def status(
             if not write_json(json_path, ended):
                 print(f"Job {client.name}: {_end_text(outcome)}")
             return OK
-        found = {**client.status(), "launched": client.job["launched"], "detached": client.job["detached"]}
-    if not write_json(json_path, found):
-        _show(found)
+        state = {**client.status(), "launched": client.job["launched"], "detached": client.job["detached"]}
+    if not write_json(json_path, state):
+        _show(state)
     return OK
 
 
@@ -97,10 +97,10 @@ def logs(
     with _known(job) as client:
         path = log_of(client.folder.shared, MASTER)
         if process is not None:
-            known = sorted(each.stem for each in path.parent.glob("*.log"))
-            if process not in known:
+            names = sorted(log.stem for log in path.parent.glob("*.log"))
+            if process not in names:
                 raise CommandError(
-                    f"Expected a process of job '{client.name}' that has a log ({', '.join(known)}), got "
+                    f"Expected a process of job '{client.name}' that has a log ({', '.join(names)}), got "
                     f"'{process}'.",
                     DAMAGED,
                 )
@@ -242,14 +242,14 @@ def _row(name: str) -> dict[str, Any]:
     return {"job": name, "state": state, "code": code, "launched": client.job["launched"]}
 
 
-def _show(found: dict[str, Any]) -> None:
-    print(f"Job {found['job']}: {found['state']}, launched {ago_text(found['launched'])}")
-    print(f"Mode {found['mode']}, generation {found['generation']}, master is process {found['master']}")
-    hosts = {each["host"] for each in found["processes"]} - {""}
+def _show(state: dict[str, Any]) -> None:
+    print(f"Job {state['job']}: {state['state']}, launched {ago_text(state['launched'])}")
+    print(f"Mode {state['mode']}, generation {state['generation']}, master is process {state['master']}")
+    hosts = {process["host"] for process in state["processes"]} - {""}
     columns = ["role", "pid", *(["host"] if len(hosts) > 1 else []), "state", "heartbeat", "does"]
-    rows = [_process_row(each) for each in found["processes"]]
+    rows = [_process_row(process) for process in state["processes"]]
     print_table(None, columns, [[row[name] for name in columns] for row in rows], right=["pid", "heartbeat"])
-    work = found["work"]
+    work = state["work"]
     if work is not None:
         epochs = "" if work["epochs"] in (None, -1) else f" of {work['epochs']}"
         print(

@@ -117,13 +117,13 @@ def train(
 def _command_to_resume(words: Sequence[str]) -> str:
     """The command of these words without what only its first run may have."""
     rest = iter(words)
-    kept = []
+    columns = []
     for word in rest:
         if word == "--resume-from":
             next(rest, None)
         elif word.partition("=")[0] not in ("--resume-from", "--no-resume", "--drop-unfinished"):
-            kept.append(word)
-    return shlex.join(["karvan", *kept])
+            columns.append(word)
+    return shlex.join(["karvan", *columns])
 
 
 def _choice(resume: bool, resume_from: str | None) -> bool | str:

@@ -21,12 +21,12 @@ def version(json_path: str | None = JSON_PATH) -> int:
       karvan version
       karvan version --json -
     """
-    found = {"karvan": karvan.__version__, "python": platform.python_version()}
-    found |= {name: installed(name) or "not installed" for name in _SHOWN}
-    if not write_json(json_path, found):
+    versions = {"karvan": karvan.__version__, "python": platform.python_version()}
+    versions |= {name: installed(name) or "not installed" for name in _SHOWN}
+    if not write_json(json_path, versions):
         print(
             "karvan",
-            ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(found.items())[1:])]),
+            ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(versions.items())[1:])]),
         )
     return OK
 

@@ -25,24 +25,24 @@ from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, T
 def classes_of(module: Any, base: type) -> dict[str, Any]:
     """The public classes of a module that derive from one."""
     return {
-        name: each
-        for name, each in vars(module).items()
-        if isinstance(each, type) and issubclass(each, base) and each is not base and name[0] != "_"
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base and name[0] != "_"
     }
 
 
-def find_class(what: str, known: Mapping[str, Any], name: str) -> Any:
+def find_class(what: str, classes: Mapping[str, Any], name: str) -> Any:
     """The class of that name."""
-    if name not in known:
-        raise CommandError(f"There is no {what} '{name}'; there are: {listed(name, sorted(known))}")
-    return known[name]
+    if name not in classes:
+        raise CommandError(f"There is no {what} '{name}'; there are: {listed(name, sorted(classes))}")
+    return classes[name]
 
 
 def make_by_name(
-    what: str, known: Mapping[str, Any], choice: Named, where: str, hidden: Sequence[str] = ()
+    what: str, classes: Mapping[str, Any], choice: Named, where: str, hidden: Sequence[str] = ()
 ) -> Any:
     """Create one of the known classes with its arguments; `hidden` are arguments that the caller adds."""
-    kind = find_class(what, known, choice.name)
+    kind = find_class(what, classes, choice.name)
     check_arguments(kind, where, (), choice.arguments, hidden)
     return build(where, kind, **choice.arguments)
 
@@ -171,7 +171,7 @@ def connect_tables(config: configs.Named | None) -> None:
 
 def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv.FeatureEngine | None:
     """Chains of steps: `price: [log1p]`, `age: [{bucketize: [18, 35]}]`, `ab: [{cross: [a, b]}]`."""
-    known = _steps()
+    classes = _steps()
     made = []
     for name, steps in chains.items():
         feature = kv.Feature(name)
@@ -179,11 +179,11 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
             where = f"features.{name}"
             if isinstance(step, Mapping) and len(step) != 1:
                 raise CommandError(f"{where}: a step is one name with its arguments, got {dict(step)!r}.")
-            kind, given = (step, {}) if isinstance(step, str) else next(iter(step.items()))
-            if kind not in known:
-                raise CommandError(f"{where}: there is no step '{kind}'; there are: {', '.join(known)}.")
-            args, kwargs = _step_arguments(known[kind], given)
-            check_arguments(known[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
+            kind, arguments = (step, {}) if isinstance(step, str) else next(iter(step.items()))
+            if kind not in classes:
+                raise CommandError(f"{where}: there is no step '{kind}'; there are: {', '.join(classes)}.")
+            args, kwargs = _step_arguments(classes[kind], arguments)
+            check_arguments(classes[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
             feature = build(where, getattr(feature, kind), *args, **kwargs)
         made.append(feature)
     return kv.FeatureEngine(made) if made else None
@@ -191,8 +191,8 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
 
 def make_model(config: configs.Model) -> torch.nn.Module:
     """A model of kv.models."""
-    known = classes_of(kv.models, torch.nn.Module)
-    kind = find_class("model", known, config.name)
+    classes = classes_of(kv.models, torch.nn.Module)
+    kind = find_class("model", classes, config.name)
     arguments = config.arguments
     dim = arguments.get("dim", inspect.signature(kind).parameters["dim"].default)
     like = _table(config.table or configs.Table(), dim, "model.table")
@@ -214,17 +214,17 @@ def make_model(config: configs.Model) -> torch.nn.Module:
     return model
 
 
-def make_loss(given: configs.Named | Mapping[str, configs.Named]) -> Any:
+def make_loss(choices: configs.Named | Mapping[str, configs.Named]) -> Any:
     """A loss of kv.losses, or several by name, each with an optional `times`."""
-    if isinstance(given, configs.Named):
-        return make_by_name("loss", _losses(), given, "loss")
+    if isinstance(choices, configs.Named):
+        return make_by_name("loss", _losses(), choices, "loss")
     losses, weights = {}, {}
-    for name, each in given.items():
-        arguments = each.arguments
+    for name, choice in choices.items():
+        arguments = choice.arguments
         if "times" in arguments:
             weights[name] = float(arguments.pop("times"))
         losses[name] = make_by_name(
-            "loss", _losses(), configs.Named(name=each.name, **arguments), f"loss.{name}"
+            "loss", _losses(), configs.Named(name=choice.name, **arguments), f"loss.{name}"
         )
     return kv.losses.Sum(losses, weights)
 
@@ -233,34 +233,34 @@ def _losses() -> dict[str, Any]:
     return classes_of(kv.losses, kv.losses.ColumnLoss)
 
 
-def make_metrics(given: Sequence[configs.Named] | Mapping[str, configs.Named], loss: Any) -> dict[str, Any]:
+def make_metrics(choices: Sequence[configs.Named] | Mapping[str, configs.Named], loss: Any) -> dict[str, Any]:
     """Metrics of kv.metrics, a list or by names; the output is that of a single loss."""
-    known = classes_of(kv.metrics, kv.metrics.Metric)
-    if not isinstance(given, Mapping):
-        given = _by_short_name([(find_class("metric", known, each.name), each) for each in given])
+    classes = classes_of(kv.metrics, kv.metrics.Metric)
+    if not isinstance(choices, Mapping):
+        choices = _by_short_name([(find_class("metric", classes, choice.name), choice) for choice in choices])
     return {
-        name: make_by_name("metric", known, _of_loss(known, each, loss), f"metrics.{name}")
-        for name, each in given.items()
+        name: make_by_name("metric", classes, _of_loss(classes, choice, loss), f"metrics.{name}")
+        for name, choice in choices.items()
     }
 
 
 def _by_short_name(metrics: Sequence[tuple[Any, configs.Named]]) -> dict[str, configs.Named]:
     named: dict[str, configs.Named] = {}
-    for kind, each in metrics:
+    for kind, choice in metrics:
         if kind.short_name in named:
             raise CommandError(
-                f"metrics: the list contains {each.name} twice; give each a name of its own: "
-                f"{{a: {{name: {each.name}, …}}, b: {{name: {each.name}, …}}}}."
+                f"metrics: the list contains {choice.name} twice; give each a name of its own: "
+                f"{{a: {{name: {choice.name}, …}}, b: {{name: {choice.name}, …}}}}."
             )
-        named[kind.short_name] = each
+        named[kind.short_name] = choice
     return named
 
 
-def _of_loss(known: Mapping[str, Any], metric: configs.Named, loss: Any) -> configs.Named:
+def _of_loss(classes: Mapping[str, Any], metric: configs.Named, loss: Any) -> configs.Named:
     """The metric with the output of a single loss; its label is set by the Trainer."""
     if not isinstance(loss, kv.losses.ColumnLoss):
         return metric
-    parameters = inspect.signature(find_class("metric", known, metric.name)).parameters
+    parameters = inspect.signature(find_class("metric", classes, metric.name)).parameters
     usual = {"output": loss.output} if "output" in parameters else {}
     return configs.Named(name=metric.name, **{**usual, **metric.arguments})
 
@@ -278,7 +278,7 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         if config.evict is None
         else make_by_name("eviction", _EVICTIONS, config.evict, f"{where}.evict"),
     }
-    made: kv.Table = build(
+    table: kv.Table = build(
         where,
         kv.Table,
         dim,
@@ -292,24 +292,24 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         padding_idx=config.padding_idx,
         **parts,
     )
-    return made
+    return table
 
 
 def _sparse(config: configs.Named | None) -> kv.optim.SparseOptimizer | None:
     if config is None:
         return None
-    known = classes_of(kv.optim, kv.optim.SparseOptimizer)
-    made: kv.optim.SparseOptimizer = make_by_name(
-        "sparse optimizer", known, config, "optimizers.sparse", ("params",)
+    classes = classes_of(kv.optim, kv.optim.SparseOptimizer)
+    optimizer: kv.optim.SparseOptimizer = make_by_name(
+        "sparse optimizer", classes, config, "optimizers.sparse", ("params",)
     )
-    return made
+    return optimizer
 
 
 def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimizer] | None:
     if config is None:
         return None
-    known = classes_of(torch.optim, torch.optim.Optimizer)
-    kind = find_class("dense optimizer", known, config.name)
+    classes = classes_of(torch.optim, torch.optim.Optimizer)
+    kind = find_class("dense optimizer", classes, config.name)
     arguments = config.arguments
     check_arguments(kind, "optimizers.dense", ([],), arguments, ("params",))
     return lambda parameters: build("optimizers.dense", kind, parameters, **arguments)
@@ -323,8 +323,8 @@ def _schedule(config: configs.Named | None) -> Any:
     if config is None:
         return None
     schedulers = torch.optim.lr_scheduler
-    known = classes_of(schedulers, schedulers.LRScheduler)
-    kind = find_class("schedule", known, config.name)
+    classes = classes_of(schedulers, schedulers.LRScheduler)
+    kind = find_class("schedule", classes, config.name)
     arguments = config.arguments
     check_arguments(kind, "optimizers.schedule", (None,), arguments, ("optimizer",))
     return lambda optimizer: build("optimizers.schedule", kind, optimizer, **arguments)
@@ -364,7 +364,7 @@ def _read(
         return kv.data.read(
             list(paths),
             batch_size,
-            columns=None if data.columns is None else [_column(each) for each in data.columns],
+            columns=None if data.columns is None else [_column(column) for column in data.columns],
             labels=labels,
             format=data.format,
             options=data.options or None,
@@ -381,8 +381,8 @@ def _read(
         raise CommandError(f"data: {error}") from error
 
 
-def _column(given: str | configs.Column) -> kv.data.Column | str:
-    settings = given if isinstance(given, str) else given.model_dump(exclude_unset=True)
+def _column(choice: str | configs.Column) -> kv.data.Column | str:
+    settings = choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
     try:
         return column_from_settings(settings)
     except ValueError as error:

@@ -48,20 +48,20 @@ class Named(BaseModel):
         return dict(self.model_extra or {})
 
 
-def _named(given: Any) -> Any:
-    return {"name": given} if isinstance(given, str) else given
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
-def _listed(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 def _named_or(default: str) -> BeforeValidator:
     """A class by name; arguments without a name are for the default class."""
 
-    def complete(given: Any) -> Any:
-        given = _named(given)
-        return {"name": default, **given} if isinstance(given, dict) else given
+    def complete(value: Any) -> Any:
+        value = _named(value)
+        return {"name": default, **value} if isinstance(value, dict) else value
 
     return BeforeValidator(complete)
 

@@ -81,13 +81,13 @@ class Target:
 
 def pairs(settings: Sequence[str]) -> dict[str, str]:
     """The name and value of each --set."""
-    found = {}
+    names = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name.strip():
             raise CommandError(f"--set expects name=value, got '{setting}'.")
-        found[name.strip()] = value
-    return found
+        names[name.strip()] = value
+    return names
 
 
 def _job_function(path: Path) -> Callable[..., Any]:
@@ -120,26 +120,26 @@ def _arguments(
     except NameError:  # names that exist for type checkers only
         hints = {}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    known = {
+    names = {
         name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
-    listed = ", ".join(map(str, known.values())) or "none"
+    listed = ", ".join(map(str, names.values())) or "none"
     for name in options:
-        if name not in known and not open_ended:
+        if name not in names and not open_ended:
             raise CommandError(
                 f"--{_option(name)} sets the parameter '{name}' of job(), but job() of {path} has no such "
                 f"parameter; it has: {listed}."
             )
     for name in settings:
-        if name not in known and not open_ended:
+        if name not in names and not open_ended:
             raise CommandError(f"--set {name}: job() of {path} has no such parameter; it has: {listed}.")
     arguments = {}
     for name, text in {**settings, **options}.items():
-        default = known[name].default if name in known else None
+        default = names[name].default if name in names else None
         usual = Any if default in (None, inspect.Parameter.empty) else type(default)
         kind = hints.get(name, usual)
         arguments[name] = convert(f"Parameter '{name}' of job()", text, kind)
-    for name, parameter in known.items():
+    for name, parameter in names.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise CommandError(f"job() of {path} needs '{name}': --set {name}=…")
     return arguments

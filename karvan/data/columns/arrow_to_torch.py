@@ -351,8 +351,8 @@ def texts(array: pa.Array) -> Ragged:
 def hashed(array: pa.Array, hash_: str, bucket: int | None) -> Tensor:
     """The ids of strings, none of which is null; those of a dictionary are hashed once each."""
     if types.is_dictionary(array.type) and len(array.dictionary) < len(array):
-        known = hashed(array.dictionary, hash_, bucket)
-        return known[numbers(array.indices)]
+        dictionary_ids = hashed(array.dictionary, hash_, bucket)
+        return dictionary_ids[numbers(array.indices)]
     return ids.hash_strings(texts(array), hash_, bucket)
 
 

@@ -79,7 +79,7 @@ class Fixed:
         if self.length < 1:
             raise ValueError(f"Fixed '{self.name}' needs a length of at least 1, but has {self.length}.")
         numbers = self.defaults() if not isinstance(self.default, str) else [self.default]
-        if wrong := [each for each in numbers or () if not isinstance(each, Number)]:
+        if wrong := [number for number in numbers or () if not isinstance(number, Number)]:
             raise TypeError(f"Fixed '{self.name}' needs numbers as default, but has {wrong[0]!r}.")
         if isinstance(self.default, Sequence) and len(self.default) != self.length:
             raise ValueError(

@@ -127,8 +127,10 @@ class Decoder:
                 f"Decoder expects columns, kv.data.Fixed, Varlen or Raw, got {wrong[0]!r}. By their types: "
                 "kv.data.infer(schema)."
             )
-        without_default = [each for each in columns if not isinstance(each, Varlen) and each.default is None]
-        self.nullable = tuple(each.name for each in without_default if each.name in nullable)
+        without_default = [
+            column for column in columns if not isinstance(column, Varlen) and column.default is None
+        ]
+        self.nullable = tuple(column.name for column in without_default if column.name in nullable)
         names = [column.name for column in self.columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -210,14 +212,14 @@ def _required(column: Column, read: _Read) -> _Read:
 
 
 def _reader(column: Column, type_: pa.DataType) -> _Read:
-    known = _known_type(column, type_)
+    known_type = _known_type(column, type_)
     if isinstance(column, Fixed):
-        read = _fixed(column, known)
+        read = _fixed(column, known_type)
     elif isinstance(column, Raw):
-        read = _raw(column, known)
+        read = _raw(column, known_type)
     else:
-        read = _varlen(column, known)
-    return read if known == type_ else lambda array: read(array.cast(known))
+        read = _varlen(column, known_type)
+    return read if known_type == type_ else lambda array: read(array.cast(known_type))
 
 
 def _known_type(column: Column, type_: pa.DataType) -> pa.DataType:

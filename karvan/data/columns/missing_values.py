@@ -60,15 +60,15 @@ def first_missing(column: Column, array: pa.Array) -> int | None:
     nan = is_number(leaf) and arrow_to_torch.is_floating(leaf)
     if levels == 0:
         return _first(None if filled and not nan else _missing(array, filled))
-    found = [] if filled or not array.null_count else [_first(arrow_to_torch.is_null(array))]
+    nulls = [] if filled or not array.null_count else [_first(arrow_to_torch.is_null(array))]
     if levels == 1 and is_number(leaf):
         offsets, values = arrow_to_torch.peel(array)
         at = _first(None if filled and not nan else _missing(values, filled))
         if at is not None:
-            found.append(int(torch.searchsorted(offsets, at, right=True)) - 1)
+            nulls.append(int(torch.searchsorted(offsets, at, right=True)) - 1)
         if isinstance(column, Fixed) and not filled:
-            found.append(_first(offsets[1:] == offsets[:-1]))
-    return min((row for row in found if row is not None), default=None)
+            nulls.append(_first(offsets[1:] == offsets[:-1]))
+    return min((row for row in nulls if row is not None), default=None)
 
 
 def first_missing_weight(array: pa.Array) -> int | None:
@@ -224,13 +224,13 @@ class _CheckedSource:
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         at = split.first
         for records in self._source.read(split):
-            found = [
+            missing = [
                 (row, number)
                 for number, check in enumerate(self._checks)
                 if (row := check.find(records.column(check.column))) is not None
             ]
-            if found:
-                row, number = min(found)
+            if missing:
+                row, number = min(missing)
                 if row:  # the records before it are valid
                     yield records.slice(0, row)
                 name, _, describe = self._checks[number]

@@ -70,14 +70,14 @@ def _expect(mark: str, text: str) -> str:
 
 
 def common_type(
-    column: str, found: Iterable[tuple[str, pa.DataType]], declared: pa.DataType | None = None
+    column: str, types_of_files: Iterable[tuple[str, pa.DataType]], declared: pa.DataType | None = None
 ) -> pa.DataType:
     """The type that holds the values of all files; `found` are their paths and types.
 
     A mix of integers and floats has the type that was declared for it, if any.
     """
     result, source = pa.null(), ""
-    for path, type_ in found:
+    for path, type_ in types_of_files:
         both = widest(result, type_)
         if both is None and declared is not None and _is_mix(result, type_):
             both = declared
@@ -113,9 +113,9 @@ def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     if types.is_null(a):
         return b
     if types.is_dictionary(a) or types.is_dictionary(b):
-        return widest(*(each.value_type if types.is_dictionary(each) else each for each in (a, b)))
+        return widest(*(type_.value_type if types.is_dictionary(type_) else type_ for type_ in (a, b)))
     if is_text(a) and is_text(b):
-        strings = all(_is_string(each) for each in (a, b))
+        strings = all(_is_string(type_) for type_ in (a, b))
         return pa.large_string() if strings else pa.large_binary()
     for common in (_integers, _floats, _times, _lists, _fields):
         type_ = common(a, b)
@@ -139,7 +139,7 @@ def _integers(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 def _floats(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     if types.is_floating(a) and types.is_floating(b):
         return max(a, b, key=lambda type_: type_.bit_width)
-    number = all(types.is_floating(each) or types.is_decimal(each) for each in (a, b))
+    number = all(types.is_floating(type_) or types.is_decimal(type_) for type_ in (a, b))
     return pa.float64() if number else None
 
 
@@ -157,7 +157,7 @@ def _lists(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     if types.is_fixed_size_list(a) and types.is_fixed_size_list(b) and a.list_size == b.list_size:
         inner = widest(a.value_type, b.value_type)
         return None if inner is None else pa.list_(inner, a.list_size)
-    if not all(types.is_list(each) or types.is_large_list(each) for each in (a, b)):
+    if not all(types.is_list(type_) or types.is_large_list(type_) for type_ in (a, b)):
         return None
     inner = widest(a.value_type, b.value_type)
     if inner is None:

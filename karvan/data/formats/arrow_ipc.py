@@ -175,14 +175,14 @@ def _blocks(file: pa.NativeFile) -> tuple[list[int], list[int]]:
 
 def _walk(file: pa.NativeFile) -> tuple[list[int], list[int]]:
     """Where the dictionaries and record batches of a stream begin."""
-    found: dict[int, list[int]] = {_DICTIONARY: [], _RECORDS: []}
+    blocks: dict[int, list[int]] = {_DICTIONARY: [], _RECORDS: []}
     at, size = 0, file.size()
     while file.read_at(8, at) != struct.pack("<II", _MARK, 0):
         if size - at < 8:
             raise ValueError("The stream does not end with its end mark: it is cut off or damaged.")
         message = _Message(file, at)
-        found.get(message.kind, []).append(at)
+        blocks.get(message.kind, []).append(at)
         at = message.body + max(message.body_size, 0)
     if at + 8 != size:
         raise ValueError("The stream does not end with its end mark: it is cut off or damaged.")
-    return found[_DICTIONARY], found[_RECORDS]
+    return blocks[_DICTIONARY], blocks[_RECORDS]

@@ -136,7 +136,7 @@ class FileSource(ABC):
         different: dict[str, pa.Schema] = {}  # mostly all files have the schema of the first
         for path in self._files.paths:
             schema = self._layouts[path].schema
-            if any(schema.equals(known) for known in different.values()):
+            if any(schema.equals(other) for other in different.values()):
                 continue
             different[path] = schema
             with located(path):
@@ -181,8 +181,8 @@ class FileSource(ABC):
 
     def _type(self, name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
         """The type of a column over files of these schemas."""
-        found = ((path, schema.field(name).type) for path, schema in schemas.items())
-        return common_type(name, found, self._declared.get(name))
+        types = ((path, schema.field(name).type) for path, schema in schemas.items())
+        return common_type(name, types, self._declared.get(name))
 
     def declare_numbers(self, name: str, floating: bool) -> None:
         """Declare the type of a column of which some files have integers and others floats."""
@@ -281,7 +281,7 @@ class FileSource(ABC):
                 group += 1
             try:
                 with located(path, self._place(layout, group)):
-                    found, batch = next(pieces, (-1, None))
+                    index, batch = next(pieces, (-1, None))
                     if batch is not None:
                         # The same schema object for all, without the metadata of the program that wrote the
                         # file.
@@ -296,10 +296,10 @@ class FileSource(ABC):
                 )
             if group == len(starts) - 1 and batch is None:
                 return
-            if batch is None or found != group or at + batch.num_rows > starts[group + 1]:
+            if batch is None or index != group or at + batch.num_rows > starts[group + 1]:
                 expected = int(starts[group + 1] - starts[group]) if group < len(starts) - 1 else 0
                 raise DataError(
-                    f"Expected {expected} records, but there are {'fewer' if found != group else 'more'}.",
+                    f"Expected {expected} records, but there are {'fewer' if index != group else 'more'}.",
                     path=path,
                     place=self._place(layout, group),
                 )
@@ -310,15 +310,15 @@ class FileSource(ABC):
         """The same error with the name of the column that fails if it is read alone."""
         if error.column is not None or error.__cause__ is None or error.temporary:
             return error
-        found: list[DataError] = []
+        errors: list[DataError] = []
         for name in self.schema.names:
             try:
                 with located(path, self._place(layout, group), name):
                     next(self._groups(path, layout, group, [name]), None)
             except DataError as narrower:
-                found.append(narrower)
+                errors.append(narrower)
         # If none, or every one, fails alone, the error is not specific to a column.
-        return found[0] if 0 < len(found) < len(self.schema) else error
+        return errors[0] if 0 < len(errors) < len(self.schema) else error
 
     def _place(self, layout: Layout, group: int) -> str:
         return f"{self.group_name} {group}"

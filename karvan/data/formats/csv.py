@@ -292,7 +292,7 @@ class CsvSource(FileSource):
         def cells_of(columns: Sequence[str], as_text: Collection[str] = ()) -> pa.Table:
             return self._first_lines(path, names, head, is_all, self._converting(names, columns, as_text))
 
-        found = {f.name: f.type for f in cells_of(unknown).schema}
+        types = {f.name: f.type for f in cells_of(unknown).schema}
         is_first = path == self._files.paths[0]  # others are like it, and a search of all takes long
         if is_first and (cell := self._spaced_null(head)) is not None:
             _log.warning(
@@ -302,14 +302,14 @@ class CsvSource(FileSource):
                 cell,
                 cell,
             )
-        if bytes_ := [name for name, type_ in found.items() if type_ == pa.binary()]:
+        if bytes_ := [name for name, type_ in types.items() if type_ == pa.binary()]:
             _log.warning(
                 "Column '%s' of %s is not text in UTF-8, so its bytes are read as they are. The same text in "
                 "another encoding would have other ids.",
                 bytes_[0],
                 path,
             )
-        integers = [name for name, type_ in found.items() if type_ == pa.int64()]
+        integers = [name for name, type_ in types.items() if type_ == pa.int64()]
         if is_first and integers and _LEADING_ZERO.search(head):
             for name, column in zip(integers, cells_of(integers, integers), strict=True):
                 if differ_only_in_zeros(column.combine_chunks(), name):
@@ -321,15 +321,15 @@ class CsvSource(FileSource):
                         _declare(name),
                     )
         # Arrow reads integers that are too large for int64 as floats, which would round them.
-        floats = [name for name, type_ in found.items() if type_ == pa.float64()]
+        floats = [name for name, type_ in types.items() if type_ == pa.float64()]
         texts = cells_of(floats, floats) if floats else {}
         for name in floats:
             cells = texts[name].combine_chunks()
             if are_digits(cells):
-                found[name] = from_digits(cells, name).type
+                types[name] = from_digits(cells, name).type
             elif (cell := ambiguous_cell(cells)) is not None:
                 self._ambiguous[path, name] = cell
-        return {name: type_ for name, type_ in found.items() if type_ != pa.null()}
+        return {name: type_ for name, type_ in types.items() if type_ != pa.null()}
 
     def _find_nulls(self, path: str, names: Sequence[str], head: bytes, is_all: bool) -> frozenset[str]:
         """The columns with an empty cell, or another that means null, in the first lines of a file."""
@@ -393,9 +393,9 @@ class CsvSource(FileSource):
         try:
             yield
         except pa.ArrowInvalid as error:
-            if (found := _MISFIT.search(str(error))) is None:
+            if (misfit := _MISFIT.search(str(error))) is None:
                 raise
-            column, row, type_, cell = found.groups()
+            column, row, type_, cell = misfit.groups()
             name = names[int(column)]
             like = ", as in the first lines of the files" if name in self._inferred else ""
             raise DataError(
@@ -534,8 +534,8 @@ class CsvSource(FileSource):
                 if pc.any(pc.is_inf(array)).as_py():
                     cells = pa.chunked_array(part.column(0) for part in texts([name], [name]))
                     cells = cells.slice(first if skipped is None else skipped, len(array)).combine_chunks()
-                    said = pc.match_substring_regex(cells, "(?i)^[+-]?inf(inity)?$")
-                    require(name, cells, pc.or_(pc.invert(pc.is_inf(array)), said), "numbers")
+                    infinite = pc.match_substring_regex(cells, "(?i)^[+-]?inf(inity)?$")
+                    require(name, cells, pc.or_(pc.invert(pc.is_inf(array)), infinite), "numbers")
             elif inferred == pa.null():
                 require(name, array, pc.is_null(array), "no values")
                 array = pa.nulls(len(array))

@@ -99,10 +99,12 @@ def _pairs(below: str) -> list[tuple[str, str]]:
 
 
 def _typed(values: Sequence[str]) -> pa.Array:
-    known = [None if value == _NULL else value for value in values]
-    if all(value is None or (_INTEGER.fullmatch(value) and int(value) in _INT64) for value in known):
-        return pa.array([None if value is None else int(value) for value in known], pa.int64())
-    return pa.array(known, pa.string())
+    values_of_files = [None if value == _NULL else value for value in values]
+    if all(
+        value is None or (_INTEGER.fullmatch(value) and int(value) in _INT64) for value in values_of_files
+    ):
+        return pa.array([None if value is None else int(value) for value in values_of_files], pa.int64())
+    return pa.array(values_of_files, pa.string())
 
 
 _FORMATS = {
@@ -227,10 +229,10 @@ def read_records(
 
 def _check_options(format: str, make: type[FileSource], options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(make).parameters.values()
-    allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in allowed]:
-        known = listed(unknown[0], [*allowed, "partitions"])
-        raise ValueError(f"There is no option '{unknown[0]}' for {format}; there are: {known}")
+        choices = listed(unknown[0], [*allowed, "partitions"])
+        raise ValueError(f"There is no option '{unknown[0]}' for {format}; there are: {choices}")
 
 
 def _common_format(files: Files) -> str:
@@ -251,14 +253,14 @@ def _format(filesystem: fs.FileSystem, path: str) -> str:
     for ending in _COMPRESSIONS:
         name = name.removesuffix(ending)
     name = _SHARD.sub("", name)
-    known = _FORMATS.get(name.rpartition(".")[2])
-    if known is not None:
-        return known
+    format_ = _FORMATS.get(name.rpartition(".")[2])
+    if format_ is not None:
+        return format_
     with located(path), filesystem.open_input_stream(path, compression=None) as file:
         start = file.read(12)
-    for magic, found in _MAGIC.items():
+    for magic, format_ in _MAGIC.items():
         if start.startswith(magic):
-            return found
+            return format_
     if is_tfrecord(start):
         return "tfrecord"
     if start.lstrip()[:1] in (b"{", b"["):

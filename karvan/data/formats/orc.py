@@ -58,21 +58,21 @@ def stripes(opened: orc.ORCFile, size: int) -> list[Stripe]:
     for type_ in (type_ for footer in footers for type_ in _parts(footer, 4)):
         if _number(type_, 1) == _DECIMAL and _number(type_, 5) > _MOST_DIGITS:
             raise ValueError(f"A decimal has {_number(type_, 5)} digits, but {_MOST_DIGITS} are the most.")
-    found = []
+    stripes_of_file = []
     for stripe in (stripe for footer in footers for stripe in _parts(footer, 3)):
         begin = _number(stripe, 1)
         end = begin + sum(_number(stripe, part) for part in (2, 3, 4))  # index, data, footer
-        found.append((_number(stripe, 5), begin, end))
-    tail = max((end for _, _, end in found), default=0)
-    records = sum(count for count, _, _ in found)
-    if len(found) != opened.nstripes or records != opened.nrows:
+        stripes_of_file.append((_number(stripe, 5), begin, end))
+    tail = max((end for _, _, end in stripes_of_file), default=0)
+    records = sum(count for count, _, _ in stripes_of_file)
+    if len(stripes_of_file) != opened.nstripes or records != opened.nrows:
         raise ValueError(
             f"The footer counts {opened.nrows} records in {opened.nstripes} stripes, "
-            f"but lists {records} in {len(found)}."
+            f"but lists {records} in {len(stripes_of_file)}."
         )
     if tail > size:
         raise ValueError(f"The footer lists a stripe up to byte {tail}, but the file has {size}.")
-    return [Stripe(*fields, tail) for fields in found]
+    return [Stripe(*fields, tail) for fields in stripes_of_file]
 
 
 def _parts(message: bytes, field: int) -> list[bytes]:
@@ -88,7 +88,7 @@ def _number(message: bytes, field: int) -> int:
 
 def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
     """All fields of a message: number and value."""
-    found: list[tuple[int, int | bytes]] = []
+    fields_of_message: list[tuple[int, int | bytes]] = []
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -104,8 +104,8 @@ def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
             value, at = message[at : at + size], at + size
         else:
             raise ValueError("The footer cannot be read.")
-        found.append((tag >> 3, value))
-    return found
+        fields_of_message.append((tag >> 3, value))
+    return fields_of_message
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
@@ -275,18 +275,20 @@ class OrcSource(FileSource):
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         opened = orc.ORCFile(file)
-        found = stripes(opened, file.size())
-        return Layout(opened.schema, np.cumsum([0, *(stripe.records for stripe in found)]), found)
+        stripes_of_file = stripes(opened, file.size())
+        return Layout(
+            opened.schema, np.cumsum([0, *(stripe.records for stripe in stripes_of_file)]), stripes_of_file
+        )
 
     def _groups(
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         numbers = [name for name in columns if _is_number(layout.schema.field(name).type)]
         row = sum(_width(layout.schema.field(name).type) for name in columns)
-        found: list[Stripe] = layout.detail
+        stripes_of_file: list[Stripe] = layout.detail
         with self._open(path) as file:
             opened = orc.ORCFile(file)
-            for number, stripe in enumerate(found[group:], group):
+            for number, stripe in enumerate(stripes_of_file[group:], group):
                 check_decoded(stripe.records * row, stripe.size)
                 # Memory for all records is allocated at once, so their number must be plausible.
                 local = numbers if stripe.records <= stripe.size else []

@@ -222,7 +222,9 @@ def _nulls_of(metadata: pq.FileMetaData) -> frozenset[str]:
     return frozenset(
         chunk.path_in_schema
         for chunk in chunks
-        if (found := chunk.statistics) is not None and found.has_null_count and found.null_count
+        if (statistics := chunk.statistics) is not None
+        and statistics.has_null_count
+        and statistics.null_count
     )
 
 

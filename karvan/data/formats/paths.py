@@ -36,14 +36,14 @@ def list_folder(
     """Files and folders inside of a folder; missing_ok: an empty list if the folder does not exist."""
     if isinstance(system, fs.PyFileSystem) and isinstance(system.handler, fs.FSSpecHandler):
         return _list_fsspec(system.handler.fs, folder, recursive, missing_ok)
-    found: list[fs.FileInfo] = system.get_file_info(
+    infos: list[fs.FileInfo] = system.get_file_info(
         fs.FileSelector(folder, recursive=recursive, allow_not_found=missing_ok)
     )
-    return found
+    return infos
 
 
 def _list_fsspec(files: Any, folder: str, recursive: bool, missing_ok: bool) -> list[fs.FileInfo]:
-    found: list[fs.FileInfo] = []
+    infos: list[fs.FileInfo] = []
     waiting = [folder]
     while waiting:
         inside = waiting.pop()
@@ -58,10 +58,10 @@ def _list_fsspec(files: Any, folder: str, recursive: bool, missing_ok: bool) -> 
             if name.strip("/") == inside.strip("/"):
                 continue  # some stores have an object for the folder itself
             kind = fs.FileType.Directory if is_folder else fs.FileType.File
-            found.append(fs.FileInfo(name.rstrip("/"), type=kind, size=entry.get("size") or 0))
+            infos.append(fs.FileInfo(name.rstrip("/"), type=kind, size=entry.get("size") or 0))
             if is_folder and recursive:
                 waiting.append(name)
-    return found
+    return infos
 
 
 PathLike = str | os.PathLike[str]
@@ -109,11 +109,11 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
         below += [path[_fixed(inside, path) :].lstrip("/") for path in expanded]
     if chosen is None:
         raise DataError("At least one path is needed, but there are none.")
-    seen: set[str] = set()
+    unique: set[str] = set()
     for path in found:
-        if path in seen:
+        if path in unique:
             raise DataError("The file is named twice, so its records would be read twice.", path=path)
-        seen.add(path)
+        unique.add(path)
     return Files(chosen, tuple(found), tuple(below))
 
 
@@ -162,16 +162,16 @@ def folders(system: fs.FileSystem, root: str, pattern: str) -> list[str]:
     if isinstance(system, fs.PyFileSystem):
         system.handler.fs.invalidate_cache()  # of fsspec
     listing = _Listing(system)
-    found = [""]
+    segments = [""]
     for segment in pattern.strip("/").split("/"):
         fits = re.compile(translate(segment))
-        found = [
+        segments = [
             f"{above}/{name}"
-            for above in found
+            for above in segments
             for name, is_folder in listing.inside(root + above)
             if is_folder and fits.fullmatch(name)
         ]
-    return sorted(path[1:] for path in found)
+    return sorted(path[1:] for path in segments)
 
 
 def exists(system: fs.FileSystem, path: str) -> bool:

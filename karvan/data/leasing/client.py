@@ -68,7 +68,7 @@ class WorkClient:
                 holder=self.holder, last_token=self._last, kinds=list(kinds), most=most, epoch=epoch
             )
             got = self._call(protocol.LEASE_TASKS, head).head
-            tasks = {each.token: task_from(each.task) for each in got.leases}
+            tasks = {lease.token: task_from(lease.task) for lease in got.leases}
             with self._lock:
                 self._held.update({token: task.records for token, task in tasks.items()})
                 self._last = max([self._last, *tasks])
@@ -99,8 +99,8 @@ class WorkClient:
     def give_back_all(self) -> None:
         """End all leases that are held here."""
         with self._lock:
-            held = list(self._held)
-        self.give_back(held)
+            leases = list(self._held)
+        self.give_back(leases)
 
     def fail(
         self, token: int, error: str, record: int | None = None, number: int | None = None

@@ -77,7 +77,7 @@ def named_error(
     error: BaseException, suspects: Sequence[TakenRecords], record: BadRecord | None
 ) -> DataError:
     """An error that names the bad record, and the records of its batch."""
-    batch = " and ".join(str(taken.lease.task) for taken in suspects)
+    batch = " and ".join(str(suspect.lease.task) for suspect in suspects)
     if record is None:
         return DataError(f"{described(error)}; no record alone raises it", place=batch)
     return DataError(f"{described(error)}; its batch is of {batch}", place=str(record))

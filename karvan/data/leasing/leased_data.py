@@ -193,11 +193,11 @@ class LeasedTasks:
     def take(self, records: int) -> list[TakenRecords]:
         """A batch of this many records was handed out: which ones of each task."""
         with self._lock:
-            taken, self._open = _first(self._open, records)
-            for each in taken:
-                if not self._open or self._open[0][0] is not each.lease:
-                    del self._ends[each.lease.token]
-        return taken
+            records_, self._open = _first(self._open, records)
+            for part in records_:
+                if not self._open or self._open[0][0] is not part.lease:
+                    del self._ends[part.lease.token]
+        return records_
 
     def left(self) -> list[TaskToRead]:
         """The tasks that are not in batches, in order, each without the records that are."""
@@ -226,15 +226,15 @@ class LeasedTasks:
 
 def _first(waiting: deque[_Waiting], records: int) -> tuple[list[TakenRecords], deque[_Waiting]]:
     """The first of the records that wait, as far as there are any, and the rest."""
-    rest, taken = waiting.copy(), []
+    rest, selected = waiting.copy(), []
     while records and rest:
         lease, places = rest.popleft()
-        mine, left = places[:records], places[records:]
+        mine, rest_ = places[:records], places[records:]
         records -= len(mine)
-        taken.append(TakenRecords(lease, mine, int(left[0]) if len(left) else lease.task.records))
-        if len(left):
-            rest.appendleft((lease, left))
-    return taken, rest
+        selected.append(TakenRecords(lease, mine, int(rest_[0]) if len(rest_) else lease.task.records))
+        if len(rest_):
+            rest.appendleft((lease, rest_))
+    return selected, rest
 
 
 # The plans of a `LeasedLoader`: which tasks it reads, and which of their records the last batch has.
@@ -348,6 +348,6 @@ class LeasedBatch(dict[str, Entry]):
     @classmethod
     def of(cls, batch: Batch, records: dict[int, int]) -> LeasedBatch:
         """A batch and its records."""
-        made = cls(batch)
-        made.records = records
-        return made
+        batch_ = cls(batch)
+        batch_.records = records
+        return batch_

@@ -41,7 +41,7 @@ class BatchError(Exception):
     """A leased batch has raised the error that is the cause of this one; `records` are those of the batch."""
 
     def __init__(self, records: Sequence[TakenRecords]) -> None:
-        super().__init__(" and ".join(str(each.lease.task) for each in records))
+        super().__init__(" and ".join(str(record.lease.task) for record in records))
         self.records = list(records)
 
 
@@ -101,10 +101,10 @@ class RecordSearch:
     def find(self, suspects: Sequence[TakenRecords], checks: Sequence[Check] = ()) -> SearchResult:
         """The record among these that raises an error; checks: tried in turn until one finds it."""
         blocks = []
-        for taken in suspects:
-            rows = _unless_raised(partial(self._read, taken))
+        for suspect in suspects:
+            rows = _unless_raised(partial(self._read, suspect))
             if rows is None:
-                return SearchResult(self._unreadable(taken))
+                return SearchResult(self._unreadable(suspect))
             blocks.append(rows)
         rows = joined(blocks)
         return search_with(checks, suspects, self._seed, lambda check: partial(self._try, rows, check))
@@ -114,26 +114,26 @@ class RecordSearch:
         if batch.samples:  # a transform may drop records
             check(batch)
 
-    def _read(self, taken: TakenRecords) -> pa.RecordBatch:
+    def _read(self, records: TakenRecords) -> pa.RecordBatch:
         """The records in the order of their places."""
-        wanted = numbers_of(taken.lease.task, taken.places, self._seed)
+        wanted = numbers_of(records.lease.task, records.places, self._seed)
         numbers = np.sort(wanted)
-        rows = self._rows(taken.lease.task.path, numbers)
+        rows = self._rows(records.lease.task.path, numbers)
         return rows.take(pa.array(np.searchsorted(numbers, wanted)))
 
     def _rows(self, path: str, numbers: Order) -> pa.RecordBatch:
         source = RetryingSource(self._settings.source, self._settings.retry_seconds)
         return joined([rows for split in splits_of(path, numbers) for rows in source.read(split)])
 
-    def _unreadable(self, taken: TakenRecords) -> BadRecord | None:
+    def _unreadable(self, records: TakenRecords) -> BadRecord | None:
         """The record that cannot be read, if it is one alone."""
-        task = taken.lease.task
-        numbers = np.sort(numbers_of(task, taken.places, self._seed))
-        found = search_records(len(numbers), lambda few: self._rows(task.path, numbers[few])).at
-        if found is None:
+        task = records.lease.task
+        numbers = np.sort(numbers_of(task, records.places, self._seed))
+        indices = search_records(len(numbers), lambda few: self._rows(task.path, numbers[few])).at
+        if indices is None:
             return None
-        number = int(numbers[found])
-        return BadRecord(taken.lease, place_of(task, number, self._seed), number)
+        number = int(numbers[indices])
+        return BadRecord(records.lease, place_of(task, number, self._seed), number)
 
 
 def search_with(
@@ -145,7 +145,7 @@ def search_with(
     """The record that raises alone when it is used with a check; each is tried until one finds it."""
     result = SearchResult(None)
     for check in checks or (_no_check,):
-        found = search_records(sum(len(each.places) for each in suspects), use(check))
+        found = search_records(sum(len(suspect.places) for suspect in suspects), use(check))
         result = SearchResult(_record(suspects, found.at, seed), found.every)
         if result.record is not None:
             break
@@ -187,8 +187,8 @@ def search_records(count: int, use: Callable[[Order], object]) -> RaisingRecord:
             return RaisingRecord(None)
         few = bad
     index = int(few[0])
-    others = [each for each in range(0, count, max(1, count // _OTHERS)) if each != index]
-    every = bool(others) and all(raises(np.array([each])) for each in others)
+    others = [number for number in range(0, count, max(1, count // _OTHERS)) if number != index]
+    every = bool(others) and all(raises(np.array([other])) for other in others)
     return RaisingRecord(None if every else index, every)
 
 

@@ -225,4 +225,4 @@ def _shuffled_task_records(group: int, records: int, batch_size: int) -> int:
         return group
     counts = (*range(fewest, 2 * fewest + 1), *range(fewest - 1, fewest // 2 - 1, -1))
     equal = (group // count for count in counts if group % count == 0)
-    return next((each for each in equal if each >= batch_size), wanted)
+    return next((size for size in equal if size >= batch_size), wanted)

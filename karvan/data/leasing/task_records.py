@@ -31,9 +31,9 @@ class TakenRecords(NamedTuple):
     done: int
 
 
-def records_done(taken: Iterable[TakenRecords]) -> dict[int, int]:
+def records_done(batches: Iterable[TakenRecords]) -> dict[int, int]:
     """How many records of each leased task are done when a batch is, by token."""
-    return {each.lease.token: each.done for each in taken}
+    return {records.lease.token: records.done for records in batches}
 
 
 def places_of(task: Task) -> Order:
@@ -93,7 +93,7 @@ class TaskReads(ReadPlan):
     """
 
     def __init__(self, tasks: Iterator[TaskToRead | None], seed: int | None) -> None:
-        self._reads = (None if each is None else read_job(each.task, seed, last=each.ends) for each in tasks)
+        self._reads = (None if task is None else read_job(task.task, seed, last=task.ends) for task in tasks)
 
     @override
     def jobs(self) -> Iterator[ReadJob | None]:

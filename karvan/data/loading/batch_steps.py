@@ -56,12 +56,12 @@ class BatchSteps:
 
     def prepare(self, records: pa.RecordBatch) -> Rows:
         """The row-wise steps."""
-        made: Rows = _run(self._on_pieces, records)
-        if isinstance(made, Batch) and len(made) and made.samples != len(records):
+        rows_: Rows = _run(self._on_pieces, records)
+        if isinstance(rows_, Batch) and len(rows_) and rows_.samples != len(records):
             raise ValueError(
-                f"A row-wise step must give a row for each of {len(records)} rows, but gave {made.samples}."
+                f"A row-wise step must give a row for each of {len(records)} rows, but gave {rows_.samples}."
             )
-        return made
+        return rows_
 
     def finish(self, parts: Sequence[Rows]) -> Batch:
         """The batch of these rows; those that have not been prepared are prepared now."""
@@ -69,30 +69,30 @@ class BatchSteps:
         if self._nullable and isinstance(rows, Batch):
             optional = {name: with_optional_values(rows[name]) for name in self._nullable}
             rows = rows.with_entries({**rows, **optional})
-        made: Batch = _run(self._on_batches, rows)
-        return made
+        batch: Batch = _run(self._on_batches, rows)
+        return batch
 
 
 def _run(steps: Iterable[Callable[[Any], Any]], rows: Rows) -> Any:
-    made: Any = rows
+    value: Any = rows
     for step in steps:
-        made = step(made)
-        if isinstance(made, dict):
-            made = Batch(made)
-        if made is None:
+        value = step(value)
+        if isinstance(value, dict):
+            value = Batch(value)
+        if value is None:
             raise TypeError("transform must give a batch, or a pair of features and labels, but gave None.")
-    return made
+    return value
 
 
 def split(rows: Rows, counts: Sequence[int]) -> Sequence[Rows]:
     """The first `counts[0]` rows, the next `counts[1]` rows, and so on; nothing is copied."""
     if isinstance(rows, Batch):
         return split_batch(rows, counts)
-    first, made = 0, []
+    first, batches = 0, []
     for count in counts:
-        made.append(rows.slice(first, count))
+        batches.append(rows.slice(first, count))
         first += count
-    return made
+    return batches
 
 
 def join(parts: Sequence[Rows]) -> Rows:

@@ -159,15 +159,15 @@ class Loader(SourceData):
         Returns:
             The loader, with a position of its own.
         """
-        own = self._settings
+        settings = self._settings
         once = ReadSettings(
-            own.source,
-            own.decode,
-            own.batch_size,
-            workers=own.workers,
-            prefetch=own.prefetch,
-            transform=own.transform if transformed else None,
-            retry_seconds=own.retry_seconds,
+            settings.source,
+            settings.decode,
+            settings.batch_size,
+            workers=settings.workers,
+            prefetch=settings.prefetch,
+            transform=settings.transform if transformed else None,
+            retry_seconds=settings.retry_seconds,
         )
         return Loader(**once.arguments(), rank=self._plan.rank, world_size=self._plan.world_size)
 

@@ -229,7 +229,7 @@ class Pipeline:
 
     def failed_split(self, error: BaseException) -> Split | None:
         """The split whose reading raised this error."""
-        return next((split for each, split in self._failed if each is error), None)
+        return next((split for number, split in self._failed if number is error), None)
 
     def _finished(self) -> ReadOutcome:
         with self._lock:
@@ -417,9 +417,9 @@ class Pipeline:
         missing = self._batch_size if self._cut != self._most_batches else 0
         self._cut += 1
         while missing and (reading := self._next_reading()) is not None:
-            count, rows, taken, last = reading.take(missing, self._batch_size)
+            count, rows, pieces, last = reading.take(missing, self._batch_size)
             parts.append(rows)
-            receipts += taken
+            receipts += pieces
             missing -= count
             if reading.is_used():
                 self._drop_used(reading)

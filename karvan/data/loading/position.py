@@ -37,9 +37,9 @@ def kind_of(state: Any) -> str | None:
     return stream_of(len(state["loaders"])) if "loaders" in state else None
 
 
-def mismatch(saved: str | None, given: str | None) -> str:
+def mismatch(saved: str | None, requested: str | None) -> str:
     """What to do about a position in the middle of an epoch that is of another kind than the data."""
-    before, now = saved or "another kind of data", given or "another kind of data"
+    before, now = saved or "another kind of data", requested or "another kind of data"
     setting = ""
     if before.startswith("kv.data.from_loaders") and now.startswith("kv.data.from_loaders"):
         setting = f", by roles.loaders: {before.split()[2]} in the job"

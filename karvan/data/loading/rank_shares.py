@@ -110,11 +110,15 @@ class Shares:
 
     def records(self, epoch: int) -> int:
         """How many records the share has. This is arithmetic: it needs no blocks."""
-        left = self._plan.records
+        remaining = self._plan.records
         for division in self._earlier:
-            shares = [share_records(left, rank, division.world_size) for rank in range(division.world_size)]
-            left -= sum(_handed_out(division, rank, epoch, records) for rank, records in enumerate(shares))
-        return share_records(left, self._rank, self._world)
+            shares = [
+                share_records(remaining, rank, division.world_size) for rank in range(division.world_size)
+            ]
+            remaining -= sum(
+                _handed_out(division, rank, epoch, records) for rank, records in enumerate(shares)
+            )
+        return share_records(remaining, self._rank, self._world)
 
     @property
     def first_whole_epoch(self) -> int:
@@ -124,11 +128,11 @@ class Shares:
 
     def _pieces(self, epoch: int) -> tuple[Piece, ...]:
         """The share, in the order in which it is handed out."""
-        left = [Piece(block.number, 0, block.records) for block in self._plan.blocks(epoch)]
+        pieces = [Piece(block.number, 0, block.records) for block in self._plan.blocks(epoch)]
         for division in self._earlier:
             if division.reaches(epoch):
-                left = _left(left, division, epoch)
-        return tuple(deal(left, self._world)[self._rank])
+                pieces = _left(pieces, division, epoch)
+        return tuple(deal(pieces, self._world)[self._rank])
 
 
 def _left(pieces: Sequence[Piece], division: Division, epoch: int) -> list[Piece]:

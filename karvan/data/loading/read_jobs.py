@@ -87,11 +87,11 @@ class Reading:
         if not piece.cuts:
             piece.cut(missing, batch_size)
         count, rows = piece.cuts.popleft()
-        receipts, left, last = [], count, False
-        while left:
+        receipts, remaining, last = [], count, False
+        while remaining:
             job = self.jobs.popleft()
-            handed = min(left, job.records)
-            left -= handed
+            handed = min(remaining, job.records)
+            remaining -= handed
             rest = job.records - handed
             if rest:
                 self.jobs.appendleft(ReadJob(job.epoch, (), rest, None, job.last))
@@ -121,10 +121,10 @@ def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.Record
         yield joined(held)
 
 
-def joined(held: list[pa.RecordBatch]) -> pa.RecordBatch:
+def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     """One batch of all, which are released; a single one is not copied."""
-    batch = held[0] if len(held) == 1 else pa.concat_batches(held)
-    held.clear()
+    batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+    batches.clear()
     return batch
 
 
@@ -135,10 +135,10 @@ def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Itera
         held: list[pa.RecordBatch] = []
         while count:
             rest = next(batches) if rest is None else rest
-            taken = min(count, len(rest))
-            held.append(rest.slice(0, taken))
-            rest = rest.slice(taken) if taken < len(rest) else None
-            count -= taken
+            size = min(count, len(rest))
+            held.append(rest.slice(0, size))
+            rest = rest.slice(size) if size < len(rest) else None
+            count -= size
         yield joined(held)
 
 
@@ -148,14 +148,16 @@ def runs(jobs: Iterator[ReadJob | None]) -> Iterator[deque[ReadJob]]:
     None between two jobs keeps them apart; the first does not wait for the second, which may take long.
     """
     run: deque[ReadJob] = deque()
-    held = 0
+    held_records = 0
     for job in jobs:
-        if run and not (job is not None and _follows(run[-1], job) and held + job.reads <= _MOST_RECORDS):
+        if run and not (
+            job is not None and _follows(run[-1], job) and held_records + job.reads <= _MOST_RECORDS
+        ):
             yield run
-            run, held = deque(), 0
+            run, held_records = deque(), 0
         if job is not None:
             run.append(job)
-            held += job.reads
+            held_records += job.reads
     if run:
         yield run
 

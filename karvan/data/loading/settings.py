@@ -62,7 +62,7 @@ class ReadSettings:
 
     def arguments(self) -> dict[str, Any]:
         """The fields by name, as arguments of `Loader`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
     def retrying(self, work: Callable[[], T]) -> T:
         """The result of `work`, which is repeated during an outage of the source."""

@@ -139,13 +139,13 @@ def blocks(splits: Iterable[Split], records: int) -> list[Block]:
 
 def _groups(splits: Iterable[Split], records: int) -> Iterator[tuple[Split, ...]]:
     group: list[Split] = []
-    held = 0
+    buffered = 0
     for split in splits:
         group.append(split)
-        held += split.count
-        if held >= records:
+        buffered += split.count
+        if buffered >= records:
             yield _joined(group)
-            group, held = [], 0
+            group, buffered = [], 0
     if group:
         yield _joined(group)
 

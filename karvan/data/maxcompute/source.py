@@ -72,10 +72,10 @@ class MaxComputeSource(Source):
             names = [*self._download(first).types, *self._values(first)]
         types = self._types(first, names)
         for path in self._tables:
-            for name, found in self._types(path, names).items():
-                if found != types[name]:
+            for name, type_ in self._types(path, names).items():
+                if type_ != types[name]:
                     raise DataError(
-                        f"Expected {types[name]}, as {first} has, but the column has {found}.",
+                        f"Expected {types[name]}, as {first} has, but the column has {type_}.",
                         path=path,
                         column=name,
                     )
@@ -110,8 +110,8 @@ class MaxComputeSource(Source):
         blocks = max(2, _HASHED_BLOCKS // max(1, len(sample)))
         hashes = []
         for part in sample:
-            known = self._download(part.path).types
-            schema = pa.schema([(name, type_) for name, type_ in known.items() if type_ is not None])
+            types = self._download(part.path).types
+            schema = pa.schema([(name, type_) for name, type_ in types.items() if type_ is not None])
             firsts: Sequence[int] = range(0, part.records, _BLOCK_RECORDS)
             if len(firsts) > blocks:
                 firsts = [n * (part.records - _BLOCK_RECORDS) // (blocks - 1) for n in range(blocks)]
@@ -139,20 +139,20 @@ class MaxComputeSource(Source):
     def _types(self, path: str, names: Sequence[str]) -> dict[str, pa.DataType]:
         """The types of some columns of a part."""
         download = self._download(path)
-        known = {**download.types, **{name: value.type for name, value in self._values(path).items()}}
+        types = {**download.types, **{name: value.type for name, value in self._values(path).items()}}
         for name in names:
-            if name not in known:
+            if name not in types:
                 raise DataError(
-                    f"There is no such column; there are: {listed(name, list(known))}", path=path, column=name
+                    f"There is no such column; there are: {listed(name, list(types))}", path=path, column=name
                 )
-            if known[name] is None:
+            if types[name] is None:
                 raise DataError(
                     f"Columns of type {download.type_names[name]} cannot be read: name the columns to "
                     "read, and leave this one out.",
                     path=path,
                     column=name,
                 )
-        return {name: known[name] for name in names}
+        return {name: types[name] for name in names}
 
     def _values(self, path: str) -> dict[str, pa.Scalar]:
         """The partition columns of a part."""
@@ -172,15 +172,15 @@ class MaxComputeSource(Source):
                 table = self._tables[path]
                 if table.project not in self._tunnels:
                     self._tunnels[table.project] = Tunnel(table.project)
-                made = self._tunnels[table.project].open(table)
-                expected = self._records.setdefault(path, made.records)
-                if made.records != expected:
+                tunnel = self._tunnels[table.project].open(table)
+                expected = self._records.setdefault(path, tunnel.records)
+                if tunnel.records != expected:
                     raise DataError(
                         f"The table was changed while it was read: it had {expected} records, and has "
-                        f"{made.records} now. Start again.",
+                        f"{tunnel.records} now. Start again.",
                         path=path,
                     )
-                self._downloads[path] = made
+                self._downloads[path] = tunnel
             return self._downloads[path]
 
     def _forget(self, path: str, ended: Download) -> None:

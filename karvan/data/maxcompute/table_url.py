@@ -58,10 +58,10 @@ def is_table_url(data: object) -> bool:
 
 def parse_tables(data: str | Iterable[str | os.PathLike[str]]) -> list[TableURL]:
     """The tables that a URL, or a list of URLs, names; one of them twice is an error."""
-    tables = [_parse(os.fspath(each)) for each in ([data] if isinstance(data, str) else data)]
-    for number, each in enumerate(tables):
-        if each in tables[:number]:
-            raise DataError("The table is named twice, so its records would be read twice.", path=str(each))
+    tables = [_parse(os.fspath(path_)) for path_ in ([data] if isinstance(data, str) else data)]
+    for number, table in enumerate(tables):
+        if table in tables[:number]:
+            raise DataError("The table is named twice, so its records would be read twice.", path=str(table))
     return tables
 
 
@@ -74,17 +74,17 @@ def _parse(text: str) -> TableURL:
             "A URL of MaxCompute has no account: set ODPS_ACCESS_ID and ODPS_ACCESS_KEY in the environment, "
             f"and remove what is before the @. Expected {_FORM}."
         )
-    found = _PATH.fullmatch(path)
-    if found is None:
+    match = _PATH.fullmatch(path)
+    if match is None:
         raise DataError(f"Expected {_FORM}.", path=_SCHEME + path)
-    project, schema, table, folders = found.groups()
+    project, schema, table, folders = match.groups()
     if folders:
         whole, spec = TableURL(project, schema, table), folders.strip("/").replace("/", ",")
         raise DataError(
             f"A partition is an option of the URL: write {whole}?partition={spec}.",
             path=_SCHEME + path,
         )
-    parts = [each.partition("=") for each in query.split("&") if each]
+    parts = [part.partition("=") for part in query.split("&") if part]
     options = [(name, unquote(value)) for name, _, value in parts]  # a plus is no space here
     if unknown := [name for name, _ in options if name != "partition"]:
         raise DataError(
@@ -100,12 +100,12 @@ def _parse(text: str) -> TableURL:
 
 
 def _partition(spec: str, path: str) -> tuple[tuple[str, str], ...]:
-    pairs = [each.partition("=") for each in re.split("[,/]", spec)]
-    made = tuple((name.strip(), value.strip().strip("'\"")) for name, _, value in pairs)
-    names = [name for name, _ in made]
-    if not all(name and value for name, value in made) or len(set(names)) < len(names):
+    pairs = [pair.partition("=") for pair in re.split("[,/]", spec)]
+    values = tuple((name.strip(), value.strip().strip("'\"")) for name, _, value in pairs)
+    names = [name for name, _ in values]
+    if not all(name and value for name, value in values) or len(set(names)) < len(names):
         raise DataError(
             f"Expected partition=ds=20240101,hh=01, with each partition column once, got partition={spec}.",
             path=path,
         )
-    return made
+    return values

@@ -129,11 +129,11 @@ class Tunnel:
 
     def _start(self, url: TableURL) -> TableDownloadSession:
         if self._client is None:
-            given = os.environ.get("ODPS_TUNNEL_ENDPOINT") or None
-            tunnel = TableTunnel(client=self._service, project=self._project, endpoint=given)
-            found = tunnel.tunnel_rest.endpoint
+            endpoint = os.environ.get("ODPS_TUNNEL_ENDPOINT") or None
+            tunnel = TableTunnel(client=self._service, project=self._project, endpoint=endpoint)
+            endpoint_ = tunnel.tunnel_rest.endpoint
             self._client = _Client(
-                self._account, found, self._project, proxy=options.data_proxy, **self._settings
+                self._account, endpoint_, self._project, proxy=options.data_proxy, **self._settings
             )
         return TableDownloadSession(
             self._client,
@@ -160,8 +160,8 @@ class Download:
         self.types = {column.name: _arrow_type(column.type) for column in session.schema.simple_columns}
         self.partition_types = {column.name: _arrow_type(column.type) for column in session.schema.partitions}
         # pyodps makes Arrow's types of all columns of a session, not only of those that are read.
-        known = [column for column in session.schema.simple_columns if self.types[column.name] is not None]
-        session.schema = TableSchema(columns=known)
+        columns = [column for column in session.schema.simple_columns if self.types[column.name] is not None]
+        session.schema = TableSchema(columns=columns)
 
     def read(self, first: int, count: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Records `first` to `first + count`, with these columns."""
@@ -235,8 +235,8 @@ def _account() -> Any:
     id_, key = os.environ.get("ODPS_ACCESS_ID"), os.environ.get("ODPS_ACCESS_KEY")
     if id_ and key:
         return accounts.CloudAccount(id_, key)
-    if (given := accounts.from_environments()) is not None:
-        return given
+    if (account := accounts.from_environments()) is not None:
+        return account
     id_, key, token = map(os.environ.get, _CLOUD_KEYS)
     if id_ and key:
         return accounts.StsAccount(id_, key, token) if token else accounts.CloudAccount(id_, key)

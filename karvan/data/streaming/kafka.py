@@ -119,9 +119,9 @@ class KafkaSource:
                 self._give(consumer)
             for name in {**(self._since or {}), **(self._until or {})}:
                 if name not in self._ranges:
-                    found = ", ".join(self._ranges) or "none"
+                    names = ", ".join(self._ranges) or "none"
                     raise DataError(
-                        f"Expected a partition in since and until; there are: {found}.", path=name
+                        f"Expected a partition in since and until; there are: {names}.", path=name
                     )
         return self._ranges
 
@@ -141,11 +141,11 @@ class KafkaSource:
         """
         if self._since is None or self._until is None:
             ranges = self.ranges()
-            given = [{name: each[end] for name, each in ranges.items()} for end in range(2)]
+            bounds = [{name: range_[end] for name, range_ in ranges.items()} for end in range(2)]
             raise ValueError(
                 "With sharding: dynamic, trainers lease ranges of offsets, and every process must see "
                 "the same ranges, whenever it starts: expected since= and until= of KafkaSource. The "
-                f"present ones are since={given[0]}, until={given[1]}."
+                f"present ones are since={bounds[0]}, until={bounds[1]}."
             )
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
@@ -240,14 +240,14 @@ class _Consumer:
 
     def partitions(self, topic: str, timeout: float) -> list[int]:
         """The numbers of the partitions of a topic, sorted."""
-        found = self.outage.ask(
+        answer = self.outage.ask(
             lambda: self._consumer.list_topics(topic, timeout=timeout).topics[topic],
             topic,
             "The topics cannot be listed",
         )
-        if found.error is not None or not found.partitions:
-            raise DataError(f"There is no such topic: {found.error}.", path=topic)
-        return sorted(found.partitions)
+        if answer.error is not None or not answer.partitions:
+            raise DataError(f"There is no such topic: {answer.error}.", path=topic)
+        return sorted(answer.partitions)
 
     def range(self, name: str, timeout: float) -> tuple[int, int]:
         """The first offset of the partition "topic/number", and the one after its last."""

@@ -174,13 +174,13 @@ class Stream:
         return None if identity is None else identity()
 
     def _positioned(self, method: str) -> Any:
-        found = getattr(self._batches, method, None)
-        if found is None:
+        attribute = getattr(self._batches, method, None)
+        if attribute is None:
             kind = type(self._batches).__name__
             raise TypeError(
                 f"The position of a stream needs {method}() of its iterable, but {kind} has none."
             )
-        return found
+        return attribute
 
 
 _Item = Batch | CopyInFlight | BaseException

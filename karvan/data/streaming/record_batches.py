@@ -118,7 +118,7 @@ def _batch(
         if not isinstance(row, Mapping):
             raise DataError(f"Expected a dict, but it is a {type(row).__name__}.", place=f"record {number}")
     names = list(dict.fromkeys(name for row in chunk for name in row)) if schema is None else schema.names
-    known = set(names)
+    unique = set(names)
     arrays = []
     for name in names:
         type_ = None if schema is None else schema.field(name).type
@@ -131,8 +131,8 @@ def _batch(
                 reason(error), place=f"records {done} to {done + len(chunk)}", column=name
             ) from error
     for number, row in enumerate(chunk, done):
-        if not row.keys() <= known:
-            extra = sorted(row.keys() - known)[0]
+        if not row.keys() <= unique:
+            extra = sorted(row.keys() - unique)[0]
             raise DataError(
                 f"The record has a column that is not among: {', '.join(names)}.",
                 place=f"record {number}",

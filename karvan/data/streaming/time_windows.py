@@ -111,10 +111,10 @@ class Windows:
             name = self._look()
             if name is not None or self._over:
                 return self._open(name)
-            left = self._poll if deadline is None else min(self._poll, deadline - time.monotonic())
-            if left <= 0:
+            remaining = self._poll if deadline is None else min(self._poll, deadline - time.monotonic())
+            if remaining <= 0:
                 return None
-            if self._closed.wait(left):
+            if self._closed.wait(remaining):
                 self._over = True
 
     def __iter__(self) -> Iterator[Window]:

@@ -162,15 +162,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         Returns:
             The gradients; None if the host has to decide, as for tables in memory.
         """
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for engine, handles in self._tables.items():
             slots = {handle.slot for handle in _that_train(engine, handles)}
             for _, gradients in engine.gradients(handle.name for handle in handles):
                 late = gradients.tensors(slots) if isinstance(gradients, LateGradients) else None
                 if late is None:
                     return None
-                found += late
-        return found
+                tensors += late
+        return tensors
 
     def skip_if(self, found_inf: Tensor) -> None:
         """Let the next `step` update rows only if a number on the device is 0.
@@ -322,7 +322,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 def _that_train(engine: EngineState, handles: Sequence[TableHandle]) -> Sequence[TableHandle]:
     """The tables that some feature trains; those whose features all read alone have no slot in lookups."""
     count = len(engine.program.tables)
-    return handles if count == len(engine.tables) else [each for each in handles if each.slot < count]
+    return handles if count == len(engine.tables) else [handle for handle in handles if handle.slot < count]
 
 
 def _of_passes(join: Callable[[Iterable[bool]], bool], flags: list[list[bool]]) -> list[bool]:
@@ -375,18 +375,18 @@ def _groups(params: Targets) -> list[Group]:
 
 
 def _owned(targets: Iterable[Any]) -> list[TableHandle]:
-    found: list[TableHandle] = []
+    handles: list[TableHandle] = []
     for target in targets:
         if isinstance(target, TableHandle):
-            found.append(target)
+            handles.append(target)
         elif isinstance(target, nn.Module):
             engines = [m for m in target.modules() if isinstance(m, EmbeddingEngine)]
             if not engines:
                 raise ValueError(f"There is no EmbeddingEngine in this {type(target).__name__}.")
-            found += [handle for engine in engines for handle in engine.tables()]
+            handles += [handle for engine in engines for handle in engine.tables()]
         else:
             raise TypeError(
                 f"Expected an EmbeddingEngine, a module that holds one, or a table, "
                 f"got {type(target).__name__}; tensors belong to a torch.optim optimizer."
             )
-    return found
+    return handles

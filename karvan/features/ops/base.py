@@ -351,8 +351,10 @@ class ElementOp(GroupElementOp):
         Returns:
             As many values.
         """
-        own = [op for op in ops if isinstance(op, ElementOp)]
-        return own[0].compute(values, *spread([op.parameters(values.dtype) for op in own], counts, values))
+        element_ops = [op for op in ops if isinstance(op, ElementOp)]
+        return element_ops[0].compute(
+            values, *spread([op.parameters(values.dtype) for op in element_ops], counts, values)
+        )
 
 
 class GroupRowOp(Op):

@@ -71,8 +71,8 @@ class Cross(RowOp):
         if not _needs_sizes(arguments[0]):
             return super().run_group(ops, arguments)
         columns = [[_lists_of(entry) for entry in entries] for entries in arguments]
-        made = zip(arguments, cross_by_kernels(columns), strict=True)
-        return [_crossed(entries, *parts) for entries, parts in made]
+        crossed = zip(arguments, cross_by_kernels(columns), strict=True)
+        return [_crossed(entries, *parts) for entries, parts in crossed]
 
     def run_rows(self, *entries: Entry) -> Entry:
         """A tensor if every column has exactly one id a row, as tensors do."""
@@ -211,8 +211,8 @@ def cross_by_kernels(crosses: Sequence[Sequence[Ragged]]) -> list[tuple[Tensor, 
 
     distinct = [[_distinct_ids(column) for column in columns] for columns in crosses]
     counts = [torch.stack([column.lengths for column in columns]).prod(0) for columns in distinct]
-    offsets = [offsets_from(each) for each in counts]
-    totals = torch.stack([each[-1] for each in offsets]).tolist()
+    offsets = [offsets_from(count) for count in counts]
+    totals = torch.stack([offset[-1] for offset in offsets]).tolist()
     results: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for columns, count, bounds, total in zip(distinct, counts, offsets, totals, strict=True):
         row = row_numbers(count, total)

@@ -131,9 +131,9 @@ def _powers(device: torch.device) -> Tensor:
 
 def _error(text: Tensor, starts: Tensor, lengths: Tensor, word: int) -> ValueError:
     start = int(starts[word])
-    found = bytes(text[start : start + int(lengths[word])].tolist()).decode(errors="replace")
+    word_text = bytes(text[start : start + int(lengths[word])].tolist()).decode(errors="replace")
     return ValueError(
-        f"expected decimal integers of 64 bits, but received {found[:100]!r}; "
+        f"expected decimal integers of 64 bits, but received {word_text[:100]!r}; "
         'strip() removes spaces around numbers, and .hash("farm") turns any strings into ids.'
     )
 
@@ -189,9 +189,9 @@ def _parse_floats(text: Tensor, starts: Tensor) -> Tensor:
     try:
         return torch.from_numpy(words.cast(pa.float64()).to_numpy().astype("float32"))
     except pa.ArrowInvalid as error:
-        found = str(error).removeprefix("Failed to parse string: ").split(" as a scalar")[0]
+        word = str(error).removeprefix("Failed to parse string: ").split(" as a scalar")[0]
         raise ValueError(
-            f"expected decimal numbers, but received {found[:100]}; strip() removes spaces around numbers."
+            f"expected decimal numbers, but received {word[:100]}; strip() removes spaces around numbers."
         ) from None
 
 

@@ -233,25 +233,25 @@ class Truncate(GroupRowOp):
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """On a GPU each entry by itself: to split joined rows would wait for the GPU once more."""
-        own = [op for op in ops if isinstance(op, Truncate)]
+        truncations = [op for op in ops if isinstance(op, Truncate)]
         entries = [entry for (entry,) in arguments if not isinstance(entry, Tensor)]
-        if not entries or not own[0]._by_kernels(entries[0]):
+        if not entries or not truncations[0]._by_kernels(entries[0]):
             return super().run_group(ops, arguments)
-        return truncate_by_kernels(own, entries)
+        return truncate_by_kernels(truncations, entries)
 
     @classmethod
     def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
         """Cuts each row to its own op's length."""
-        own = [op for op in ops if isinstance(op, Truncate)]
-        first, (entry,) = own[0], joined
+        truncations = [op for op in ops if isinstance(op, Truncate)]
+        first, (entry,) = truncations[0], joined
         left = first.side == "left"
         if isinstance(entry, Tensor):
             return entry[:, -first.length :] if left else entry[:, : first.length]
         offsets = first._limited(entry)
-        (limit,) = spread([(op.length,) for op in own], counts, offsets)
+        (limit,) = spread([(op.length,) for op in truncations], counts, offsets)
         if isinstance(entry, NestedRagged) and first.level == "inner":
-            each = limit.expand(entry.rows)
-            limit = torch.repeat_interleave(each, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
+            limits = limit.expand(entry.rows)
+            limit = torch.repeat_interleave(limits, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
         if first.check_length:
             first._check_lengths(entry, offsets.diff(), limit)
             return entry

@@ -74,9 +74,9 @@ class Vocabulary(StringOp, FittedOp):
         return WordCounts()
 
     @override
-    def fitted(self, found: RunningStatistics) -> Vocabulary:
-        assert isinstance(found, WordCounts)
-        words = found.most_frequent(self.max_words, self.min_count)
+    def fitted(self, statistics: RunningStatistics) -> Vocabulary:
+        assert isinstance(statistics, WordCounts)
+        words = statistics.most_frequent(self.max_words, self.min_count)
         if not words:
             often = f" {self.min_count} times or more" if self.min_count > 1 else ""
             raise ValueError(f"expected words{often} to fit, but there were none.")
@@ -117,22 +117,22 @@ class Vocabulary(StringOp, FittedOp):
         farm, murmur, index = _index(self, items.values.device)
         hashed = ids.farm(items)
         at = torch.searchsorted(farm, hashed).clamp_(max=farm.shape[0] - 1)
-        known = (farm[at] == hashed) & (murmur[at] == ids.murmur(items))
+        same = (farm[at] == hashed) & (murmur[at] == ids.murmur(items))
         unknown = ids.mod(hashed, self.oov) + len(self.words) if self.oov else -1
-        return torch.where(known, index[at], unknown)
+        return torch.where(same, index[at], unknown)
 
 
 def words_from_file(file: str | PathLike[str]) -> tuple[bytes, ...]:
     """The lines of a text file, without what ends them."""
     path = Path(file)
     words = tuple(line.removesuffix(b"\r") for line in path.read_bytes().removesuffix(b"\n").split(b"\n"))
-    known: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
     for number, word in enumerate(words, 1):
         if not word:
             raise ValueError(
                 f"vocabulary: expected a word on each line, but line {number} of {path} has none."
             )
-        if (first := known.setdefault(word, number)) != number:
+        if (first := numbers.setdefault(word, number)) != number:
             raise ValueError(
                 f"vocabulary: expected each word of {path} once, but lines {first} and {number} have "
                 f"{word.decode(errors='replace')!r}."

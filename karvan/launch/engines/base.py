@@ -155,11 +155,11 @@ def needs_by_role(spec: JobSpec) -> dict[Role, Needs]:
 
 def total_needs(spec: JobSpec) -> Needs:
     """What all processes that a job may have need together, apart from custom resources."""
-    each = [(spec.of_role(role).most, needs) for role, needs in needs_by_role(spec).items()]
+    members = [(spec.of_role(role).most, needs) for role, needs in needs_by_role(spec).items()]
     return Needs(
-        sum(count * needs.cpus for count, needs in each),
-        sum(count * needs.gpus for count, needs in each),
-        sum(count * needs.memory for count, needs in each),
+        sum(count * needs.cpus for count, needs in members),
+        sum(count * needs.gpus for count, needs in members),
+        sum(count * needs.memory for count, needs in members),
     )
 
 

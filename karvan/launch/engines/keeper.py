@@ -80,8 +80,8 @@ def start(
 ) -> int:
     """Start the process in its own session; returns its id. hold: signals wait until it unblocks them."""
     keeper = os.getpid()
-    own = {*_PASSED_ON, *_HELD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, own)  # none may be lost between fork and exec
+    handled = {*_PASSED_ON, *_HELD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # none may be lost between fork and exec
     process = os.fork()
     if process:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -89,7 +89,7 @@ def start(
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in own:
+        for number in handled:
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python itself
             signal.signal(number, signal.SIG_DFL)
@@ -113,13 +113,13 @@ def descendants() -> list[int]:
         if name.isdigit():
             with suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
                 children.setdefault(int(stat.read().rpartition(b")")[2].split()[1]), []).append(int(name))
-    found: list[int] = []
+    numbers: list[int] = []
     pending = [os.getpid()]
     while pending:
         below = children.get(pending.pop(), [])
-        found += below
+        numbers += below
         pending += below
-    return found
+    return numbers
 
 
 def signal_all(number: signal.Signals) -> None:
@@ -195,7 +195,9 @@ class Keeper:
         self._woken, wake = os.pipe()
         for descriptor in (self._output, self._woken, wake):
             os.set_blocking(descriptor, False)
-        self._ignored = {each for each in (*_PASSED_ON, *_HELD) if signal.getsignal(each) == signal.SIG_IGN}
+        self._ignored = {
+            number for number in (*_PASSED_ON, *_HELD) if signal.getsignal(number) == signal.SIG_IGN
+        }
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for passed in _PASSED_ON:
@@ -337,7 +339,7 @@ class Keeper:
         if restart is None or os.path.exists(restart["unless"]):
             return False
         now = time.monotonic()
-        self._starts = [each for each in self._starts if each > now - restart["window"]]
+        self._starts = [start for start in self._starts if start > now - restart["window"]]
         if len(self._starts) > restart["most"]:
             self._log.write(b"[the process has ended too often, and is not restarted any more]\n")
             return False

@@ -54,19 +54,19 @@ class FollowedLog:
         with self._lock:
             if self._closed:
                 return False
-            found = self._read_file()
+            data = self._read_file()
             while (following := self._open_following()) is not None:
-                found = self._read_file() or found  # written before the file was renamed
+                data = self._read_file() or data  # written before the file was renamed
                 os.close(self._file)
                 # What is left of a line that is too long for a file belongs to its rest in the next one.
                 self._file, self._offset = following, -len(self._rest)
-                found = self._read_file() or found
+                data = self._read_file() or data
             if last and self._rest:
                 self._pass_on(self._rest)
                 self._rest = b""
-            if self._shown >= 0 and (found or last):
+            if self._shown >= 0 and (data or last):
                 os.pwrite(self._shown, _packed(os.fstat(self._file).st_ino, max(0, self._offset)), 0)
-            return found
+            return data
 
     def close(self) -> None:
         """Release the files."""
@@ -128,9 +128,9 @@ class FollowedLog:
         return len(self._files)
 
     def _read_file(self) -> bool:
-        found = False
+        match = False
         while data := os.pread(self._file, _CHUNK, self._offset + len(self._rest)):
-            found = True
+            match = True
             *lines, rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._pass_on(line)
@@ -140,7 +140,7 @@ class FollowedLog:
                 self._offset += _LONGEST_LINE
                 rest = rest[_LONGEST_LINE:]
             self._rest = rest
-        return found
+        return match
 
     def _pass_on(self, line: bytes) -> None:
         for start in range(0, max(1, len(line)), _LONGEST_LINE):
@@ -177,8 +177,8 @@ class LogFollower:
         while True:
             with self._lock:
                 logs = list(self._logs)
-            found = [log.read() for log in logs]
-            pause = first if any(found) else min(most, 1.5 * pause)
+            texts = [log.read() for log in logs]
+            pause = first if any(texts) else min(most, 1.5 * pause)
             tick.wait(pause)
 
 

@@ -39,9 +39,9 @@ class JobClient:
         found = self.folder.job() if is_name(name) else None
         if found is None:
             others = job_names()
-            known = f"there are: {', '.join(others)}" if others else "there are none"
+            others_ = f"there are: {', '.join(others)}" if others else "there are none"
             raise UnknownJobError(
-                f"Expected the name of a launched job in {jobs_folder()}, got '{name}'; {known}."
+                f"Expected the name of a launched job in {jobs_folder()}, got '{name}'; {others_}."
             )
         self.job: dict[str, Any] = found
         self.name = name

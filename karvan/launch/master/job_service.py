@@ -49,9 +49,9 @@ class JobService(Service):
 
     def _status(self, request: Request) -> Message[JobStatus]:
         supervisor, registry, work = self._job()
-        members = {(each.role, each.index): each for each in registry.members()}
+        members = {(member.role, member.index): member for member in registry.members()}
         activities = registry.activities()
-        started = all(each.token for each in supervisor.members if each.wanted)
+        started = all(member.token for member in supervisor.members if member.wanted)
         return Message(
             JobStatus(
                 job=supervisor.spec.name,
@@ -61,9 +61,11 @@ class JobService(Service):
                 master=os.getpid(),
                 processes=[
                     _described(
-                        each, members.get((each.role, each.index)), activities.get((each.role, each.index))
+                        member,
+                        members.get((member.role, member.index)),
+                        activities.get((member.role, member.index)),
                     )
-                    for each in supervisor.members
+                    for member in supervisor.members
                 ],
                 work=work.progress(),
             )
@@ -129,7 +131,7 @@ def _state(process: ManagedProcess, member: Member | None) -> str:
 def _activity(report: ActivityReport) -> str:
     """What a process does, from its last heartbeat."""
     parts = [report.task] if report.task else []
-    if waits := sorted(report.waits.items(), key=lambda each: -each[1]):
+    if waits := sorted(report.waits.items(), key=lambda wait: -wait[1]):
         parts.append(f"waits for {waits[0][0]} for {waits[0][1]:.0f} s")
     if report.idle >= 10:
         parts.append(f"no progress for {report.idle:.0f} s")

@@ -62,18 +62,18 @@ class Stall:
 
 def find_stalls(activities: Activities, timeout: float) -> list[Stall]:
     """The processes that block the others; none if all make progress, or wait."""
-    found = [
+    silent = [
         Stall(*key, report, _waiters(activities, key, 0.0))
         for key, report in activities.items()
         if report.idle >= _limit(key[0], timeout) and not _waits(report, _limit(key[0], timeout))
     ]
     stalls = [
-        each
-        for each in found
+        member
+        for member in silent
         if (
-            _waiters(activities, (each.role, each.index), _limit(each.role, timeout))
-            if each.role.listens
-            else each.report.task
+            _waiters(activities, (member.role, member.index), _limit(member.role, timeout))
+            if member.role.listens
+            else member.report.task
         )
     ]
     return stalls or _trainers_that_wait_for_each_other(activities, timeout)
@@ -102,7 +102,8 @@ def _trainers_that_wait_for_each_other(activities: Activities, timeout: float) -
     """All trainers, if each has only ever waited for the others."""
     trainers = {key: report for key, report in activities.items() if key[0].is_rank}
     stuck = [
-        each.task and each.idle >= timeout and set(each.waits) <= {TRAINERS} for each in trainers.values()
+        trainer.task and trainer.idle >= timeout and set(trainer.waits) <= {TRAINERS}
+        for trainer in trainers.values()
     ]
     if len(trainers) < 2 or not all(stuck):
         return []
@@ -202,7 +203,7 @@ class HealthCheck:
 
     def _find_stalled(self, activities: Activities) -> None:
         running: dict[tuple[Role, int], ManagedProcess] = {
-            (each.role, each.index): each for each in self._members if each.running
+            (member.role, member.index): member for member in self._members if member.running
         }
         settled = clock.now() - self._settle
         known = {
@@ -221,13 +222,13 @@ class HealthCheck:
 
     def _find_late(self) -> None:
         """Find processes that do not finish their start, if others of their role show that they connect."""
-        for member in [each for each in self._members if each.starting]:
+        for member in [other for other in self._members if other.starting]:
             if member.waits_for_room:
                 member.started = clock.now()  # its start has not begun
             late = clock.now() >= member.started + self._start
             expected = member.role.connects or any(
-                each.running and each.registration is not Registration.NONE
-                for each in self._members.of(member.role)
+                member_.running and member_.registration is not Registration.NONE
+                for member_ in self._members.of(member.role)
             )
             if late and expected and member.name not in self._condemned:
                 text = f"has not connected {self._start:g} s after its start; it is killed"
@@ -247,12 +248,12 @@ class HealthCheck:
 
     def _kill_condemned(self) -> None:
         now = clock.now()
-        for name, each in list(self._condemned.items()):
+        for name, condemned in list(self._condemned.items()):
             lines = self._logs.lines(name)
-            if lines > each.lines:
-                each.lines, each.changed = lines, now
-            complete = each.changed > each.asked and now >= each.changed + _STACKS_ENDED
-            if not each.member.running or each.member.handle is not each.handle:
+            if lines > condemned.lines:
+                condemned.lines, condemned.changed = lines, now
+            complete = condemned.changed > condemned.asked and now >= condemned.changed + _STACKS_ENDED
+            if not condemned.member.running or condemned.member.handle is not condemned.handle:
                 del self._condemned[name]
-            elif complete or now >= each.asked + _STACKS_WITHIN:
-                kill([each.member])  # its death may take a moment
+            elif complete or now >= condemned.asked + _STACKS_WITHIN:
+                kill([condemned.member])  # its death may take a moment

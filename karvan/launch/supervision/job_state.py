@@ -52,7 +52,7 @@ class JobState:
         values = read_object(path)
         if values is None:
             return cls(path)
-        members = {name: MemberState(**each) for name, each in values.pop("members").items()}
+        members = {name: MemberState(**fields) for name, fields in values.pop("members").items()}
         return cls(path, **values, members=members)
 
     def save(self) -> None:

@@ -42,11 +42,11 @@ class RestartBudget:
 
     def times(self) -> list[float]:
         """When restarts were counted, by the wall clock in whole seconds, for the next master."""
-        return [round(time.time() - (clock.now() - each)) for each in self._restarts]
+        return [round(time.time() - (clock.now() - restart)) for restart in self._restarts]
 
     def restore(self, times: Iterable[float]) -> None:
         """Count the restarts of the last master."""
-        self._restarts = deque(clock.now() - max(0.0, time.time() - each) for each in times)
+        self._restarts = deque(clock.now() - max(0.0, time.time() - restart) for restart in times)
 
     def __str__(self) -> str:
         return f"{self._most} restarts within {self._window:g} seconds"
@@ -162,6 +162,6 @@ class Verdict:
         self._held = self.due = None
 
     def _take(self) -> End | None:
-        held = self._held
+        hold = self._held
         self.clear()
-        return held
+        return hold

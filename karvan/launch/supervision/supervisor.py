@@ -128,9 +128,9 @@ class EventQueue:
         """The next event; None if there is none within `timeout` seconds."""
         until = clock.now() + timeout
         while True:
-            left = until - clock.now()
+            remaining = until - clock.now()
             try:
-                event = self._queue.get(timeout=max(left, 0.0))
+                event = self._queue.get(timeout=max(remaining, 0.0))
             except queue.Empty:
                 if clock.now() >= until:  # otherwise this process was stopped in the meantime
                     return None
@@ -386,7 +386,7 @@ class Supervisor:
             self._continue()
         else:
             self.state.begun = True
-            self._start(each for each in self._members if each.wanted)
+            self._start(member for member in self._members if member.wanted)
         self.started()
         while self._outcome is None:
             self._take(self._events.get(self._patience()))
@@ -396,7 +396,7 @@ class Supervisor:
                 self._check_work()
                 self._end_without_late()
                 self._start_due()
-            self.group.expect(sum(each.wanted and each.code != 0 for each in self._trainers))
+            self.group.expect(sum(trainer.wanted and trainer.code != 0 for trainer in self._trainers))
             self._save()
         Shutdown(self._members, self._events, self.logs, self.spec.grace).run()
         kill(self._members)
@@ -429,30 +429,30 @@ class Supervisor:
         """A process has ended: who has its work, and what follows from it."""
         if member.role.is_rank and self.spec.sharding == "dynamic":
             name = holder_of(member.role, member.index, member.token)
-            left, begun = code == 0 and self.group.has_left(name), self.group.has_begun()
+            has_left, begun = code == 0 and self.group.has_left(name), self.group.has_begun()
             predict = self.work.release_predictions(name)  # those of training wait until others have settled
             others = self.group.remove(name) or predict
             if not begun:
                 self._release_work(member)  # nobody has to settle anything
-            if self._rollback is None and self.spec.continues and (others or left or not begun):
-                self._replace_trainer(member, code, left, others, begun)
+            if self._rollback is None and self.spec.continues and (others or has_left or not begun):
+                self._replace_trainer(member, code, has_left, others, begun)
                 return
         else:
             self._release_work(member)
         self._judge(member, code)
 
     def _replace_trainer(
-        self, member: ManagedProcess, code: int, left: bool, others: bool, begun: bool
+        self, member: ManagedProcess, code: int, has_left: bool, others: bool, begun: bool
     ) -> None:
         """A trainer is gone, and the others continue, if there are any: start it again, to join them.
 
         begun: whether they train already. Before, those that ran when one died may die of the same cause,
         which counts once.
         """
-        free = left or (not begun and member.started < self._counted)
+        free = has_left or (not begun and member.started < self._counted)
         if not member.wanted:
             self.logs.say(f"{member.name} {end_text(code)}: the job continues with fewer trainers.")
-        elif code == 0 and not left:
+        elif code == 0 and not has_left:
             self._react(member, code)
         elif code in _NOT_RETRIED or (not free and self._is_crash_loop(member, code)):
             self._fail(member, code if code in _NOT_RETRIED else FAILED, f"{member.name} {end_text(code)}.")
@@ -460,7 +460,7 @@ class Supervisor:
             failed = TEMPORARY if code == TEMPORARY else FAILED
             self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
         else:
-            how = "has left" if left else end_text(code)
+            how = "has left" if has_left else end_text(code)
             continues = "the others continue, and it is" if others else "it is"
             self.logs.say(f"{member.name} {how}; {continues} restarted.")
             member.due = self._restarts.due()
@@ -471,7 +471,7 @@ class Supervisor:
         """React to the end of a process; of several trainers, to that of the one that is the cause."""
         cause: End | None = (member, code)
         if member.role.is_rank and self._rollback is None:
-            cause = self._verdict.judge(member, code, any(each.running for each in self._trainers))
+            cause = self._verdict.judge(member, code, any(trainer.running for trainer in self._trainers))
         if cause is not None:
             self._react(*cause)
 
@@ -538,7 +538,7 @@ class Supervisor:
             member.wanted = member.index < count
 
     def _scale(self, trainers: int) -> None:
-        before = sum(each.wanted for each in self._trainers)
+        before = sum(trainer.wanted for trainer in self._trainers)
         self.logs.say(f"From {before} to {trainers} trainers.")
         self._want_trainers(trainers)
         for member in self._trainers:
@@ -572,15 +572,23 @@ class Supervisor:
         """
         if not self.spec.continues:
             return
-        trainers = [each for each in self._trainers if each.wanted]
-        late = [each for each in trainers if each.code != 0]
-        connect = any(each.code == 0 and each.registration is not Registration.NONE for each in trainers)
+        trainers = [trainer for trainer in self._trainers if trainer.wanted]
+        late = [trainer for trainer in trainers if trainer.code != 0]
+        connect = any(
+            trainer.code == 0 and trainer.registration is not Registration.NONE for trainer in trainers
+        )
         settled = clock.now() - self.timing.settle
-        absent = [each for each in late if each.starting and (each.waits_for_room or each.started <= settled)]
-        restarting = [each for each in late if self._only_restarts(each)] if self.work.has_work() else []
-        needless = all(each in absent or each in restarting for each in late)
+        absent = [
+            trainer
+            for trainer in late
+            if trainer.starting and (trainer.waits_for_room or trainer.started <= settled)
+        ]
+        restarting = (
+            [trainer for trainer in late if self._only_restarts(trainer)] if self.work.has_work() else []
+        )
+        needless = all(trainer in absent or trainer in restarting for trainer in late)
         if connect and late and needless and self.work.is_complete():
-            names = ", ".join(each.name for each in late)
+            names = ", ".join(trainer.name for trainer in late)
             done = (
                 "all work is done while it is restarted"
                 if restarting
@@ -604,16 +612,16 @@ class Supervisor:
         state.outcome = None if self._outcome is None else [self._outcome.code, self._outcome.failure]
         state.restarts, state.crash_loop = self._restarts.times(), self._crash_loop.state()
         state.members = {
-            each.name: MemberState(
-                each.token,
-                each.generation,
-                {} if each.handle is None else each.handle.record,
-                each.code,
-                each.due is not None,
-                each.wanted,
-                each.registration,
+            member.name: MemberState(
+                member.token,
+                member.generation,
+                {} if member.handle is None else member.handle.record,
+                member.code,
+                member.due is not None,
+                member.wanted,
+                member.registration,
             )
-            for each in self._members
+            for member in self._members
         }
         state.save()
 
@@ -628,15 +636,15 @@ class Supervisor:
         self._rollback = now if state.rollback else None
         adopted = []
         for member in self._members:
-            known = state.members.get(member.name, MemberState())
-            member.token, member.generation, member.code = known.process, known.generation, known.code
-            member.wanted, member.registration = known.wanted, Registration(known.registration)
+            saved = state.members.get(member.name, MemberState())
+            member.token, member.generation, member.code = saved.process, saved.generation, saved.code
+            member.wanted, member.registration = saved.wanted, Registration(saved.registration)
             member.awaited = member.registration is Registration.PRESENT
-            waits = known.waits or not known.process
+            waits = saved.waits or not saved.process
             member.due = now if waits and member.wanted else None
-            if known.process and known.code is None:
+            if saved.process and saved.code is None:
                 member.process, member.started = self._process_of(member), now
-                member.handle = self.engine.adopt(member.process, known.record, self._events.ended)
+                member.handle = self.engine.adopt(member.process, saved.record, self._events.ended)
                 member.handle.resume()  # the last master may have died while the job was suspended
                 adopted.append(member.name)
         self.logs.say(f"The master was restarted: generation {self.generation}, {len(adopted)} processes.")
@@ -655,7 +663,7 @@ class Supervisor:
         moments += [member.due for member in self._members if member.due is not None]
         if self._verdict.due is not None:
             moments.append(self._verdict.due)
-        if self._rollback is not None and not any(each.running for each in self._trainers):
+        if self._rollback is not None and not any(trainer.running for trainer in self._trainers):
             moments.append(self._rollback)
         return min(moments) - clock.now()
 
@@ -664,9 +672,9 @@ class Supervisor:
         if (cause := self._verdict.overdue()) is not None:
             self._react(*cause)
         due = self._rollback is not None and self._rollback <= now
-        if due and not any(each.running for each in self._trainers):
+        if due and not any(trainer.running for trainer in self._trainers):
             self._roll_back()
-        self._start([each for each in self._members if each.due is not None and each.due <= now])
+        self._start([member for member in self._members if member.due is not None and member.due <= now])
 
     def _roll_back(self) -> None:
         self._rollback = None

@@ -64,14 +64,14 @@ class SavedRows:
         """Have memory for so many more rows, on the thread that saves them."""
         lacking = self._lacking(rows)
         if lacking > 0:
-            made = [
+            buffers = [
                 torch.empty(self._chunk_bytes // 4, dtype=torch.int32, pin_memory=self._pinned)
                 for _ in range(-(-lacking // self.size))
             ]
             before = self._released + len(self._chunks)
-            addresses = np.array([chunk.data_ptr() for chunk in made], np.int64)
+            addresses = np.array([chunk.data_ptr() for chunk in buffers], np.int64)
             self._uploads.send_to(self.places[before:], addresses)
-            self._chunks += made
+            self._chunks += buffers
 
     def note_save(self, rows: int) -> None:
         """A kernel that saves at most so many rows was queued."""
@@ -94,10 +94,10 @@ class SavedRows:
         return lacking
 
     def _lacking_now(self, rows: int) -> int:
-        known = int(self.counter.poll()[0])
+        captured = int(self.counter.poll()[0])
         while self._in_flight and self._in_flight[0][0] <= self.counter.known_time:
             self._in_flight.popleft()
-        bound = known + sum(count for _, count in self._in_flight)
+        bound = captured + sum(count for _, count in self._in_flight)
         return min(bound + rows, self._most) - self._capacity  # a row is saved once
 
     def count(self) -> int:
@@ -108,15 +108,15 @@ class SavedRows:
     def chunks(self, first: int, end: int) -> list[tuple[Words, NDArray[np.int32]]]:
         """Views of the places [first, end), which kernels have written: rows, and their indices."""
         size, words = self.size, self._layout.stride // 4
-        found = []
+        captures = []
         while first < end:
             number, start = divmod(first, size)
             stop = min(size, start + end - first)
             chunk = self._chunks[number - self._released].numpy()
             rows, indices = chunk[: size * words].reshape(size, words), chunk[size * words :]
-            found.append((rows[start:stop], indices[start:stop]))
+            captures.append((rows[start:stop], indices[start:stop]))
             first += stop - start
-        return found
+        return captures
 
     def release(self, first: int) -> None:
         """Release the chunks of places below `first`."""
@@ -321,7 +321,7 @@ class PendingRows(RowWatcher):
 
     def _end_watch(self) -> None:
         with _watching:
-            self._arena.watchers = tuple(each for each in self._arena.watchers if each is not self)
+            self._arena.watchers = tuple(watcher for watcher in self._arena.watchers if watcher is not self)
 
 
 # `DeviceCapture`: tables of a `CudaStore` as they were at one moment, read while training continues.

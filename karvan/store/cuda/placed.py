@@ -71,9 +71,9 @@ class _Lookup(RemoteLookup):
         plans: tuple[LookupPlan | None, LookupPlan | None],
         outs: dict[int, Tensor],
         layouts: list[OutputLayout],
-        held: list[FeatureTensors],
+        tensors: list[FeatureTensors],
     ) -> None:
-        self.halves, self.plans, self.held = halves, plans, held
+        self.halves, self.plans, self.held = halves, plans, tensors
         self._outs, self._layouts = outs, layouts
 
     @override
@@ -98,13 +98,13 @@ class PlacedGradients(GradientFlags):
 
     def check_finite(self) -> list[bool]:
         """Say of each table whether its gradients are finite; this waits for the device."""
-        found = list(self.finite())
+        finite = list(self.finite())
         for half, slots in zip(self.halves, self._slots, strict=True):
             if half is not None:
                 check = getattr(half[1], "check_finite", half[1].finite)
                 for slot, good in zip(slots, check(), strict=False):
-                    found[slot] &= good
-        return found
+                    finite[slot] &= good
+        return finite
 
 
 class PlacedStore(Store):
@@ -135,8 +135,8 @@ class PlacedStore(Store):
             halves = []
             for place in ("cpu", "cuda"):
                 numbers = [n for n, f in enumerate(program.features) if self._places[f.table] == place]
-                own = LookupProgram([program.features[n] for n in numbers])
-                halves.append(_Half(own, numbers, [slot_of[name] for name in own.tables]))
+                host_program = LookupProgram([program.features[n] for n in numbers])
+                halves.append(_Half(host_program, numbers, [slot_of[name] for name in host_program.tables]))
             self._halves[program] = (halves[0], halves[1])
         return self._halves[program]
 
@@ -147,16 +147,16 @@ class PlacedStore(Store):
         """Ids go to where their tables are."""
         assert isinstance(inputs, tuple)
         host, device = self._split(program)
-        here = [_to_host(inputs[number]) for number in host.features]
+        host_inputs = [_to_host(inputs[number]) for number in host.features]
         layouts = [  # before the device's part, whose event comes after them
-            given.layout
-            if given.layout.offsets is None
-            else given.layout._replace(offsets=given.layout.offsets.to(self.device, non_blocking=True))
-            for given in inputs
+            tensors.layout
+            if tensors.layout.offsets is None
+            else tensors.layout._replace(offsets=tensors.layout.offsets.to(self.device, non_blocking=True))
+            for tensors in inputs
         ]
         on_device = tuple(inputs[n] for n in device.features)
-        there = self._stores["cuda"].prepare(device.program, on_device, context)
-        return _Batch(here, there, layouts)
+        device_batch = self._stores["cuda"].prepare(device.program, on_device, context)
+        return _Batch(host_inputs, device_batch, layouts)
 
     @override
     def forward(
@@ -173,18 +173,18 @@ class PlacedStore(Store):
         outs: dict[int, Tensor] = {}
         if device.features:
             assert batch.device is not None
-            plans[1] = own = self._stores["cuda"].forward(device.program, batch.device, context)
-            remote = cast(RemoteLookup, own.remote)
+            plans[1] = device_plan = self._stores["cuda"].forward(device.program, batch.device, context)
+            remote = cast(RemoteLookup, device_plan.remote)
             outs |= dict(zip(device.features, (out for out, _ in remote.take()), strict=True))
         if host.features:
             specs = host.program.features
-            made = [
-                torch.empty(_out_rows(spec.mode, given.layout), spec.dim)
-                for spec, given in zip(specs, batch.host, strict=True)
+            outputs = [
+                torch.empty(_out_rows(spec.mode, tensors.layout), spec.dim)
+                for spec, tensors in zip(specs, batch.host, strict=True)
             ]
-            arrays = [_arrays(given, out) for given, out in zip(batch.host, made, strict=True)]
+            arrays = [_arrays(tensors, out) for tensors, out in zip(batch.host, outputs, strict=True)]
             plans[0] = self._stores["cpu"].forward(host.program, arrays, context)
-            outs |= dict(zip(host.features, (_to_device(out, self.device) for out in made), strict=True))
+            outs |= dict(zip(host.features, (_to_device(out, self.device) for out in outputs), strict=True))
         versions = {name: self.table(name).version for name in program.tables}
         lookup = _Lookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
         return LookupPlan(None, versions, lookup)
@@ -197,22 +197,22 @@ class PlacedStore(Store):
         assert isinstance(lookup, _Lookup)
         slots = 1 + max(slot for half in lookup.halves for slot in half.slots)
         finite, touched = [True] * slots, [False] * slots
-        held: list[tuple[LookupPlan, Gradients] | None] = [None, None]
-        for number, (half, own) in enumerate(zip(lookup.halves, lookup.plans, strict=True)):
-            if own is None:
+        halves: list[tuple[LookupPlan, Gradients] | None] = [None, None]
+        for number, (half, half_plan) in enumerate(zip(lookup.halves, lookup.plans, strict=True)):
+            if half_plan is None:
                 continue
             mine = [gradients[n] for n in half.features]
             if number == 1:
-                sums: Gradients = self._stores["cuda"].hold(own, mine, scale)
+                sums: Gradients = self._stores["cuda"].hold(half_plan, mine, scale)
             else:
-                here = [None if g is None else (g / scale).cpu().contiguous() for g in mine]
-                addresses = [0 if g is None else g.data_ptr() for g in here]
-                strides = [0 if g is None else g.stride(0) for g in here]
-                sums = self._stores["cpu"].reduce(own, addresses, strides)
-            held[number] = own, sums
+                host_gradients = [None if g is None else (g / scale).cpu().contiguous() for g in mine]
+                addresses = [0 if g is None else g.data_ptr() for g in host_gradients]
+                strides = [0 if g is None else g.stride(0) for g in host_gradients]
+                sums = self._stores["cpu"].reduce(half_plan, addresses, strides)
+            halves[number] = half_plan, sums
             for slot, good, any_ in zip(half.slots, sums.finite(), sums.touched(), strict=False):
                 finite[slot], touched[slot] = good, any_
-        return PlacedGradients(finite, touched, tuple(held), tuple(half.slots for half in lookup.halves))
+        return PlacedGradients(finite, touched, tuple(halves), tuple(half.slots for half in lookup.halves))
 
     @override
     def update(
@@ -223,18 +223,20 @@ class PlacedStore(Store):
         steps: Mapping[str, int],
     ) -> None:
         for number, (half, place) in enumerate(zip(self._split(program), ("cpu", "cuda"), strict=True)):
-            passes = [held.halves[number] for _, held in gradients if held.halves[number] is not None]
-            own = {name: rule for name, rule in rules.items() if self._places[name] == place}
-            if passes and own:
-                self._stores[place].update(half.program, passes, own, {name: steps[name] for name in own})
+            passes = [half.halves[number] for _, half in gradients if half.halves[number] is not None]
+            place_rules = {name: rule for name, rule in rules.items() if self._places[name] == place}
+            if passes and place_rules:
+                self._stores[place].update(
+                    half.program, passes, place_rules, {name: steps[name] for name in place_rules}
+                )
 
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
-        found: dict[str, Found] = {}
+        rows: dict[str, Found] = {}
         for place, store in self._stores.items():
-            own = {name: asked for name, asked in keys.items() if self._places[name] == place}
-            found |= store.lookup(own, context) if own else {}
-        return found
+            place_keys = {name: asked for name, asked in keys.items() if self._places[name] == place}
+            rows |= store.lookup(place_keys, context) if place_keys else {}
+        return rows
 
     @override
     def apply(
@@ -265,8 +267,8 @@ class PlacedStore(Store):
     ) -> Capture:
         captures = {}
         for place, store in self._stores.items():
-            if own := [name for name in tables if self._places[name] == place]:
-                captures[place] = store.capture(own, parts, since, track=track)
+            if place_tables := [name for name in tables if self._places[name] == place]:
+                captures[place] = store.capture(place_tables, parts, since, track=track)
         return _Captures(captures, self._places)
 
 
@@ -291,11 +293,11 @@ class _Captures(Capture):
             capture.close()
 
 
-def _to_host(given: FeatureTensors) -> FeatureTensors:
-    layout = given.layout
+def _to_host(tensors: FeatureTensors) -> FeatureTensors:
+    layout = tensors.layout
     offsets = None if layout.offsets is None else layout.offsets.cpu()
-    weights = None if given.weights is None else given.weights.cpu()
-    return FeatureTensors(given.keys.cpu(), weights, layout._replace(offsets=offsets))
+    weights = None if tensors.weights is None else tensors.weights.cpu()
+    return FeatureTensors(tensors.keys.cpu(), weights, layout._replace(offsets=offsets))
 
 
 def _to_device(out: Tensor, device: torch.device) -> Tensor:
@@ -308,14 +310,14 @@ def _out_rows(mode: str, layout: OutputLayout) -> int:
     return layout.samples * layout.length if mode == "padded" else layout.samples
 
 
-def _arrays(given: FeatureTensors, out: Tensor) -> _native.FeatureArrays:
-    layout = given.layout
+def _arrays(tensors: FeatureTensors, out: Tensor) -> _native.FeatureArrays:
+    layout = tensors.layout
     return _native.FeatureArrays(
-        values=given.keys.data_ptr(),
+        values=tensors.keys.data_ptr(),
         cells=layout.ids,
         samples=layout.samples,
         out=out.data_ptr(),
         offsets=0 if layout.offsets is None else layout.offsets.data_ptr(),
-        weights=0 if given.weights is None else given.weights.data_ptr(),
+        weights=0 if tensors.weights is None else tensors.weights.data_ptr(),
         length=layout.length,
     )

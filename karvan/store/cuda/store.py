@@ -123,7 +123,9 @@ class CudaStore(Store):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        self._batches.update(program.tables, [as_gradients(held) for _, held in gradients], rules, steps)
+        self._batches.update(
+            program.tables, [as_gradients(gradient) for _, gradient in gradients], rules, steps
+        )
 
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
@@ -137,10 +139,10 @@ class CudaStore(Store):
             shapes.append(shape_of_keys(slot, self.table(name).settled, len(unique)))
             ids.append(self._ids_of(unique))
         batch = self.inputs_of(shapes, ids, uses)
-        found = self._batches.look_up(batch, context)
+        lookup = self._batches.look_up(batch, context)
         return {
             name: Found(out.cpu().numpy(), self.table(name).version)
-            for name, (out, _) in zip(keys, found.take(), strict=True)
+            for name, (out, _) in zip(keys, lookup.take(), strict=True)
         }
 
     def _ids_of(self, keys: Keys) -> FeatureIds:
@@ -183,8 +185,8 @@ class CudaStore(Store):
         memory.own_counters(table)[fields.DROPPED.value] += absent
         launches.group_runs(buffers, uses=False)
         gradient = torch.from_numpy(np.ascontiguousarray(push.gradients, np.float32)).to(memory.device)
-        found = GroupLookup(layout, push.version, descriptors, buffers, None, {})
-        return GroupGradients(found, {0: gradient}, 1.0)
+        lookup = GroupLookup(layout, push.version, descriptors, buffers, None, {})
+        return GroupGradients(lookup, {0: gradient}, 1.0)
 
     @override
     def capture(

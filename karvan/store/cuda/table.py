@@ -62,9 +62,9 @@ class CudaTable(LocalTable):
         noted = contents.list_rows(memory, table)
         evicted = memory.own_counters(table)[fields.EVICTED.value].clone()
         contents.erase_hashes(memory, table, noted.hashes, log=False)
-        own = memory.own_counters(table)
-        own[fields.EVICTED.value] = evicted
-        own[fields.USED.value].zero_()
+        counters = memory.own_counters(table)
+        counters[fields.EVICTED.value] = evicted
+        counters[fields.USED.value].zero_()
         table.index = type(table.index)(memory.device)
         table.used.restart(0, memory.counters.time, memory.counters.time + 1)
         table.room = 0
@@ -126,13 +126,13 @@ class CudaTable(LocalTable):
     @override
     def extra(self) -> dict[str, NDArray[Any]]:
         table = self.settled
-        made: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         if table.filter is not None:
-            made["filter_counts"] = table.filter.clamp(max=255).to(torch.uint8).cpu().numpy()
+            arrays["filter_counts"] = table.filter.clamp(max=255).to(torch.uint8).cpu().numpy()
         if table.clock:
-            made["clock_steps"] = np.array([step for step, _ in table.clock], dtype=np.int64)
-            made["clock_times"] = np.array([time for _, time in table.clock])
-        return made
+            arrays["clock_steps"] = np.array([step for step, _ in table.clock], dtype=np.int64)
+            arrays["clock_times"] = np.array([time for _, time in table.clock])
+        return arrays
 
     @override
     def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
@@ -153,20 +153,20 @@ class CudaTable(LocalTable):
     def stats(self) -> dict[str, int]:
         """Waits for the device."""
         memory, table = self._memory, self.settled
-        own = memory.learn_now()[table.number * fields.COUNTERS.value :]
+        counters = memory.learn_now()[table.number * fields.COUNTERS.value :]
         size, on_host = memory.bytes(table), contents.host_bytes(memory, table)
         return {
-            "rows": int(own[fields.ROWS.value]),
+            "rows": int(counters[fields.ROWS.value]),
             "bytes": size,
-            "inserted": int(own[fields.INSERTED.value]),
-            "evicted": int(own[fields.EVICTED.value]),
-            "rejected": int(own[fields.REJECTED.value]),
-            "dropped_gradients": int(own[fields.DROPPED.value]),
-            "skipped_updates": int(own[fields.SKIPPED.value]) + table.skipped,
+            "inserted": int(counters[fields.INSERTED.value]),
+            "evicted": int(counters[fields.EVICTED.value]),
+            "rejected": int(counters[fields.REJECTED.value]),
+            "dropped_gradients": int(counters[fields.DROPPED.value]),
+            "skipped_updates": int(counters[fields.SKIPPED.value]) + table.skipped,
             "moved": table.index.moved_in_all,
             "device_bytes": size - on_host,
             "host_bytes": on_host,
-            "tier_hits": int(own[fields.TIER_HITS.value]),
-            "tier_misses": int(own[fields.TIER_MISSES.value]),
-            "tier_exchanges": int(own[fields.TIER_EXCHANGES.value]),
+            "tier_hits": int(counters[fields.TIER_HITS.value]),
+            "tier_misses": int(counters[fields.TIER_MISSES.value]),
+            "tier_exchanges": int(counters[fields.TIER_EXCHANGES.value]),
         }

@@ -172,7 +172,8 @@ class ServerBatches:
     ) -> None:
         """Send gradients, times scale, to the servers; `pending` counts their answers."""
         packed = [
-            lookup.pack(one, scale, head["complete"]) for lookup, one in zip(lookups, gradients, strict=True)
+            lookup.pack(gradient, scale, head["complete"])
+            for lookup, gradient in zip(lookups, gradients, strict=True)
         ]
         sent = {**head, "done": self._lookups.take_done(None)}
         for server in range(len(self._servers)):

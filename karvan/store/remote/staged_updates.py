@@ -50,21 +50,22 @@ class StagedUpdates:
         head = {**head, "step": self.commits.step, "sequence": self.commits.next_sequence()}
         staged = StagedUpdate(self, head, lookups, gradients)
         self.commits.add(staged)
-        own = [each for each in lookups if isinstance(each, ServerLookup)]
-        away = [each for each in lookups if isinstance(each, WorkerLookup)]
-        workers = {each.reference.worker for each in away}
-        if len(workers) + bool(own) > 1:
+        server_lookups = [lookup for lookup in lookups if isinstance(lookup, ServerLookup)]
+        away = [lookup for lookup in lookups if isinstance(lookup, WorkerLookup)]
+        workers = {lookup.reference.worker for lookup in away}
+        if len(workers) + bool(server_lookups) > 1:
             raise RuntimeError(
                 "Expected the passes of an elastic run's update to be looked up by one process, this trainer "
-                f"or one embedding worker, got {len(own)} of this trainer and {len(away)} of workers."
+                f"or one embedding worker, got {len(server_lookups)} of this trainer and "
+                f"{len(away)} of workers."
             )
-        if own:
-            sums = [each for each in gradients if isinstance(each, _native.Gradients)]
+        if server_lookups:
+            sums = [gradient for gradient in gradients if isinstance(gradient, _native.Gradients)]
             pending = Countdown(self._servers, staged.note_staged, staged.note_failure)
-            self._at_servers.push(head, own, sums, 1.0, pending)
+            self._at_servers.push(head, server_lookups, sums, 1.0, pending)
         else:
             assert self._at_workers is not None
-            sent = [each for each in gradients if isinstance(each, Sent)]
+            sent = [gradient for gradient in gradients if isinstance(gradient, Sent)]
             all_passes = {**head, "mine": list(range(len(away)))}
             pending = Countdown(1, staged.note_staged, staged.note_failure)
             self._at_workers.push(workers.pop(), all_passes, away, sent, pending)

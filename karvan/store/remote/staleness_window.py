@@ -203,10 +203,10 @@ class Countdown:
 
 def pop_all(waiting: deque[T]) -> list[T]:
     """Remove and return all items; other threads may add more meanwhile."""
-    found = []
+    staged = []
     while waiting:
-        found.append(waiting.popleft())
-    return found
+        staged.append(waiting.popleft())
+    return staged
 
 
 # `LookupsInFlight`: the training lookups of a remote store that have no applied gradient, and their states.

@@ -63,10 +63,10 @@ class LocalGradients(GradientFlags):
     """
 
     def __init__(
-        self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
+        self, sums: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> None:
         super().__init__(finite, touched)
-        self.made = made
+        self.made = sums
         self.complete = complete
 
 
@@ -237,11 +237,11 @@ class RemoteStore(SharedStore):
             lookup.pack(gradients),
             lookup.finite(gradients),
             lookup.touched(gradients),
-            all(each is not None for each in gradients),
+            all(gradient is not None for gradient in gradients),
         )
 
     def _agreed(
-        self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
+        self, sums: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> LocalGradients:
         together = self._connection.world_size > 1 and self._connection.joint_steps
         if together and self._elastic is None:  # all step, or none; in an elastic run a commit decides that
@@ -250,7 +250,7 @@ class RemoteStore(SharedStore):
             slots = len(touched)
             touched, finite = agreed[:slots], [not bad for bad in agreed[slots:-1]]
             complete = not agreed[-1]
-        return LocalGradients(made, finite, touched, complete)
+        return LocalGradients(sums, finite, touched, complete)
 
     @override
     def update(
@@ -265,7 +265,7 @@ class RemoteStore(SharedStore):
         In an elastic run they are staged, and applied when the step is committed (`StagedUpdates`).
         """
         self.window.check()
-        finite = [all(bits) for bits in zip(*(own.finite() for _, own in gradients), strict=True)]
+        finite = [all(bits) for bits in zip(*(gradient.finite() for _, gradient in gradients), strict=True)]
         applied: dict[str, Any] = {}
         skipped = []
         for table, good in zip(program.tables, finite, strict=True):
@@ -283,16 +283,16 @@ class RemoteStore(SharedStore):
             "rules": applied,
             "steps": {table: steps[table] for table in applied},
             "skipped": skipped,
-            "complete": all(own.complete for _, own in gradients),
+            "complete": all(gradient.complete for _, gradient in gradients),
             "wire": self._wire,
         }
-        made = [own.made for _, own in gradients]
+        sums = [gradient.made for _, gradient in gradients]
         if self._elastic is not None:
-            self._elastic.stage(head, lookups, made)
+            self._elastic.stage(head, lookups, sums)
         else:
-            self._push(head, lookups, made)
+            self._push(head, lookups, sums)
 
-    def _push(self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any]) -> None:
+    def _push(self, head: Mapping[str, Any], lookups: Sequence[Any], sums: Sequence[Any]) -> None:
         """Send gradients to the servers, and to the workers that have the ids of some passes."""
         passes: dict[int | None, list[int]] = {}  # positions of the passes, by the worker that has the ids
         for position, lookup in enumerate(lookups):
@@ -304,7 +304,7 @@ class RemoteStore(SharedStore):
         for worker, mine in passes.items():
             named = {**head, "mine": mine}
             chosen = [lookups[position] for position in mine]
-            gradients = [made[position] for position in mine]
+            gradients = [sums[position] for position in mine]
             if worker is None:
                 self.at_servers.push(named, chosen, gradients, 1.0 / self._connection.divisor, pending)
             else:
@@ -331,15 +331,15 @@ class RemoteStore(SharedStore):
                 arrays += [unique[mine], counts[mine]]
             replies.append(self._servers.peer(server, "ask").begin(LOOKUP, head, arrays))
         answers = [reply.wait() for reply in replies]
-        made = {}
+        tables = {}
         for number, (table, (unique, _)) in enumerate(keys.items()):
             vectors = np.empty((len(unique), self._tables[table].dim), np.float32)
             for server, answer in enumerate(answers):
                 mine = owners[table] == server
                 shape = int(mine.sum()), self._tables[table].dim
                 vectors[mine] = expect_array(answer.arrays[number], "vectors", "float32", *shape)
-            made[table] = Found(vectors, 0)
-        return made
+            tables[table] = Found(vectors, 0)
+        return tables
 
     @override
     def apply(

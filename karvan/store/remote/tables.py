@@ -56,15 +56,15 @@ class RemoteCaptures:
         if not self._servers.reloads:
             return 0
         self._lookups.drain()
-        made = list(self._sequences)
-        made[self._connection.rank] = self._lookups.sequence
+        tables = list(self._sequences)
+        tables[self._connection.rank] = self._lookups.sequence
         contained = [
             answer.head.trainers for answer in self._servers.call(protocol.UPDATES, {"store": self._store})
         ]
         return sum(
             max(0, number - of_server.get(str(trainer), 0))
             for of_server in contained
-            for trainer, number in enumerate(made)
+            for trainer, number in enumerate(tables)
         )
 
     def capture(

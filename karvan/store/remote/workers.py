@@ -44,15 +44,19 @@ def pack_layouts(layouts: Sequence[OutputLayout]) -> tuple[list[list[Any]], Layo
     rows: list[Array] = [np.empty(0, np.int32)]
     weights: list[Array] = [np.empty(0, np.float32)]
     for layout in layouts:
-        own = layout.row_index
-        described = None if own is None else [own.vectors, *own.rows.shape, own.weights is not None]
+        row_index = layout.row_index
+        described = (
+            None
+            if row_index is None
+            else [row_index.vectors, *row_index.rows.shape, row_index.weights is not None]
+        )
         sizes.append([layout.samples, layout.ids, layout.length, layout.offsets is not None, described])
         if layout.offsets is not None:
             offsets.append(layout.offsets.numpy())
-        if own is not None:
-            rows.append(own.rows.reshape(-1).to(torch.int32).numpy())
-        if own is not None and own.weights is not None:
-            weights.append(own.weights.reshape(-1).numpy())
+        if row_index is not None:
+            rows.append(row_index.rows.reshape(-1).to(torch.int32).numpy())
+        if row_index is not None and row_index.weights is not None:
+            weights.append(row_index.weights.reshape(-1).numpy())
     return sizes, LayoutArrays(np.concatenate(offsets), np.concatenate(rows), np.concatenate(weights))
 
 
@@ -66,35 +70,35 @@ def unpack_layouts(
     if len(sizes) != len(program.features):
         raise RefusedError(f"expected {len(program.features)} features, got {len(sizes)}.")
     offsets, rows, weights = map(_Parts, arrays)
-    made = []
+    outputs = []
     for feature, (samples, ids, length, has_offsets, described) in zip(program.features, sizes, strict=True):
         title = f"'{feature.name}'"
-        begins = own = None
+        begins = row_index = None
         if has_offsets:
-            found = offsets.next(samples + 1)
-            ends = len(found) == samples + 1 and found[0] == 0 and found[-1] == ids
-            if not ends or (np.diff(found) < 0).any():
+            offsets_part = offsets.next(samples + 1)
+            ends = len(offsets_part) == samples + 1 and offsets_part[0] == 0 and offsets_part[-1] == ids
+            if not ends or (np.diff(offsets_part) < 0).any():
                 raise RefusedError(f"expected offsets of {samples} samples and {ids} ids for {title}.")
-            begins = torch.from_numpy(found.copy())
+            begins = torch.from_numpy(offsets_part.copy())
         if (described is not None) != (program.features_json[feature.name][2] == "index"):
             raise RefusedError(f"expected an index for features with that combiner only, got {title}.")
         if described is not None:
             vectors, *shape, has_weights = described
             cells = shape[0] * shape[1]
-            found = rows.next(cells)
-            if len(found) != cells or not 0 < vectors <= samples or not _within(found, vectors):
+            offsets_part = rows.next(cells)
+            if len(offsets_part) != cells or not 0 < vectors <= samples or not _within(offsets_part, vectors):
                 expected = f"expected an index of {shape[0]} samples into {vectors} of {samples} vectors"
                 raise RefusedError(f"{expected} for {title}.")
-            own = RowIndex(vectors, torch.from_numpy(found.astype(np.int64)).view(*shape), None)
+            row_index = RowIndex(vectors, torch.from_numpy(offsets_part.astype(np.int64)).view(*shape), None)
             if has_weights:
-                found = weights.next(cells)
-                if len(found) != cells:
-                    raise RefusedError(f"expected {cells} weights for {title}, got {len(found)}.")
-                own = own._replace(weights=torch.from_numpy(found.copy()).view(*shape))
-        made.append(OutputLayout(samples, ids, length, begins, own))
+                offsets_part = weights.next(cells)
+                if len(offsets_part) != cells:
+                    raise RefusedError(f"expected {cells} weights for {title}, got {len(offsets_part)}.")
+                row_index = row_index._replace(weights=torch.from_numpy(offsets_part.copy()).view(*shape))
+        outputs.append(OutputLayout(samples, ids, length, begins, row_index))
     for name, parts in (("offsets", offsets), ("rows", rows), ("weights", weights)):
         expect_array(parts.array, name, parts.array.dtype.name, parts.at)
-    return made
+    return outputs
 
 
 class _Parts:
@@ -190,8 +194,8 @@ class WorkerLookup(PendingLookup):
 
     def pack(self, gradients: Sequence[Tensor | None]) -> Sent:
         """Gradients of the outputs as they are sent."""
-        indices = [index for index, each in enumerate(gradients) if each is not None]
-        floats = [each.detach().reshape(-1) for each in gradients if each is not None]
+        indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        floats = [gradient.detach().reshape(-1) for gradient in gradients if gradient is not None]
         return Sent(to_wire(torch.cat(floats), self._wire), indices)
 
     def finite(self, gradients: Sequence[Tensor | None]) -> list[bool]:
@@ -200,19 +204,19 @@ class WorkerLookup(PendingLookup):
 
     def touched(self, gradients: Sequence[Tensor | None]) -> list[bool]:
         """Whether any key of a table has a gradient."""
-        return self._by_table(gradients, lambda mode, layout, each: layout.ids > 0, any)
+        return self._by_table(gradients, lambda mode, layout, gradient: layout.ids > 0, any)
 
     def _by_table(
         self,
         gradients: Sequence[Tensor | None],
-        one: Callable[[str, OutputLayout, Tensor], bool],
+        condition: Callable[[str, OutputLayout, Tensor], bool],
         of: Callable[[list[bool]], bool],
     ) -> list[bool]:
-        found: dict[str, list[bool]] = {table: [] for table in self.program.tables}
+        by_table: dict[str, list[bool]] = {table: [] for table in self.program.tables}
         for feature, layout, gradient in zip(self.program.features, self.layouts, gradients, strict=True):
             if gradient is not None:
-                found[feature.table].append(one(feature.mode, layout, gradient))
-        return [of(each) for each in found.values()]
+                by_table[feature.table].append(condition(feature.mode, layout, gradient))
+        return [of(bits) for bits in by_table.values()]
 
     def __del__(self) -> None:
         if self.number:
@@ -305,13 +309,13 @@ class WorkerBatches:
             **head,
             "engine": lookups[0].program.name,
             "passes": [
-                {"reference": lookup.reference.name, "given": one.given}
-                for lookup, one in zip(lookups, gradients, strict=True)
+                {"reference": lookup.reference.name, "given": gradient.given}
+                for lookup, gradient in zip(lookups, gradients, strict=True)
             ],
             **self._released(worker),
         }
         self._workers.begin(
-            *(worker, "backward", BACKWARD, sent, [one.array for one in gradients]),
+            *(worker, "backward", BACKWARD, sent, [gradient.array for gradient in gradients]),
             engine=self._engine(lookups[0]),
             references=[lookup.reference for lookup in lookups],
             then=partial(self._pushed, pending),

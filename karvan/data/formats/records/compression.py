@@ -61,13 +61,13 @@ class InflatedFile:
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end."""
         pieces: list[bytes] = []
-        left = size
-        while left:
-            piece = self._next(left)
+        remaining = size
+        while remaining:
+            piece = self._next(remaining)
             if not piece:
                 break
             pieces.append(piece)
-            left -= len(piece)
+            remaining -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _next(self, most: int) -> bytes:

@@ -102,26 +102,31 @@ class RecordSource(FileSource):
         if not self._is_example:
             return super()._find_schema()
         self._inspect_all()
-        found: dict[str, list[tuple[str, pa.DataType]]] = {}
+        types_by_name: dict[str, list[tuple[str, pa.DataType]]] = {}
         for path in self._files.paths:
             for field in self._layouts[path].schema:
-                found.setdefault(field.name, []).append((path, field.type))
-        known = [*self._declared_types, *sorted(name for name in found if name not in self._declared_types)]
+                types_by_name.setdefault(field.name, []).append((path, field.type))
+        names = [
+            *self._declared_types,
+            *sorted(name for name in types_by_name if name not in self._declared_types),
+        ]
         fields = []
-        for name in known if self._columns is None else self._columns:
-            if name not in known:
+        for name in names if self._columns is None else self._columns:
+            if name not in names:
                 raise DataError(
                     "The column is missing. The first records have: "
-                    f"{', '.join(known) or 'none'}. Declare features of later records with schema=.",
+                    f"{', '.join(names) or 'none'}. Declare features of later records with schema=.",
                     path=self._files.paths[0],
                     column=name,
                 )
-            fields.append((name, self._declared_types.get(name) or self._found_type(name, found[name])))
+            fields.append(
+                (name, self._declared_types.get(name) or self._found_type(name, types_by_name[name]))
+            )
         return pa.schema(fields)
 
-    def _found_type(self, name: str, found: Sequence[tuple[str, pa.DataType]]) -> pa.DataType:
-        kinds = examples.merged([type_ for _, type_ in found], name in self._declared_lists)
-        return common_type(name, zip([path for path, _ in found], kinds, strict=True))
+    def _found_type(self, name: str, types_of_files: Sequence[tuple[str, pa.DataType]]) -> pa.DataType:
+        kinds = examples.merged([type_ for _, type_ in types_of_files], name in self._declared_lists)
+        return common_type(name, zip([path for path, _ in types_of_files], kinds, strict=True))
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         start = file.read(12)
@@ -142,8 +147,8 @@ class RecordSource(FileSource):
             return BYTES_SCHEMA
         _, first = next(self._payloads(file, layout, 0), (0, None))
         if self._is_example:
-            found = {} if first is None else examples.summarise(first.head(_SAMPLE))
-            return pa.schema(list(found.items()))
+            summaries = {} if first is None else examples.summarise(first.head(_SAMPLE))
+            return pa.schema(list(summaries.items()))
         if first is None:
             raise DataError("The file is empty, so decode= cannot show which columns its records have.")
         assert self._decode is not None

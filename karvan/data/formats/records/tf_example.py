@@ -66,11 +66,11 @@ def check_type(name: str, type_: pa.DataType) -> None:
 
 def summarise(records: Payloads) -> dict[str, pa.DataType]:
     """The features of records and their types: single values, unless a record has several."""
-    found, fault = _native.summarise_examples(records.data, records.starts, records.lengths)
+    summaries, fault = _native.summarise_examples(records.data, records.starts, records.lengths)
     if fault is not None:
         raise _error(fault, records)
     column_types = {}
-    for name, kind, single in found:
+    for name, kind, single in summaries:
         leaf = _LEAVES.get(kind, pa.null())
         column_types[_text(name)] = leaf if single or kind == "none" else pa.list_(leaf)
     return column_types
@@ -253,8 +253,8 @@ def _text(name: bytes) -> str:
     return name.decode(errors="backslashreplace")
 
 
-def merged(found: Sequence[pa.DataType], is_list: bool) -> list[pa.DataType]:
+def merged(types_: Sequence[pa.DataType], is_list: bool) -> list[pa.DataType]:
     """The types of one feature in several files: lists in all of them, if they are in one or if `is_list`."""
-    if not is_list and not any(map(types.is_list, found)):
-        return list(found)
-    return [type_ if types.is_list(type_) or types.is_null(type_) else pa.list_(type_) for type_ in found]
+    if not is_list and not any(map(types.is_list, types_)):
+        return list(types_)
+    return [type_ if types.is_list(type_) or types.is_null(type_) else pa.list_(type_) for type_ in types_]

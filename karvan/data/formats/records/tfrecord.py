@@ -50,15 +50,15 @@ class TFRecordSource(RecordSource):
         while bounds[-1] < size:
             file.seek(bounds[-1])
             # Data is not checked, so the last record of a block need not be in it completely.
-            found, _, end, fault = _native.find_tfrecords(file.read(RUN), False)
-            if fault or not len(found) or bounds[-1] + end > size:
-                intact = len(found) if fault or not len(found) else len(found) - 1
-                at = end if intact == len(found) else int(found[-1]) - _HEAD
+            records, _, end, fault = _native.find_tfrecords(file.read(RUN), False)
+            if fault or not len(records) or bounds[-1] + end > size:
+                intact = len(records) if fault or not len(records) else len(records) - 1
+                at = end if intact == len(records) else int(records[-1]) - _HEAD
                 raise DataError(
                     _FAULTS.get(fault, _CUT_OFF), place=_place(starts[-1] + intact, bounds[-1] + at)
                 )
             bounds.append(bounds[-1] + end)
-            starts.append(starts[-1] + len(found))
+            starts.append(starts[-1] + len(records))
         return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
 
     def _read_run(self, data: bytes, at: int, first: int) -> Iterator[Payloads]:

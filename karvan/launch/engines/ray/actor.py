@@ -167,7 +167,7 @@ def remove_abandoned() -> None:
             lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not any(keeper_lives({"folder": each}) for each in folder.glob("processes/*")):
+                if not any(keeper_lives({"folder": path}) for path in folder.glob("processes/*")):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

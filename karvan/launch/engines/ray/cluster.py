@@ -70,12 +70,12 @@ def _sizes(folder: Path, excludes: list[str]) -> dict[str, int]:
 
 def _ignored(folder: Path) -> list[str]:
     """What the ignore files name, as far as plain patterns go; Ray itself understands all of them."""
-    found = []
+    nodes = []
     for name in _IGNORE_FILES:
         if (folder / name).is_file():
             lines = (line.strip() for line in (folder / name).read_text(errors="replace").splitlines())
-            found += [line.rstrip("/") for line in lines if line and line[0] not in "#!"]
-    return found
+            nodes += [line.rstrip("/") for line in lines if line and line[0] not in "#!"]
+    return nodes
 
 
 def _matches(path: Path, patterns: list[str]) -> bool:
@@ -109,7 +109,7 @@ class RayCluster:
 
     def start(self, thread: threading.Thread) -> None:
         """Start a thread that uses the connection until `closed` is set: Ray would connect again for it."""
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        self._threads = [*(thread for thread in self._threads if thread.is_alive()), thread]
         thread.start()
 
     @classmethod
@@ -187,9 +187,9 @@ def _connect(address: str, **more: Any) -> None:
 
 
 def _is_on_this_machine() -> bool:
-    here = this_machine()
+    host = this_machine()
     addresses = {node["NodeManagerAddress"] for node in living_nodes()}
-    return all(address == here or ipaddress.ip_address(address).is_loopback for address in addresses)
+    return all(address == host or ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 @contextlib.contextmanager

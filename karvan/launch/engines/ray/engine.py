@@ -112,8 +112,8 @@ class RayEngine:
 
     def begin(self, actor: Any, process: Process) -> Any:
         """Have an actor start a process."""
-        own = process.role in self._own_threads
-        return actor.start.remote(Order.of(process, network=self._network, own_threads=own))
+        in_thread = process.role in self._own_threads
+        return actor.start.remote(Order.of(process, network=self._network, own_threads=in_thread))
 
     def _name_of(self, process: Process) -> str:
         number = process.environment.get(variable("process")) or secrets.token_hex(8)
@@ -138,9 +138,9 @@ class RayEngine:
 
 def this_machine_alone() -> dict[str, float]:
     """What of Ray's resources only the nodes on this machine have."""
-    here = this_machine()
-    there = any(node["NodeManagerAddress"] == here for node in living_nodes())
-    return {f"node:{here}": _LEAST} if there else {}
+    host = this_machine()
+    lives = any(node["NodeManagerAddress"] == host for node in living_nodes())
+    return {f"node:{host}": _LEAST} if lives else {}
 
 
 def _find(name: str) -> Any:

@@ -221,8 +221,8 @@ class RayHandle:
                 room = self._engine.placement.room_text(self._process)
                 self._engine.write(self._process.name, f"Waiting for room for {self._process.name}: {room}.")
                 due = clock.now() + _SAY_EVERY
-        found: Location = ray.get(ref)
-        return found
+        location: Location = ray.get(ref)
+        return location
 
     def _write_lines(self) -> int:
         first, buffer = 0, ""

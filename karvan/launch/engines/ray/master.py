@@ -92,10 +92,10 @@ class MasterOrder:
     def prepare(self, process: Process, folder: str, files: Path) -> Process:
         """Leave a run folder among the temporary files, with the job as it is on this node."""
         spec = json.loads(json.dumps(self.job["spec"]))
-        here = process.environment
-        spec["token_file"] = here[variable("token_file")]
+        environment = process.environment
+        spec["token_file"] = environment[variable("token_file")]
         for name in ("cert", "key", "ca") if spec["tls"] is not None else ():
-            spec["tls"][name] = here.get(variable(f"tls_{name}"))
+            spec["tls"][name] = environment.get(variable(f"tls_{name}"))
         if self.order.network and not is_everywhere(spec["host"]):
             spec["host"] = location().address
         job = {**self.job, "spec": spec, "host": spec["host"]}
@@ -228,7 +228,7 @@ class RayMasterEngine:
         return actor.find.remote()
 
     def _create(self, order: MasterOrder) -> Any:
-        here = ray.get_runtime_context().get_node_id()
+        node = ray.get_runtime_context().get_node_id()
         remote = ray.remote(concurrency_groups=GROUPS)(MasterActor)
         return remote.options(
             name=order.name,
@@ -239,7 +239,7 @@ class RayMasterEngine:
             memory=_MEMORY,
             resources=self._on_machine,
             runtime_env={"env_vars": SETTINGS},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True, _spill_on_unavailable=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True),
         ).remote(order)
 
 

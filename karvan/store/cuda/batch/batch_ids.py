@@ -152,11 +152,11 @@ class GroupLayout:
 
     def _describe_constants(self) -> NDArray[np.int64]:
         """The descriptors of all features, without addresses."""
-        made = np.zeros((len(self.features), _FIELDS), np.int64)
+        descriptors = np.zeros((len(self.features), _FIELDS), np.int64)
         out_base = sample_base = 0
         for at, ((_, f), base) in enumerate(zip(self.features, self.bases, strict=True)):
             plain = at < self.plain_features
-            row = made[at]
+            row = descriptors[at]
             row[fields.CELLS.value] = f.cells
             row[fields.BASE.value] = base
             row[fields.TABLE.value] = f.table.number
@@ -172,7 +172,7 @@ class GroupLayout:
             if not plain:
                 out_base += -(-f.out_rows // _BLOCK) * _BLOCK
                 sample_base += -(-f.samples // _BLOCK) * _BLOCK
-        return made
+        return descriptors
 
     def outputs(self, device: torch.device) -> dict[int, Tensor]:
         """Memory for the outputs, by the features' numbers in the program.
@@ -192,27 +192,27 @@ class GroupLayout:
         self, ids: Sequence[FeatureIds], outs: Mapping[int, Tensor] | None = None
     ) -> NDArray[np.int64]:
         """The descriptors of all features; ids: of all features of the program. outs: of this group's."""
-        made = self._constants.copy()
-        made[:, _VALUES] = [ids[number].values.data_ptr() for number in self.numbers]
+        numbers = self._constants.copy()
+        numbers[:, _VALUES] = [ids[number].values.data_ptr() for number in self.numbers]
         if outs is not None:
-            made[:, _OUT] = [outs[number].data_ptr() for number in self.numbers]
+            numbers[:, _OUT] = [outs[number].data_ptr() for number in self.numbers]
         if self._has_offsets:
-            made[:, _OFFSETS] = [_address(ids[number].offsets) for number in self.numbers]
+            numbers[:, _OFFSETS] = [_address(ids[number].offsets) for number in self.numbers]
         if self._has_weights:
-            made[:, _WEIGHTS] = [_address(ids[number].weights) for number in self.numbers]
-        return made
+            numbers[:, _WEIGHTS] = [_address(ids[number].weights) for number in self.numbers]
+        return numbers
 
     def spread(self, uses: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The uses of positions, from those of the features' ids."""
-        made = torch.zeros(self.positions, dtype=torch.int32, device=device)
+        positions = torch.zeros(self.positions, dtype=torch.int32, device=device)
         sizes = np.array([feature.positions for _, feature in self.features], np.int64)
         total = int(sizes.sum())
         if total:
             shifts = torch.from_numpy(np.array(self.bases) - (np.cumsum(sizes) - sizes)).to(device)
             shift = shifts.repeat_interleave(torch.from_numpy(sizes).to(device), output_size=total)
             at = torch.arange(total, device=device) + shift
-            made[at] = torch.cat([uses[number] for number in self.numbers])
-        return made
+            positions[at] = torch.cat([uses[number] for number in self.numbers])
+        return positions
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -249,11 +249,11 @@ class BatchLayout:
 
     def groups(self, training: bool) -> list[GroupLayout]:
         """The features by arena."""
-        made = self._groups.get(training)
-        if made is None:
-            made = [GroupLayout(arena, own, training) for arena, own in self._by_arena.items()]
-            self._groups[training] = made
-        return made
+        layouts = self._groups.get(training)
+        if layouts is None:
+            layouts = [GroupLayout(arena, features, training) for arena, features in self._by_arena.items()]
+            self._groups[training] = layouts
+        return layouts
 
 
 class LayoutCache:
@@ -267,10 +267,10 @@ class LayoutCache:
     def find(self, shapes: tuple[FeatureShape, ...]) -> BatchLayout:
         """The layout of a batch of these sizes."""
         with self._lock:
-            found = self._known.get(shapes)
-            if found is None or not found.valid:
-                found = self._known[shapes] = BatchLayout(self._memory, shapes)
+            shape_layout = self._known.get(shapes)
+            if shape_layout is None or not shape_layout.valid:
+                shape_layout = self._known[shapes] = BatchLayout(self._memory, shapes)
                 if len(self._known) > _MOST:
                     self._known.popitem(last=False)
             self._known.move_to_end(shapes)
-            return found
+            return shape_layout

@@ -109,7 +109,7 @@ class DeviceGradients(LateGradients):
 
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite; waits for the device."""
-        found = list(self.finite())
+        finite = list(self.finite())
         flags, slots = [], []
         for group in self.groups:
             for number, feature in group.lookup.layout.features:
@@ -118,8 +118,8 @@ class DeviceGradients(LateGradients):
                     flags.append(torch.isfinite(gradient).all())
                     slots.append(feature.slot)
         for slot, good in zip(slots, torch.stack(flags).tolist() if flags else (), strict=True):
-            found[slot] &= good
-        return found
+            finite[slot] &= good
+        return finite
 
     @override
     def tensors(self, slots: Collection[int]) -> list[Tensor]:
@@ -165,8 +165,8 @@ class DeviceBatches:
         ids: list[FeatureIds] = []
         out_layouts: list[OutputLayout] = []
         shapes: list[FeatureShape] = []
-        for (spec, slot, table), shape, given in zip(last.features, last.shapes, inputs, strict=True):
-            keys, weights, out_layout = given
+        for (spec, slot, table), shape, tensors in zip(last.features, last.shapes, inputs, strict=True):
+            keys, weights, out_layout = tensors
             samples, cells, length, offsets = out_layout[:4]
             sizes = (cells, samples, length, offsets is not None, weights is not None)
             if shape is None or shape[-5:] != sizes:
@@ -225,8 +225,8 @@ class DeviceBatches:
             if training:
                 for table in layout.policies:
                     policies.maintain(memory, table, step, context.now)
-                found = [group.buffers for group in groups if group.layout.positions]
-                self._exchange.follow(batch, found, step)
+                buffers = [group.buffers for group in groups if group.layout.positions]
+                self._exchange.follow(batch, buffers, step)
         versions = {table.spec.name: table.version for table in layout.tables}
         return DeviceLookup(layout, groups, batch.out_layouts, versions)
 
@@ -278,8 +278,8 @@ class DeviceBatches:
             for shape, gradient in zip(lookup.layout.shapes, gradients, strict=True):
                 touched[shape.slot] |= gradient is not None and shape.cells > 0
         for group in lookup.groups:
-            own = {n: g for n in group.layout.numbers if (g := gradients[n]) is not None}
-            groups.append(GroupGradients(group, own, scale))
+            by_feature = {n: g for n in group.layout.numbers if (g := gradients[n]) is not None}
+            groups.append(GroupGradients(group, by_feature, scale))
         return DeviceGradients(groups, touched)
 
     def update(
@@ -298,8 +298,8 @@ class DeviceBatches:
             check_state(table, rule)
         chosen = SlotRules([rules.get(name) for name in tables], [steps.get(name, 0) for name in tables])
         by_arena: dict[RowSpace, list[GroupGradients]] = {}
-        for held in gradients:
-            for group in map(without_moved, held.groups):
+        for gradient in gradients:
+            for group in map(without_moved, gradient.groups):
                 if group.gradients:
                     by_arena.setdefault(group.lookup.layout.arena, []).append(group)
         with MemoryReport(self._memory):
@@ -323,7 +323,7 @@ def _check_offsets(title: str, offsets: Tensor, ids: int) -> None:
         raise ValueError(f"{title} offsets must end at the number of ids, {ids}, got {numbers[-1]}.")
 
 
-def as_gradients(held: Any) -> DeviceGradients:
+def as_gradients(gradients: Any) -> DeviceGradients:
     """Gradients that this store holds."""
-    assert isinstance(held, DeviceGradients)
-    return held
+    assert isinstance(gradients, DeviceGradients)
+    return gradients

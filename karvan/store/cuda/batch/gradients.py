@@ -75,30 +75,30 @@ class GroupGradients:
 
     def descriptors(self) -> NDArray[np.int64]:
         """The descriptors of the features, with their gradients."""
-        made = self.lookup.descriptors.copy()
-        given = [self.gradients.get(number) for number in self.lookup.layout.numbers]
-        made[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in given]
-        made[:, _GRADIENT + 1] = [0 if g is None else g.stride(0) for g in given]
-        return made
+        descriptors = self.lookup.descriptors.copy()
+        gradients = [self.gradients.get(number) for number in self.lookup.layout.numbers]
+        descriptors[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in gradients]
+        descriptors[:, _GRADIENT + 1] = [0 if g is None else g.stride(0) for g in gradients]
+        return descriptors
 
 
-def without_moved(one: GroupGradients) -> GroupGradients:
+def without_moved(gradients: GroupGradients) -> GroupGradients:
     """Drop and count gradients of tables whose rows have got other numbers since the lookup."""
-    if not one.lookup.has_moved:
-        return one
-    layout, rows = one.lookup.layout, one.lookup.buffers.rows
-    left = {
-        number: one.gradients[number]
+    if not gradients.lookup.has_moved:
+        return gradients
+    layout, rows = gradients.lookup.layout, gradients.lookup.buffers.rows
+    remaining = {
+        number: gradients.gradients[number]
         for number, f in layout.features
-        if f.table.arena is layout.arena and number in one.gradients
+        if f.table.arena is layout.arena and number in gradients.gradients
     }
     moved: dict[DeviceTable, list[Tensor]] = {}
     for (number, f), base in zip(layout.features, layout.bases, strict=True):
-        if number in one.gradients and number not in left:
+        if number in gradients.gradients and number not in remaining:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
-    _count_dropped(one.lookup.buffers.memory, moved)
-    made = GroupGradients(one.lookup, left, one.scale)
-    made.present, made.unless = one.present, one.unless
+    _count_dropped(gradients.lookup.buffers.memory, moved)
+    made = GroupGradients(gradients.lookup, remaining, gradients.scale)
+    made.present, made.unless = gradients.present, gradients.unless
     return made
 
 
@@ -120,7 +120,7 @@ def update_group(passes: Sequence[GroupGradients], rules: SlotRules) -> None:
     if len(passes) == 1 and passes[0].complete:
         _update_one(passes[0], rules)
         return
-    used = sorted({slot for one in passes for slot in one.lookup.layout.slots})
+    used = sorted({slot for group in passes for slot in group.lookup.layout.slots})
     chosen = rules.of_slots(used)
     if not chosen.kinds:
         return
@@ -135,8 +135,8 @@ def update_group(passes: Sequence[GroupGradients], rules: SlotRules) -> None:
     sums.run(chosen, is_aligned(descriptors))
 
 
-def _update_one(one: GroupGradients, rules: SlotRules) -> None:
-    lookup = one.lookup
+def _update_one(gradients: GroupGradients, rules: SlotRules) -> None:
+    lookup = gradients.lookup
     layout, buffers, graphed = lookup.layout, lookup.buffers, lookup.graphed
     if not layout.positions:
         return
@@ -145,22 +145,24 @@ def _update_one(one: GroupGradients, rules: SlotRules) -> None:
     chosen = rules.of_slots(layout.slots)
     if not chosen.kinds:
         return
-    descriptors = one.descriptors()
+    descriptors = gradients.descriptors()
     aligned = is_aligned(descriptors)
     if graphed is None:
         sums = UpdateBuffers(buffers, rules.slots, len(descriptors), mapped=buffers.mapped)
     else:
         sums = graphed.update_buffers(rules.slots, len(descriptors))
-    sums.load(layout.plain_end, lookup.version, chosen, descriptors, one.scale, one.unless)
+    sums.load(layout.plain_end, lookup.version, chosen, descriptors, gradients.scale, gradients.unless)
     _save_rows(buffers)
     if graphed is not None:
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
-        _note_late_changes([one], sums, rules.slots)  # the graph has brought the descriptors to the device
+        _note_late_changes(
+            [gradients], sums, rules.slots
+        )  # the graph has brought the descriptors to the device
         return
     if lookup.has_erasures:
         sums.drop_runs()
     sums.run(chosen, aligned)
-    _note_late_changes([one], sums, rules.slots)
+    _note_late_changes([gradients], sums, rules.slots)
 
 
 def _save_rows(buffers: LookupBuffers) -> None:
@@ -175,11 +177,11 @@ def _note_late_changes(passes: Sequence[GroupGradients], sums: UpdateBuffers, sl
     """Lookups note changes; if a capture was made since, their update is a change after it."""
     arena = passes[0].lookup.layout.arena
     assert isinstance(arena, RowArena)
-    if arena.captured_version < min(one.lookup.version for one in passes):
+    if arena.captured_version < min(group.lookup.version for group in passes):
         return
     now = np.zeros(slots, np.int64)
-    for one in passes:
-        for _, feature in one.lookup.layout.features:
+    for group in passes:
+        for _, feature in group.lookup.layout.features:
             now[feature.slot] = feature.table.version + 1
     sums.note_changes(now)
 
@@ -191,21 +193,21 @@ def _join(
     rows, feature_of, out_rows, factors, descriptors = [], [], [], [], []
     features = base = 0
     memory: TableMemory | None = None
-    for one in passes:
-        layout, buffers = one.lookup.layout, one.lookup.buffers
+    for group in passes:
+        layout, buffers = group.lookup.layout, group.lookup.buffers
         if not layout.positions:
             continue
         memory, arena = buffers.memory, layout.arena
-        made = one.descriptors()
+        made = group.descriptors()
         own_rows, own_features = buffers.rows.clone(), buffers.feature_of
         for at, (_, f) in enumerate(layout.features):
             if made[at, _GRADIENT] == 0:
                 own_rows[layout.bases[at] : layout.bases[at] + f.positions] = 0
-        if one.present is not None:
-            own_rows *= one.present
-        if one.lookup.has_erasures:
+        if group.present is not None:
+            own_rows *= group.present
+        if group.lookup.has_erasures:
             sums = UpdateBuffers(buffers, rules.slots, len(made), mapped=buffers.mapped)
-            sums.load(layout.plain_end, one.lookup.version, rules, made, 1.0)
+            sums.load(layout.plain_end, group.lookup.version, rules, made, 1.0)
             before = own_rows.clone()
             drop_positions[(layout.positions // _BLOCK,)](
                 own_rows,
@@ -217,11 +219,11 @@ def _join(
                 SHIFT=arena.shift,
                 STRIDE=arena.layout.stride,
             )
-            gone = torch.where(own_rows == 0, before, 0)
+            deleted = torch.where(own_rows == 0, before, 0)
             dropped: dict[DeviceTable, list[Tensor]] = {}
             for (_, f), start in zip(layout.features, layout.bases, strict=True):
                 if rules.given[f.slot] is not None:
-                    dropped.setdefault(f.table, []).append(gone[start : start + f.positions])
+                    dropped.setdefault(f.table, []).append(deleted[start : start + f.positions])
             _count_dropped(memory, dropped)
         mapped = buffers.out_rows.clone() if buffers.mapped else torch.empty_like(own_rows)
         own_factors = (
@@ -234,8 +236,8 @@ def _join(
         rows.append(own_rows)
         feature_of.append(own_features + features)
         out_rows.append(mapped)
-        unscaled = isinstance(one.scale, float) and one.scale == 1.0  # to compare a tensor would wait
-        factors.append(own_factors if unscaled else own_factors / one.scale)
+        unscaled = isinstance(group.scale, float) and group.scale == 1.0  # to compare a tensor would wait
+        factors.append(own_factors if unscaled else own_factors / group.scale)
         descriptors.append(made)
         features += len(made)
         base += layout.positions

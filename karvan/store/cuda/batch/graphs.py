@@ -73,12 +73,12 @@ class GraphedBuffers:
 
     def update_buffers(self, slots: int, features: int) -> UpdateBuffers:
         """The memory of updates of this lookup."""
-        made = self._updates.get((slots, features))
-        if made is None:
-            made = UpdateBuffers(self.buffers, slots, features, mapped=self.buffers.mapped)
-            made.staging = Staging(made.sent)
-            self._updates[slots, features] = made
-        return made
+        update = self._updates.get((slots, features))
+        if update is None:
+            update = UpdateBuffers(self.buffers, slots, features, mapped=self.buffers.mapped)
+            update.staging = Staging(update.sent)
+            self._updates[slots, features] = update
+        return update
 
     def update(self, sums: UpdateBuffers, rules: SlotRules, aligned: bool, *, drops: bool) -> None:
         """Queue an update by what was loaded into `sums`; drops: rows may be gone since the lookup."""

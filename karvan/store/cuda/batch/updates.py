@@ -57,16 +57,16 @@ class SlotRules:
     """
 
     def __init__(
-        self, given: Sequence[Rule | None], steps: Sequence[int], used: Sequence[int] | None = None
+        self, rules: Sequence[Rule | None], steps: Sequence[int], used: Sequence[int] | None = None
     ) -> None:
-        self.given = given
-        self.slots = len(given)
+        self.given = rules
+        self.slots = len(rules)
         self._steps = steps
         self.numbers = np.zeros((self.slots, _RULE), np.float32)
         self.steps = np.zeros(self.slots, np.int64)
         chosen = range(self.slots) if used is None else used
-        first, step = given[chosen[0]], steps[chosen[0]]
-        self.same = all(given[slot] is first and steps[slot] == step for slot in chosen)
+        first, step = rules[chosen[0]], steps[chosen[0]]
+        self.same = all(rules[slot] is first and steps[slot] == step for slot in chosen)
         if self.same:
             present = [] if first is None else [first]
             if first is not None:
@@ -75,7 +75,7 @@ class SlotRules:
             self.numbers[:, 0] = -1
             present = []
             for slot in chosen:
-                rule = given[slot]
+                rule = rules[slot]
                 if rule is not None:
                     self.numbers[slot], self.steps[slot] = _rule_numbers(rule), steps[slot]
                     present.append(rule)

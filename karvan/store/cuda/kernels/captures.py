@@ -32,12 +32,12 @@ def gather_rows(
     report, chunks, target: addresses; at `report`, note how many rows were saved so far.
     """
     number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    there = number < count
-    row = tl.load(rows + first + number, mask=there, other=0)
-    there = there & (tl.load(pending + row, mask=there, other=0) == first + number + 1)
+    valid = number < count
+    row = tl.load(rows + first + number, mask=valid, other=0)
+    valid = valid & (tl.load(pending + row, mask=valid, other=0) == first + number + 1)
     source = row_address(chunks.to(tl.pointer_type(tl.int64)), row, SHIFT, STRIDE)
-    copy_words(source, target + number.to(tl.int64) * STRIDE, there, STRIDE // 4, COLUMNS)
-    tl.store(pending + row, tl.zeros_like(row), mask=there)
+    copy_words(source, target + number.to(tl.int64) * STRIDE, valid, STRIDE // 4, COLUMNS)
+    tl.store(pending + row, tl.zeros_like(row), mask=valid)
     if tl.program_id(0) == 0:
         tl.store(report.to(tl.pointer_type(tl.int64)), tl.load(saved))
 
@@ -72,14 +72,14 @@ def save_rows(
         number = start + tl.arange(0, GROUP)
         row = tl.load(rows + number, mask=number < count, other=0).to(tl.int32)
         index = tl.load(pending + row, mask=row < limit, other=0) - 1
-        found = index >= 0
-        total = tl.sum(found.to(tl.int64), axis=0)
+        present = index >= 0
+        total = tl.sum(present.to(tl.int64), axis=0)
         if total > 0:
-            place = tl.atomic_add(saved, total) + tl.cumsum(found.to(tl.int64), axis=0) - 1
-            address = tl.load(places + (place // PLACES), mask=found, other=0)
+            place = tl.atomic_add(saved, total) + tl.cumsum(present.to(tl.int64), axis=0) - 1
+            address = tl.load(places + (place // PLACES), mask=present, other=0)
             local = place % PLACES
             source = row_address(chunks, row, SHIFT, STRIDE)
-            copy_words(source, address + local * STRIDE, found, STRIDE // 4, COLUMNS)
+            copy_words(source, address + local * STRIDE, present, STRIDE // 4, COLUMNS)
             indices = (address + STRIDE * PLACES + local * 4).to(tl.pointer_type(tl.int32))
-            tl.store(indices, index, mask=found)
-            tl.store(pending + row, tl.zeros_like(row), mask=found)
+            tl.store(indices, index, mask=present)
+            tl.store(pending + row, tl.zeros_like(row), mask=present)

@@ -129,18 +129,18 @@ def probe(index, mask, hashes, wanted, WIDTH: tl.constexpr):
     column = tl.arange(0, 2 * WIDTH)[None, :]
     row = tl.zeros_like(hashes)
     open_ = wanted
-    left = 1
-    while left > 0:
+    open_count = 1
+    while open_count > 0:
         at = pointers + (slot[:, None] * 2 + column)
         at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 2 * WIDTH))
         words = tl.load(at, mask=open_[:, None], other=0)
-        found, rows = tl.split(tl.reshape(words, [words.shape[0], WIDTH, 2]))
-        hit = (found == sought) & open_[:, None]
+        tags, rows = tl.split(tl.reshape(words, [words.shape[0], WIDTH, 2]))
+        hit = (tags == sought) & open_[:, None]
         row += tl.sum(tl.where(hit & (rows > 0), rows, 0), axis=1)  # -1: another program is inserting it
-        ends = tl.max((hit | (found == 0)).to(tl.int32), axis=1)
+        ends = tl.max((hit | (tags == 0)).to(tl.int32), axis=1)
         open_ = open_ & (ends == 0)
         slot = tl.where(open_, (slot + WIDTH) & mask, slot)
-        left = tl.max(open_.to(tl.int32), axis=0)
+        open_count = tl.max(open_.to(tl.int32), axis=0)
     return row, slot
 
 
@@ -155,8 +155,8 @@ def claim(index, mask, slot, hashes, wanted, spare):
     place = spare + 8
     fresh = wanted & False
     open_ = wanted
-    left = tl.max(open_.to(tl.int32), axis=0)
-    while left > 0:
+    remaining = tl.max(open_.to(tl.int32), axis=0)
+    while remaining > 0:
         at = index + slot * 16
         word = tl.load(at.to(tl.pointer_type(tl.int64)), mask=open_, other=1)
         empty = open_ & (word == 0)
@@ -168,7 +168,7 @@ def claim(index, mask, slot, hashes, wanted, spare):
         fresh = fresh | won
         open_ = open_ & ~done
         slot = tl.where(open_, (slot + 1) & mask, slot)
-        left = tl.max(open_.to(tl.int32), axis=0)
+        remaining = tl.max(open_.to(tl.int32), axis=0)
     return place, fresh
 
 
@@ -229,10 +229,10 @@ def insert_rows(
     tl.store(field_pointer(chunks, number, BIRTH, SHIFT, STRIDE), version, mask=mine)
     tl.store(field_pointer(chunks, number, CHANGE, SHIFT, STRIDE), version, mask=mine)
     tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=mine)
-    own = counters + table * COUNTERS
-    tl.atomic_add(own + USED, tl.sum(claimed.to(tl.int64), axis=0))
-    tl.atomic_add(own + ROWS, count)
-    tl.atomic_add(own + INSERTED, count)
+    counts = counters + table * COUNTERS
+    tl.atomic_add(counts + USED, tl.sum(claimed.to(tl.int64), axis=0))
+    tl.atomic_add(counts + ROWS, count)
+    tl.atomic_add(counts + INSERTED, count)
     at = tl.atomic_add(work + FRESH, count.to(tl.int32)) + tl.cumsum(mine.to(tl.int32), axis=0) - 1
     tl.store(fresh_rows + at, number, mask=mine)
     tl.store(fresh_tables + at, (tl.zeros_like(number) + table).to(tl.int32), mask=mine)
@@ -341,11 +341,11 @@ def move_slots(old, old_mask, index, mask, counters, table, spare, first, count,
     """
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = first + number
-    there = number < count
+    valid = number < count
     words = old + slot.to(tl.int64) * 16
-    hashes = tl.load(words.to(tl.pointer_type(tl.int64)), mask=there, other=0)
-    row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
-    wanted = there & (row > 0)
+    hashes = tl.load(words.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    wanted = valid & (row > 0)
     hashes = tl.where(slot == old_mask + 1, 0, hashes)
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
     place, claimed = claim(index, mask, first_slot(mask, hashes, WIDTH), hashes, wanted, lanes)

@@ -233,17 +233,17 @@ def finish_inserts(
     count = tl.load(work + FRESH)
     for start in range(program * GROUP, count, programs * GROUP):
         number = start + tl.arange(0, GROUP)
-        there = number < count
-        row = tl.load(fresh_rows + number, mask=there, other=0)
-        table = tl.load(fresh_tables + number, mask=there, other=0)
+        valid = number < count
+        row = tl.load(fresh_rows + number, mask=valid, other=0)
+        table = tl.load(fresh_tables + number, mask=valid, other=0)
         hashes = tl.load(hash_pointer(chunks, row, SHIFT, STRIDE))
         value = initial_vector(tables, inits, table, hashes, column, LEVEL)
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
-        mask = there[:, None] & (column < DIM)[None, :]
+        mask = valid[:, None] & (column < DIM)[None, :]
         write_nearest(address, column[None, :], value, mask, TYPE)
         if STATE > 0:
             field = tl.arange(0, STATES)
-            mask = there[:, None] & (field < STATE)[None, :]
+            mask = valid[:, None] & (field < STATE)[None, :]
             initial = tl.load(states + table[:, None] * STATE + field[None, :], mask=mask, other=0.0)
             tl.store(
                 floats(address + VECTOR, field[None, :], 16 if VECTOR % 16 == 0 else 4), initial, mask=mask
@@ -251,7 +251,7 @@ def finish_inserts(
     waiting = tl.load(work + PENDING)
     for start in range(program * 128, waiting, programs * 128):
         number = start + tl.arange(0, 128)
-        there = number < waiting
-        position = tl.load(pending + number, mask=there, other=0)
-        place = tl.load(pending_places + number, mask=there, other=0).to(tl.pointer_type(tl.int64))
-        tl.store(rows + position, tl.load(place, mask=there, other=0).to(tl.int32), mask=there)
+        valid = number < waiting
+        position = tl.load(pending + number, mask=valid, other=0)
+        place = tl.load(pending_places + number, mask=valid, other=0).to(tl.pointer_type(tl.int64))
+        tl.store(rows + position, tl.load(place, mask=valid, other=0).to(tl.int32), mask=valid)

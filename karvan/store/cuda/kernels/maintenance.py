@@ -33,16 +33,16 @@ from karvan.store.cuda.kernels.row_memory import (
 def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
     """The address of each hash's row in an index, and the row; 0 for those without one."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
-    hash_ = tl.load(hashes + number, mask=there, other=0)
+    valid = number < count
+    hash_ = tl.load(hashes + number, mask=valid, other=0)
     special = hash_ == 0
     sought = tl.where(special, 1, hash_)
     slot = tl.where(special, mask + 1, hash_ & mask & -WIDTH)
     place = tl.zeros_like(hash_)
     row = tl.zeros_like(hash_)
-    open_ = there
-    left = 1
-    while left > 0:
+    open_ = valid
+    remaining = 1
+    while remaining > 0:
         at = index + slot * 16
         word = tl.load(at.to(tl.pointer_type(tl.int64)), mask=open_, other=0)
         hit = open_ & (word == sought)
@@ -50,9 +50,9 @@ def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
         row = tl.where(hit, tl.load((at + 8).to(tl.pointer_type(tl.int64)), mask=hit, other=0), row)
         open_ = open_ & ~hit & (word != 0)
         slot = tl.where(open_, (slot + 1) & mask, slot)
-        left = tl.max(open_.to(tl.int32), axis=0)
-    tl.store(places + number, place, mask=there)
-    tl.store(rows + number, row, mask=there)
+        remaining = tl.max(open_.to(tl.int32), axis=0)
+    tl.store(places + number, place, mask=valid)
+    tl.store(rows + number, row, mask=valid)
 
 
 @triton.jit(do_not_specialize=["count", "table"])
@@ -69,16 +69,16 @@ def erase_places(
 ):
     """Take the rows of slots away, distinct ones, and queue them as free; a row of 0 is passed over."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
-    row = tl.load(rows + number, mask=there, other=0).to(tl.int32)
-    place = tl.load(places + number, mask=there, other=0)
-    gone = there & (row > 0)
-    tl.store(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=gone)
-    tl.store(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE), -1, mask=gone)
-    total = tl.sum(gone.to(tl.int64), axis=0)
-    tail = tl.atomic_add(arena + FREE_TAIL, total) + tl.cumsum(gone.to(tl.int64), axis=0) - 1
+    valid = number < count
+    row = tl.load(rows + number, mask=valid, other=0).to(tl.int32)
+    place = tl.load(places + number, mask=valid, other=0)
+    deleted = valid & (row > 0)
+    tl.store(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=deleted)
+    tl.store(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE), -1, mask=deleted)
+    total = tl.sum(deleted.to(tl.int64), axis=0)
+    tail = tl.atomic_add(arena + FREE_TAIL, total) + tl.cumsum(deleted.to(tl.int64), axis=0) - 1
     queue = tl.load(arena + FREE_ROWS).to(tl.pointer_type(tl.int32))
-    tl.store(queue + (tail & tl.load(arena + FREE_MASK)), row, mask=gone)
+    tl.store(queue + (tail & tl.load(arena + FREE_MASK)), row, mask=deleted)
     tl.atomic_add(counters + table * COUNTERS + ROWS, -total)
     tl.atomic_add(counters + table * COUNTERS + EVICTED, total)
 
@@ -87,16 +87,16 @@ def erase_places(
 def list_slots(index, first, count, listed, hashes, rows, limits, SPECIAL: tl.constexpr):
     """The hashes and rows of an index's slots whose hash, as unsigned, lies within the two `limits`."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
+    valid = number < count
     words = index + (first + number).to(tl.int64) * 16
-    hash_ = tl.load(words.to(tl.pointer_type(tl.int64)), mask=there, other=0)
-    row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    hash_ = tl.load(words.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=valid, other=0)
     if SPECIAL:
         hash_ = tl.zeros_like(hash_)
     unsigned = hash_.to(tl.uint64, bitcast=True)
     least = tl.load(limits).to(tl.uint64, bitcast=True)
     most = tl.load(limits + 1).to(tl.uint64, bitcast=True)
-    chosen = there & (row > 0) & (unsigned >= least) & (unsigned <= most)
+    chosen = valid & (row > 0) & (unsigned >= least) & (unsigned <= most)
     at = (
         tl.atomic_add(listed, tl.sum(chosen.to(tl.int64), axis=0))
         + tl.cumsum(chosen.to(tl.int64), axis=0)
@@ -112,12 +112,12 @@ def read_fields(
 ):
     """The hash, count, last step and change of rows."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
-    row = tl.load(rows + number, mask=there, other=0)
-    tl.store(hashes + number, tl.load(hash_pointer(chunks, row, SHIFT, STRIDE)), mask=there)
-    tl.store(counts + number, tl.load(field_pointer(chunks, row, COUNT, SHIFT, STRIDE)), mask=there)
-    tl.store(lasts + number, tl.load(field_pointer(chunks, row, LAST, SHIFT, STRIDE)), mask=there)
-    tl.store(changes + number, tl.load(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)), mask=there)
+    valid = number < count
+    row = tl.load(rows + number, mask=valid, other=0)
+    tl.store(hashes + number, tl.load(hash_pointer(chunks, row, SHIFT, STRIDE)), mask=valid)
+    tl.store(counts + number, tl.load(field_pointer(chunks, row, COUNT, SHIFT, STRIDE)), mask=valid)
+    tl.store(lasts + number, tl.load(field_pointer(chunks, row, LAST, SHIFT, STRIDE)), mask=valid)
+    tl.store(changes + number, tl.load(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)), mask=valid)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -135,21 +135,21 @@ def read_vectors(
 ):
     """The vectors of rows, as float32."""
     number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    there = number < count
-    row = tl.load(rows + number, mask=there, other=0)
+    valid = number < count
+    row = tl.load(rows + number, mask=valid, other=0)
     address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    mask = there[:, None] & (column < DIM)
+    mask = valid[:, None] & (column < DIM)
     to = number[:, None].to(tl.int64)
     tl.store(vectors + to * DIM + column, read_vector(address, column, mask, TYPE), mask=mask)
 
 
 @triton.jit
-def copy_words(source, target, there, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
+def copy_words(source, target, valid, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
     """Copy words of 4 bytes from addresses to addresses, all multiples of 16, where `there`."""
     for start in range(0, WORDS, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        mask = there[:, None] & (column < WORDS)
+        mask = valid[:, None] & (column < WORDS)
         words = tl.load(floats(source[:, None], column, 16), mask=mask, other=0.0)
         tl.store(floats(target[:, None], column, 16), words, mask=mask)
 
@@ -167,10 +167,10 @@ def copy_rows(
 ):
     """Copy rows, as they are in memory, to an address."""
     number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    there = number < count
-    row = tl.load(rows + number, mask=there, other=0)
+    valid = number < count
+    row = tl.load(rows + number, mask=valid, other=0)
     to = target + number.to(tl.int64) * STRIDE
-    copy_words(row_address(chunks, row, SHIFT, STRIDE), to, there, STRIDE // 4, COLUMNS)
+    copy_words(row_address(chunks, row, SHIFT, STRIDE), to, valid, STRIDE // 4, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["count", "version"])
@@ -195,25 +195,25 @@ def write_rows(
 ):
     """Overwrite rows with vectors, optimizer state, counts and last steps."""
     number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    there = number < count
-    row = tl.load(rows + number, mask=there, other=0)
-    there = there & (row > 0)
+    valid = number < count
+    row = tl.load(rows + number, mask=valid, other=0)
+    valid = valid & (row > 0)
     address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    mask = there[:, None] & (column < DIM)
+    mask = valid[:, None] & (column < DIM)
     at = number[:, None].to(tl.int64)
     value = tl.load(vectors + at * DIM + column, mask=mask, other=0.0)
     write_nearest(address, column, value, mask, TYPE)
     if STATE > 0:
         field = tl.arange(0, STATES)[None, :]
-        mask = there[:, None] & (field < STATE)
+        mask = valid[:, None] & (field < STATE)
         state = tl.load(states + at * STATE + field, mask=mask, other=0.0)
         tl.store(floats(address + VECTOR, field, 16 if VECTOR % 16 == 0 else 4), state, mask=mask)
-    uses = tl.load(counts + number, mask=there, other=0)
-    tl.store(field_pointer(chunks, row, COUNT, SHIFT, STRIDE), uses, mask=there)
-    last = tl.load(lasts + number, mask=there, other=0)
-    tl.store(field_pointer(chunks, row, LAST, SHIFT, STRIDE), last, mask=there)
-    tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=there)
+    uses = tl.load(counts + number, mask=valid, other=0)
+    tl.store(field_pointer(chunks, row, COUNT, SHIFT, STRIDE), uses, mask=valid)
+    last = tl.load(lasts + number, mask=valid, other=0)
+    tl.store(field_pointer(chunks, row, LAST, SHIFT, STRIDE), last, mask=valid)
+    tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=valid)
 
 
 @triton.jit(do_not_specialize=["count", "table", "version"])
@@ -235,13 +235,13 @@ def insert_keys(
 ):
     """The rows of distinct keys, which get one where they have none."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
-    hashes = mix(tl.load(keys + number, mask=there, other=0))
+    valid = number < count
+    hashes = mix(tl.load(keys + number, mask=valid, other=0))
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
     slot = first_slot(mask, hashes, WIDTH)
-    place, claimed = claim(index, mask, slot, hashes, there, lanes)
-    old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=there, other=1)
-    new = there & (old == 0)
+    place, claimed = claim(index, mask, slot, hashes, valid, lanes)
+    old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=1)
+    new = valid & (old == 0)
     row = tl.where(new, take_rows(arena, new), old)
     number32 = row.to(tl.int32)
     tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=new)
@@ -251,4 +251,4 @@ def insert_keys(
     tl.atomic_add(counters + table * COUNTERS + USED, tl.sum(claimed.to(tl.int64), axis=0))
     tl.atomic_add(counters + table * COUNTERS + ROWS, total)
     tl.atomic_add(counters + table * COUNTERS + INSERTED, total)
-    tl.store(rows + number, number32, mask=there)
+    tl.store(rows + number, number32, mask=valid)

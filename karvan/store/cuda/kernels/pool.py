@@ -60,9 +60,9 @@ def copy_vectors(
         of_feature = features + feature * FEATURE_FIELDS
         position = start + tl.arange(0, GROUP)
         number = position - tl.load(of_feature + BASE)
-        there = number < tl.load(of_feature + CELLS)
+        valid = number < tl.load(of_feature + CELLS)
         row = tl.load(rows + position)
-        mask = there[:, None] & (column < DIM)
+        mask = valid[:, None] & (column < DIM)
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
         vector = read_vector(address, column, mask, TYPE, AGAIN=True)
         out = tl.load(of_feature + OUT) + number[:, None] * (4 * DIM)
@@ -71,7 +71,7 @@ def copy_vectors(
 
 
 @triton.jit
-def cell_range(of_feature, sample, there):
+def cell_range(of_feature, sample, valid):
     """The first cell of samples, and how many they have; never beyond the feature's cells."""
     offsets = tl.load(of_feature + OFFSETS)
     cells = tl.load(of_feature + CELLS)
@@ -79,11 +79,11 @@ def cell_range(of_feature, sample, there):
     count = tl.full(first.shape, 1, tl.int64)
     if offsets != 0:
         pointer = offsets.to(tl.pointer_type(tl.int64))
-        first = tl.load(pointer + sample, mask=there, other=0)
-        count = tl.load(pointer + sample + 1, mask=there, other=0) - first
+        first = tl.load(pointer + sample, mask=valid, other=0)
+        count = tl.load(pointer + sample + 1, mask=valid, other=0) - first
     first = tl.minimum(tl.maximum(first, 0), cells)
     count = tl.minimum(tl.maximum(count, 0), cells - first)
-    return first, tl.where(there, count, 0)
+    return first, tl.where(valid, count, 0)
 
 
 @triton.jit
@@ -120,23 +120,23 @@ def describe_cells(features, feature_count, arena, out_rows, factors, FEATURES: 
     of_feature = features + feature * FEATURE_FIELDS
     sample = start - tl.load(of_feature + SAMPLE_BASE) + tl.arange(0, BLOCK)
     samples = tl.load(of_feature + SAMPLES)
-    there = sample < samples
+    valid = sample < samples
     mode = tl.load(of_feature + MODE)
     length = tl.load(of_feature + LENGTH)
     stack = tl.load(of_feature + STACK)
     cells = tl.load(of_feature + CELLS)
     weights = tl.load(of_feature + WEIGHTS)
     offsets = tl.load(of_feature + OFFSETS)
-    first, count = cell_range(of_feature, sample, there)
+    first, count = cell_range(of_feature, sample, valid)
     if offsets != 0:
         pointer = offsets.to(tl.pointer_type(tl.int64))
-        begin = tl.load(pointer + sample, mask=there, other=0)
-        end = tl.load(pointer + sample + 1, mask=there, other=0)
-        wrong = there & ((end < begin) | (begin < 0) | (end > cells))
+        begin = tl.load(pointer + sample, mask=valid, other=0)
+        end = tl.load(pointer + sample + 1, mask=valid, other=0)
+        wrong = valid & ((end < begin) | (begin < 0) | (end > cells))
         wrong = (
             wrong
-            | (there & (sample == 0) & (begin != 0))
-            | (there & (sample == samples - 1) & (end != cells))
+            | (valid & (sample == 0) & (begin != 0))
+            | (valid & (sample == samples - 1) & (end != cells))
         )
         faults = tl.sum(wrong.to(tl.int64), axis=0)
         if faults > 0:
@@ -183,7 +183,7 @@ def pool_vectors(
     feature = tl.sum((base <= start).to(tl.int32)) - 1
     of_feature = features + feature * FEATURE_FIELDS
     out_row = start - tl.load(of_feature + OUT_BASE) + tl.arange(0, GROUP)
-    there = out_row < tl.load(of_feature + OUT_ROWS)
+    valid = out_row < tl.load(of_feature + OUT_ROWS)
     mode = tl.load(of_feature + MODE)
     stack = tl.load(of_feature + STACK)
     cells = tl.load(of_feature + CELLS)
@@ -191,7 +191,7 @@ def pool_vectors(
     length = tl.maximum(tl.load(of_feature + LENGTH), 1)
     base_position = tl.load(of_feature + BASE)
     sample = tl.where(mode == PADDED, out_row // length, out_row)
-    first, count = cell_range(of_feature, sample, there & (sample < tl.load(of_feature + SAMPLES)))
+    first, count = cell_range(of_feature, sample, valid & (sample < tl.load(of_feature + SAMPLES)))
     scale = tl.full(first.shape, 1.0, tl.float32)
     if mode == POOLED:
         scale = sample_scale(of_feature, first, count)
@@ -201,7 +201,7 @@ def pool_vectors(
         first = first + column_of_sample
     else:
         first = out_row
-        count = (there & (out_row < cells)).to(tl.int64)
+        count = (valid & (out_row < cells)).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([GROUP, COLUMNS], tl.float32)
     for j in range(0, tl.max(count, axis=0)):
@@ -219,5 +219,5 @@ def pool_vectors(
     if mode == POOLED:
         total = total * scale[:, None]
     out = tl.load(of_feature + OUT) + out_row[:, None] * (4 * DIM)
-    mask = there[:, None] & (column < DIM)
+    mask = valid[:, None] & (column < DIM)
     tl.store(floats(out, column, 16 if DIM % 4 == 0 else 4), total, mask=mask)

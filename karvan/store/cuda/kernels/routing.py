@@ -75,12 +75,12 @@ def pack_keys(starts, order, hashes, parts, of_parts, uses, message, key_rows, c
     GIVEN: `uses` has those of each position; otherwise each is one.
     """
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
-    first = tl.load(starts + number, mask=there, other=0)
-    size = tl.load(starts + number + 1, mask=there, other=0) - first
-    of_part = of_parts + tl.load(parts + first, mask=there, other=0) * PART_FIELDS
-    key = unmix(tl.load(hashes + first, mask=there, other=0))
-    tl.store(message + (tl.load(of_part + WORD) + number), key, mask=there)
+    valid = number < count
+    first = tl.load(starts + number, mask=valid, other=0)
+    size = tl.load(starts + number + 1, mask=valid, other=0) - first
+    of_part = of_parts + tl.load(parts + first, mask=valid, other=0) * PART_FIELDS
+    key = unmix(tl.load(hashes + first, mask=valid, other=0))
+    tl.store(message + (tl.load(of_part + WORD) + number), key, mask=valid)
     times = size
     if GIVEN:
         times = tl.zeros_like(size)
@@ -88,23 +88,23 @@ def pack_keys(starts, order, hashes, parts, of_parts, uses, message, key_rows, c
             at = tl.load(order + first + j, mask=j < size, other=0)
             times += tl.load(uses + at, mask=j < size, other=0)
     of_uses = message.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(of_uses + (tl.load(of_part + USE) + number), times, mask=there)
+    tl.store(of_uses + (tl.load(of_part + USE) + number), times, mask=valid)
     row = tl.load(of_part + FIRST) + number * tl.load(of_part + UNITS)
-    tl.store(key_rows + number, row.to(tl.int32), mask=there)
+    tl.store(key_rows + number, row.to(tl.int32), mask=valid)
 
 
 @triton.jit(do_not_specialize=["size", "part_count"])
 def number_rows(order, parts, numbers, of_parts, rows, size, part_count):
     """The row of each position, by the number of its key; 0 for positions that are not looked up."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < size
-    position = tl.load(order + at, mask=there, other=0)
-    part = tl.load(parts + at, mask=there, other=0)
-    wanted = there & (part < part_count)
+    valid = at < size
+    position = tl.load(order + at, mask=valid, other=0)
+    part = tl.load(parts + at, mask=valid, other=0)
+    wanted = valid & (part < part_count)
     of_part = of_parts + tl.where(wanted, part, 0) * PART_FIELDS
     number = tl.load(numbers + at, mask=wanted, other=0)
     row = tl.load(of_part + FIRST) + number * tl.load(of_part + UNITS)
-    tl.store(rows + position, tl.where(wanted, row, 0).to(tl.int32), mask=there)
+    tl.store(rows + position, tl.where(wanted, row, 0).to(tl.int32), mask=valid)
 
 
 @triton.jit
@@ -127,9 +127,9 @@ def average_runs(
     column = tl.arange(0, COLUMNS)[None, :]
     for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
         number = start + tl.arange(0, GROUP)
-        there = number < count
-        first = tl.load(starts + number, mask=there, other=0)
-        size = tl.load(starts + number + 1, mask=there, other=0) - first
+        valid = number < count
+        first = tl.load(starts + number, mask=valid, other=0)
+        size = tl.load(starts + number + 1, mask=valid, other=0) - first
         most = tl.max(size, axis=0)
         ranks = size
         if PARTIAL:
@@ -137,7 +137,7 @@ def average_runs(
             for j in range(0, most):
                 position = tl.load(order + first + j, mask=j < size, other=0)
                 ranks += tl.load(present + position, mask=j < size, other=0)
-        divides = there & (ranks > 1)
+        divides = valid & (ranks > 1)
         divisor = tl.where(divides, ranks, 1).to(tl.float32)[:, None]
         for j in range(0, most):
             inside = divides & (j < size)

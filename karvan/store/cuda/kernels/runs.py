@@ -90,13 +90,13 @@ def describe_runs(
     step = tl.load(head + STEP).to(tl.int32)
     for start in range(tl.program_id(0) * 128, count, programs * 128):
         number = start + tl.arange(0, 128)
-        there = number < count
-        row = tl.load(run_rows + number, mask=there, other=0)
-        first = tl.load(starts + number, mask=there, other=0)
-        end = tl.load(starts + number + 1, mask=there, other=0)
+        valid = number < count
+        row = tl.load(run_rows + number, mask=valid, other=0)
+        first = tl.load(starts + number, mask=valid, other=0)
+        end = tl.load(starts + number + 1, mask=valid, other=0)
         size = end - first
         if USES:
-            position = tl.load(order + first, mask=there, other=0)
+            position = tl.load(order + first, mask=valid, other=0)
             times = size
             if GIVEN:
                 times = tl.zeros_like(size)
@@ -107,13 +107,13 @@ def describe_runs(
             before = tl.load(so_far).to(tl.uint32, bitcast=True)
             after = before + times.to(tl.uint32, bitcast=True)
             after = tl.where(after < before, 0xFFFFFFFF, after)
-            tl.store(so_far, after.to(tl.int32, bitcast=True), mask=there)
-            feature = tl.load(feature_of + position // BLOCK, mask=there, other=0)
-            table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=there, other=0)
+            tl.store(so_far, after.to(tl.int32, bitcast=True), mask=valid)
+            feature = tl.load(feature_of + position // BLOCK, mask=valid, other=0)
+            table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=valid, other=0)
             version = tl.load(tables + table * TABLE_FIELDS + VERSION).to(tl.int32)
-            tl.store(field_pointer(chunks, row, LAST, SHIFT, STRIDE), step, mask=there)
-            tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=there)
-        pieces = tl.where(there & (size > PIECE), (size + PIECE - 1) // PIECE, 0)
+            tl.store(field_pointer(chunks, row, LAST, SHIFT, STRIDE), step, mask=valid)
+            tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=valid)
+        pieces = tl.where(valid & (size > PIECE), (size + PIECE - 1) // PIECE, 0)
         total = tl.sum(pieces, axis=0)
         if total > 0:
             base = tl.atomic_add(work + PIECES, total) + tl.cumsum(pieces, axis=0) - pieces
@@ -147,19 +147,19 @@ def drop_runs(
     count = tl.load(work + UNIQUE)
     for start in range(tl.program_id(0) * 128, count, programs * 128):
         number = start + tl.arange(0, 128)
-        there = number < count
-        row = tl.load(run_rows + number, mask=there, other=0)
-        first = tl.load(starts + number, mask=there, other=0)
-        position = tl.load(order + first, mask=there, other=0)
-        of_feature = features + tl.load(feature_of + position // BLOCK, mask=there, other=0) * FEATURE_FIELDS
-        version = tl.load(versions + tl.load(of_feature + SLOT, mask=there, other=0))
+        valid = number < count
+        row = tl.load(run_rows + number, mask=valid, other=0)
+        first = tl.load(starts + number, mask=valid, other=0)
+        position = tl.load(order + first, mask=valid, other=0)
+        of_feature = features + tl.load(feature_of + position // BLOCK, mask=valid, other=0) * FEATURE_FIELDS
+        version = tl.load(versions + tl.load(of_feature + SLOT, mask=valid, other=0))
         birth = tl.load(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE))
-        gone = there & (row > 0) & ((birth < 0) | (birth > version))
-        if tl.max(gone.to(tl.int32), axis=0) > 0:
-            tl.store(run_rows + number, 0, mask=gone)
-            table = tl.load(of_feature + TABLE, mask=there, other=0)
-            one = tl.full(table.shape, 1, tl.int64)
-            tl.atomic_add(counters + table * COUNTERS + DROPPED, one, mask=gone)
+        deleted = valid & (row > 0) & ((birth < 0) | (birth > version))
+        if tl.max(deleted.to(tl.int32), axis=0) > 0:
+            tl.store(run_rows + number, 0, mask=deleted)
+            table = tl.load(of_feature + TABLE, mask=valid, other=0)
+            unit = tl.full(table.shape, 1, tl.int64)
+            tl.atomic_add(counters + table * COUNTERS + DROPPED, unit, mask=deleted)
 
 
 @triton.jit
@@ -180,14 +180,14 @@ def note_changes(
     count = tl.load(work + UNIQUE)
     for start in range(tl.program_id(0) * 128, count, programs * 128):
         number = start + tl.arange(0, 128)
-        there = number < count
-        row = tl.load(run_rows + number, mask=there, other=0)
-        first = tl.load(starts + number, mask=there, other=0)
-        position = tl.load(order + first, mask=there, other=0)
-        of_feature = features + tl.load(feature_of + position // BLOCK, mask=there, other=0) * FEATURE_FIELDS
-        version = tl.load(versions + tl.load(of_feature + SLOT, mask=there, other=0))
+        valid = number < count
+        row = tl.load(run_rows + number, mask=valid, other=0)
+        first = tl.load(starts + number, mask=valid, other=0)
+        position = tl.load(order + first, mask=valid, other=0)
+        of_feature = features + tl.load(feature_of + position // BLOCK, mask=valid, other=0) * FEATURE_FIELDS
+        version = tl.load(versions + tl.load(of_feature + SLOT, mask=valid, other=0))
         change = field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)
-        tl.store(change, version.to(tl.int32), mask=there & (row > 0))
+        tl.store(change, version.to(tl.int32), mask=valid & (row > 0))
 
 
 @triton.jit
@@ -196,12 +196,12 @@ def drop_positions(
 ):
     """Forget the rows of positions that are gone since their lookup."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = position < size
-    row = tl.load(rows + position, mask=there, other=0)
+    valid = position < size
+    row = tl.load(rows + position, mask=valid, other=0)
     feature = tl.load(feature_of + tl.program_id(0))
     version = tl.load(versions + tl.load(features + feature * FEATURE_FIELDS + SLOT))
     birth = tl.load(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE))
-    tl.store(rows + position, 0, mask=there & (row > 0) & ((birth < 0) | (birth > version)))
+    tl.store(rows + position, 0, mask=valid & (row > 0) & ((birth < 0) | (birth > version)))
 
 
 @triton.jit

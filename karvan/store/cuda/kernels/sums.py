@@ -98,9 +98,9 @@ def sum_pieces(
     column = tl.arange(0, COLUMNS)
     for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
         number = start + tl.arange(0, GROUP)
-        there = number < count
-        first = tl.load(piece_starts + number, mask=there, other=0)
-        size = tl.load(piece_ends + number, mask=there, other=0) - first
+        valid = number < count
+        first = tl.load(piece_starts + number, mask=valid, other=0)
+        size = tl.load(piece_ends + number, mask=valid, other=0) - first
         total = sum_positions(
             order,
             features,
@@ -119,7 +119,7 @@ def sum_pieces(
         tl.store(
             partial + number[:, None].to(tl.int64) * DIM + column[None, :],
             total,
-            mask=there[:, None] & (column < DIM)[None, :],
+            mask=valid[:, None] & (column < DIM)[None, :],
         )
 
 
@@ -176,15 +176,15 @@ def write_sums(
     column = tl.arange(0, COLUMNS)
     for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
         number = start + tl.arange(0, GROUP)
-        there = number < count
+        valid = number < count
         if LONG:
-            number = tl.load(long_runs + number, mask=there, other=0)
-        row = tl.load(run_rows + number, mask=there, other=0)
-        first = tl.load(starts + number, mask=there, other=0)
-        size = tl.load(starts + number + 1, mask=there, other=0) - first
+            number = tl.load(long_runs + number, mask=valid, other=0)
+        row = tl.load(run_rows + number, mask=valid, other=0)
+        first = tl.load(starts + number, mask=valid, other=0)
+        size = tl.load(starts + number + 1, mask=valid, other=0) - first
         if not LONG:
-            there = there & (size <= PIECE)
-        size = tl.where(there, size, 0)
+            valid = valid & (size <= PIECE)
+        size = tl.where(valid, size, 0)
         if LONG:
             total = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
         else:
@@ -204,5 +204,5 @@ def write_sums(
                 ALIGNED,
             )
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
-        mask = there[:, None] & (column < DIM)[None, :]
+        mask = valid[:, None] & (column < DIM)[None, :]
         tl.store(floats(address, column[None, :], 16), total, mask=mask)

@@ -120,8 +120,8 @@ def apply_rule(
     elif RULE == ADAGRAD_ROW:
         mean = tl.sum(tl.where(mask, gradient * gradient, 0.0), axis=1)[:, None] / DIM
         after = first * tl.load(rule + BETA1) + mean
-        one = address.to(tl.pointer_type(tl.float32)) + tl.zeros_like(column)
-        tl.store(one, after, mask=mask & (column == 0))
+        pointer = address.to(tl.pointer_type(tl.float32)) + tl.zeros_like(column)
+        tl.store(pointer, after, mask=mask & (column == 0))
         used = tl.where(tl.load(rule + ACCUMULATE_LAST) != 0, first, after)
         fresh = vector - tl.div_rn(gradient * lr, tl.sqrt_rn(used) + tl.load(rule + EPS))
     elif (RULE == ADAM) | (RULE == ADAMW) | (RULE == AMSGRAD):
@@ -146,9 +146,9 @@ def apply_rule(
         tl.store(state, z, mask=mask)
         tl.store(second_state, after, mask=mask)
         l1 = tl.load(rule + L1)
-        left = tl.maximum(z - l1, 0.0) + tl.minimum(z + l1, 0.0)
+        excess = tl.maximum(z - l1, 0.0) + tl.minimum(z + l1, 0.0)
         divisor = tl.div_rn(tl.sqrt_rn(after) + tl.load(rule + BETA1), rate) + tl.load(rule + L2)
-        fresh = -tl.div_rn(left, tl.where(mask, divisor, 1.0))
+        fresh = -tl.div_rn(excess, tl.where(mask, divisor, 1.0))
     else:
         tl.static_assert(False, "a rule has no formula on the GPU")
     if LIMITS:
@@ -203,29 +203,29 @@ def update_rows(
     inside = (column < DIM)[None, :]
     for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
         number = start + tl.arange(0, GROUP)
-        there = number < count
+        valid = number < count
         if LONG:
-            number = tl.load(long_runs + number, mask=there, other=0)
-        row = tl.load(run_rows + number, mask=there, other=0)
-        first = tl.load(starts + number, mask=there, other=0)
-        size = tl.load(starts + number + 1, mask=there, other=0) - first
-        there = there & (row > 0)
+            number = tl.load(long_runs + number, mask=valid, other=0)
+        row = tl.load(run_rows + number, mask=valid, other=0)
+        first = tl.load(starts + number, mask=valid, other=0)
+        size = tl.load(starts + number + 1, mask=valid, other=0) - first
+        valid = valid & (row > 0)
         if not LONG:
-            there = there & (size <= PIECE)
+            valid = valid & (size <= PIECE)
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
         slot = tl.zeros_like(row)
         if not SAME:
-            position = tl.load(order + first, mask=there, other=0)
-            feature = tl.load(feature_of + position // BLOCK, mask=there, other=0)
-            slot = tl.load(features + feature * FEATURE_FIELDS + SLOT, mask=there, other=0).to(tl.int32)
-            there = there & (tl.load(rules + slot * RULE_FIELDS + KIND) == RULE)
+            position = tl.load(order + first, mask=valid, other=0)
+            feature = tl.load(feature_of + position // BLOCK, mask=valid, other=0)
+            slot = tl.load(features + feature * FEATURE_FIELDS + SLOT, mask=valid, other=0).to(tl.int32)
+            valid = valid & (tl.load(rules + slot * RULE_FIELDS + KIND) == RULE)
         rule = (rules + slot * RULE_FIELDS)[:, None]
-        mask = there[:, None] & inside
+        mask = valid[:, None] & inside
         vector = read_vector(address, column[None, :], mask, TYPE)
         state, second, third = read_state(
             address + VECTOR, column[None, :], mask, DIM, VECTOR, STATE, ROW_STATE
         )
-        size = tl.where(there, size, 0)
+        size = tl.where(valid, size, 0)
         if LONG:
             gradient = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
         else:
@@ -245,14 +245,14 @@ def update_rows(
                 ALIGNED,
             )
         wrong = tl.max(tl.where(gradient * 0.0 == 0.0, 0, 1), axis=1) > 0
-        bad = there & wrong
+        bad = valid & wrong
         if tl.max(bad.to(tl.int32), axis=0) > 0:
             position = tl.load(order + first, mask=bad, other=0)
             feature = tl.load(feature_of + position // BLOCK, mask=bad, other=0)
             table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=bad, other=0)
             tl.atomic_add(counters + table * COUNTERS + SKIPPED, tl.full(table.shape, 1, tl.int64), mask=bad)
-        there = there & ~wrong
-        mask = there[:, None] & inside
+        valid = valid & ~wrong
+        mask = valid[:, None] & inside
         fresh = apply_rule(
             rule,
             vector,

@@ -24,8 +24,8 @@ class Bound:
     It is what was read last, and all positions of lookups that this did not include.
     """
 
-    def __init__(self, known: int = 0) -> None:
-        self.known = known
+    def __init__(self, learned: int = 0) -> None:
+        self.known = learned
         self.time = 0  # when that was read: lookups until then are included
         self._valid_from = 0
 

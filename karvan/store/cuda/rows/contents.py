@@ -195,10 +195,10 @@ def host_bytes(memory: TableMemory, table: DeviceTable) -> int:
     if not isinstance(arena, TieredArena) or not arena.has_host_rows:
         return 0
     memory.finish_growth(table)
-    found = torch.zeros(1, dtype=torch.int64, device=memory.device)
+    count = torch.zeros(1, dtype=torch.int64, device=memory.device)
     slots = table.index.slots + 1
-    kernels.count_places[launch.blocks(slots)](table.index.entries.data_ptr(), slots, arena.places, found)
-    return (memory.rows_bound(table) - int(found.item())) * arena.row_bytes
+    kernels.count_places[launch.blocks(slots)](table.index.entries.data_ptr(), slots, arena.places, count)
+    return (memory.rows_bound(table) - int(count.item())) * arena.row_bytes
 
 
 def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
@@ -312,11 +312,11 @@ def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log
         SHIFT=arena.shift,
         STRIDE=arena.layout.stride,
     )
-    gone = hashes[rows > 0]
+    hashes_in_use = hashes[rows > 0]
     if log:
-        table.erasures.add(table.next_version(), gone, max(_LOGGED, memory.rows_bound(table)))
+        table.erasures.add(table.next_version(), hashes_in_use, max(_LOGGED, memory.rows_bound(table)))
     memory.learn_now()
-    return int(gone.numel())
+    return int(hashes_in_use.numel())
 
 
 def unmix(hashes: Keys) -> Keys:
@@ -350,5 +350,5 @@ def erased_keys(table: DeviceTable, version: int) -> Keys:
             f"Table '{table.spec.name}' remembers evictions since version {table.erasures.forgotten}, but "
             f"was asked for version {version}: take a full snapshot instead."
         )
-    found = table.erasures.since(version)
-    return unmix(np.zeros(0, np.int64) if found is None else found.cpu().numpy())
+    erased = table.erasures.since(version)
+    return unmix(np.zeros(0, np.int64) if erased is None else erased.cpu().numpy())

@@ -97,12 +97,12 @@ class TableMemory:
 
     def add(self, spec: TableSpec) -> None:
         """Create a table, or do nothing if it exists."""
-        known = self.tables.get(spec.name)
-        if known is not None:
-            if known.spec == spec:
+        memory = self.tables.get(spec.name)
+        if memory is not None:
+            if memory.spec == spec:
                 return
             raise ValueError(
-                f"Table '{spec.name}' is in the store already as {known.spec}, but {spec} was asked for."
+                f"Table '{spec.name}' is in the store already as {memory.spec}, but {spec} was asked for."
             )
         if spec.dim > _MOST_COLUMNS:
             raise ValueError(
@@ -157,11 +157,11 @@ class TableMemory:
     def states(self, arena: RowSpace) -> Tensor:
         """The optimizer state of a new row of each table, for those whose rows are in an arena."""
         if arena not in self._states:
-            made = torch.zeros(len(self.tables), max(1, arena.layout.state))
+            initial = torch.zeros(len(self.tables), max(1, arena.layout.state))
             for table in self.tables.values():
                 if table.arena is arena and arena.layout.state:
-                    made[table.number] = torch.tensor(table.initial_state)
-            self._states[arena] = made.to(self.device)
+                    initial[table.number] = torch.tensor(table.initial_state)
+            self._states[arena] = initial.to(self.device)
         return self._states[arena]
 
     def descriptors(self) -> NDArray[np.int64]:
@@ -339,9 +339,9 @@ class TableMemory:
 
     def settle_queue(self, arena: RowArena) -> None:
         """After rows were taken: the queue of free rows does not begin behind its end."""
-        own = self.arena_counters(arena)
+        counters = self.arena_counters(arena)
         head, tail = fields.FREE_HEAD.value, fields.FREE_TAIL.value
-        own[head : head + 1] = torch.minimum(own[head : head + 1], own[tail : tail + 1])
+        counters[head : head + 1] = torch.minimum(counters[head : head + 1], counters[tail : tail + 1])
 
     def bytes(self, table: DeviceTable) -> int:
         """Memory of a table: its rows, its index, its filter and its log."""

@@ -50,9 +50,9 @@ class DeviceTable:
 
     def learn(self, counters: NDArray[np.int64], time: int) -> None:
         """What the host has read of the table's counters."""
-        own = counters[self.number * fields.COUNTERS.value :]
-        self.used.learn(int(own[fields.USED.value]), time)
-        self.rows.learn(int(own[fields.ROWS.value]), time)
+        counters_of_table = counters[self.number * fields.COUNTERS.value :]
+        self.used.learn(int(counters_of_table[fields.USED.value]), time)
+        self.rows.learn(int(counters_of_table[fields.ROWS.value]), time)
 
     def next_version(self) -> int:
         """The version after a change; see `next_versions`."""
@@ -113,8 +113,8 @@ class ErasureLog:
 
     def since(self, version: int) -> torch.Tensor | None:
         """The hashes of keys that were removed after a version; None if there are none."""
-        found = [hashes for at, hashes in self._log if at > version]
-        return torch.cat(found) if found else None
+        erased = [hashes for at, hashes in self._log if at > version]
+        return torch.cat(erased) if erased else None
 
     @property
     def bytes(self) -> int:

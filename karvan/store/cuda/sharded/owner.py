@@ -65,16 +65,16 @@ class Sections:
         flat = self.counts.reshape(-1)
         number = np.cumsum(flat) - flat  # of its first key
         units = np.tile(self.units, len(self.counts))
-        taken = flat * units
+        ends = flat * units
         word = np.repeat(np.cumsum(self.words_of) - self.words_of, len(self.dims))
         first_of_rank = np.repeat(np.cumsum(self.keys_of) - self.keys_of, len(self.dims))
         of_rank = np.repeat(np.array(self.keys_of, np.int64), len(self.dims))
-        made = np.empty((len(flat), _PART), np.int64)
-        made[:, routing.FIRST.value] = front + np.cumsum(taken) - taken - number * units
-        made[:, routing.UNITS.value] = units
-        made[:, routing.WORD.value] = word - first_of_rank
-        made[:, routing.USE.value] = 2 * (word + of_rank) - first_of_rank
-        return made
+        descriptors = np.empty((len(flat), _PART), np.int64)
+        descriptors[:, routing.FIRST.value] = front + np.cumsum(ends) - ends - number * units
+        descriptors[:, routing.UNITS.value] = units
+        descriptors[:, routing.WORD.value] = word - first_of_rank
+        descriptors[:, routing.USE.value] = 2 * (word + of_rank) - first_of_rank
+        return descriptors
 
     def split_keys(self, message: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The keys and the uses of each part."""
@@ -116,8 +116,8 @@ def write_sums(
     scale: float | Tensor,
 ) -> None:
     """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
-    found = GroupLookup(layout, 0, described, at, None, {})
-    descriptors = GroupGradients(found, gradients, scale).descriptors()
+    lookup = GroupLookup(layout, 0, described, at, None, {})
+    descriptors = GroupGradients(lookup, gradients, scale).descriptors()
     head = np.zeros(_HEAD, np.int64)
     head[fields.PLAIN_END.value] = layout.plain_end
     put_scale(head, scale)
@@ -251,15 +251,15 @@ class DeviceOwner:
 
         by_key: the mean over the ranks that have a key, instead of the sum.
         """
-        held = self._store.hold(answer.plan, answer.sections.split_vectors(floats))
+        plan = self._store.hold(answer.plan, answer.sections.split_vectors(floats))
         if present is not None:
             flags = dict(enumerate(answer.sections.split_values(present.int())))
-            for group in held.groups:
+            for group in plan.groups:
                 group.present = group.lookup.layout.spread(flags, self._store.device)
         if by_key:
-            for group in held.groups:
+            for group in plan.groups:
                 average(group)
-        return held
+        return plan
 
     def update(
         self,
@@ -269,7 +269,7 @@ class DeviceOwner:
     ) -> None:
         """Apply the sum of some backward passes to the tables that have a rule."""
         program = passes[0][0].program
-        self._store.update(program, [(answer.plan, held) for answer, held in passes], rules, steps)
+        self._store.update(program, [(answer.plan, plan) for answer, plan in passes], rules, steps)
 
     def _program(self, tables: Sequence[str], asked: Sections) -> LookupProgram:
         name = tuple(tables)

@@ -110,9 +110,9 @@ class KeyRequest:
         positions = sum(group.positions for group in self.groups)
         self.rows = torch.empty(positions, dtype=torch.int32, device=memory.device)
         counts = np.zeros(ranks * slots, np.int64)
-        found: _SortedKeys | None = None
+        sorted_keys: _SortedKeys | None = None
         if positions:
-            found, numbers = self._sort(positions, slots, memory)
+            sorted_keys, numbers = self._sort(positions, slots, memory)
             told = numbers.cpu().numpy()  # waits for the device
             counts, faults = told[:-1], int(told[-1])
             if faults:
@@ -124,8 +124,8 @@ class KeyRequest:
         self.message = torch.zeros(sum(self.sections.words_of), dtype=torch.int64, device=memory.device)
         self.key_rows = torch.empty(self.sections.keys, dtype=torch.int32, device=memory.device)
         self._grouped = False
-        if found is not None:
-            self._number(found, memory)
+        if sorted_keys is not None:
+            self._number(sorted_keys, memory)
 
     def _group(
         self, dim: int, features: Sequence[tuple[int, FeatureShape]], memory: TableMemory
@@ -185,24 +185,24 @@ class KeyRequest:
         places = torch.where(begins, numbers, positions).long()
         starts.scatter_(0, places, torch.arange(positions, dtype=torch.int32, device=device))
         ends = torch.searchsorted(parts, torch.arange(last + 1, dtype=torch.int32, device=device))
-        told = torch.empty(last + 1, dtype=torch.int64, device=device)
-        told[:-1] = before[ends].diff()
-        told[-1] = faults[fields.FAULTS.value]
-        return _SortedKeys(order, hashes, parts, numbers, starts, ends[-1:]), told
+        counts = torch.empty(last + 1, dtype=torch.int64, device=device)
+        counts[:-1] = before[ends].diff()
+        counts[-1] = faults[fields.FAULTS.value]
+        return _SortedKeys(order, hashes, parts, numbers, starts, ends[-1:]), counts
 
-    def _number(self, found: _SortedKeys, memory: TableMemory) -> None:
+    def _number(self, sorted_keys: _SortedKeys, memory: TableMemory) -> None:
         """Write the message and the rows of positions."""
         count, positions = self.sections.keys, self.rows.numel()
         parts = self.sections.parts(self.front)
         of_parts = memory.uploads.send(parts)
-        found.starts[count : count + 1].copy_(found.end)
+        sorted_keys.starts[count : count + 1].copy_(sorted_keys.end)
         uses = self._uses(memory)
         if count:
             routing.pack_keys[launch.blocks(count)](
-                found.starts,
-                found.order,
-                found.hashes,
-                found.parts,
+                sorted_keys.starts,
+                sorted_keys.order,
+                sorted_keys.hashes,
+                sorted_keys.parts,
                 of_parts,
                 self.rows if uses is None else uses,
                 self.message,
@@ -211,14 +211,20 @@ class KeyRequest:
                 GIVEN=uses is not None,
             )
         routing.number_rows[launch.blocks(positions)](
-            found.order, found.parts, found.numbers, of_parts, self.rows, positions, len(parts)
+            sorted_keys.order,
+            sorted_keys.parts,
+            sorted_keys.numbers,
+            of_parts,
+            self.rows,
+            positions,
+            len(parts),
         )
 
     def _uses(self, memory: TableMemory) -> Tensor | None:
-        given = self.batch.uses
-        if given is None:
+        uses = self.batch.uses
+        if uses is None:
             return None
-        return torch.cat([group.layout.spread(given, memory.device) for group in self.groups])
+        return torch.cat([group.layout.spread(uses, memory.device) for group in self.groups])
 
     def group_runs(self) -> None:
         """Sort the positions by row, which gradients need; once."""
@@ -245,14 +251,14 @@ class KeyRequest:
         for group in self.groups:
             layout, buffers = group.layout, group.buffers
             buffers.memory = memory
-            own = layout.outputs(memory.device)
-            outs |= own
+            outputs = layout.outputs(memory.device)
+            outs |= outputs
             if not group.positions:
-                for out in own.values():
+                for out in outputs.values():
                     out.zero_()
                 continue
             group.vectors.place(received, memory.uploads)
-            buffers.load(layout, layout.describe(self.batch.ids, own), 0)
+            buffers.load(layout, layout.describe(self.batch.ids, outputs), 0)
             launches.fill_outputs(buffers)
         return outs
 
@@ -266,9 +272,11 @@ class KeyRequest:
             if group.positions:
                 group.buffers.memory = memory
                 group.vectors.place(sums, memory.uploads, before=self.front)
-                own = {number: g for number in group.layout.numbers if (g := gradients[number]) is not None}
+                by_number = {
+                    number: g for number in group.layout.numbers if (g := gradients[number]) is not None
+                }
                 descriptors = group.layout.describe(self.batch.ids)
-                write_sums(group.layout, descriptors, group.buffers, own, scale)
+                write_sums(group.layout, descriptors, group.buffers, by_number, scale)
         return sums
 
     def present(self, gradients: Sequence[Tensor | None]) -> Tensor:

@@ -112,13 +112,13 @@ class NcclTransport(MemoryTransport):
 
 def make_transport(connection: Connection, device: torch.device) -> MemoryTransport:
     """The transport of a device's tensors; a collective."""
-    here = {"device": str(device), "nccl": False}
+    mine = {"device": str(device), "nccl": False}
     if device.type == "cuda":
-        here["device"] = str(torch.cuda.get_device_properties(device).uuid)
-        here["nccl"] = dist.is_initialized() and "cuda:nccl" in dist.get_backend_config()
-    ranks = connection.main.gather_json(here)
-    distinct = len({one["device"] for one in ranks}) == len(ranks)
-    if distinct and all(one["nccl"] for one in ranks):
+        mine["device"] = str(torch.cuda.get_device_properties(device).uuid)
+        mine["nccl"] = dist.is_initialized() and "cuda:nccl" in dist.get_backend_config()
+    ranks = connection.main.gather_json(mine)
+    distinct = len({rank["device"] for rank in ranks}) == len(ranks)
+    if distinct and all(rank["nccl"] for rank in ranks):
         return NcclTransport(connection, device)
     return MemoryTransport(connection, device)
 
@@ -130,13 +130,13 @@ class RankGradients(LateGradients):
         self,
         touched: list[bool],
         answer: Answer,
-        held: DeviceGradients,
+        gradients: DeviceGradients,
         connection: distributed.Connection,
         transport: MemoryTransport,
     ) -> None:
         super().__init__([True] * len(touched), touched)
         self.answer = answer
-        self.held = held
+        self.held = gradients
         self._connection = connection
         self._transport = transport
         self._checked: list[bool] | None = None
@@ -156,7 +156,7 @@ class RankGradients(LateGradients):
         received = self.held.tensors(slots)
         return (
             received
-            if any(each.numel() for each in received)
+            if any(tensor.numel() for tensor in received)
             else [torch.zeros(1, device=self._transport.device)]
         )
 
@@ -334,8 +334,8 @@ class ShardedCudaStore(RankShare):
         present = None
         if any(has and lacks for has, lacks in zip(touched, lacking, strict=True)):
             present = self._exchange(request.present(gradients), to.keys_of, of.keys_of)
-        held = self._owner.hold(answer, received, present, by_key=self._by_key)
-        return RankGradients(touched, answer, held, self._connection, self._transport)
+        answered = self._owner.hold(answer, received, present, by_key=self._by_key)
+        return RankGradients(touched, answer, answered, self._connection, self._transport)
 
     @override
     def update(
@@ -347,9 +347,9 @@ class ShardedCudaStore(RankShare):
     ) -> None:
         """The owners have the gradients already."""
         passes = []
-        for _, held in gradients:
-            assert isinstance(held, RankGradients)
-            passes.append((held.answer, held.held))
+        for _, gradient in gradients:
+            assert isinstance(gradient, RankGradients)
+            passes.append((gradient.answer, gradient.held))
         self._owner.update(passes, rules, steps)
 
     @override

@@ -334,20 +334,24 @@ class RowExchange(NoExchange):
     def _next_ids(self, batch: BatchIds) -> dict[TieredArena, NextIds]:
         """The ids of the batch that will be looked up next, by row layouts."""
         with self._lock:
-            self._expected = [one for one in self._expected if one() is not None and one() is not batch]
+            self._expected = [
+                reference
+                for reference in self._expected
+                if reference() is not None and reference() is not batch
+            ]
             coming = self._expected[0]() if self._expected else None
         if coming is None:
             return {}
-        found: dict[TieredArena, NextIds] = {}
+        next_ids: dict[TieredArena, NextIds] = {}
         for layout in coming.layout.groups(training=False):
             arena = layout.arena
             assert isinstance(arena, TieredArena)
             has_moved = any(table.arena is not arena for table in layout.tables)
             if arena.has_host_rows and layout.positions and not has_moved:
-                found[arena] = NextIds(layout, layout.describe(coming.ids))
-        if self._memory.tier.stream is not None and found:
+                next_ids[arena] = NextIds(layout, layout.describe(coming.ids))
+        if self._memory.tier.stream is not None and next_ids:
             coming.receive(self._memory.tier.stream)
-        return found
+        return next_ids
 
     def _exchange(self, arena: TieredArena, at: LookupBuffers | None, ids: NextIds | None, step: int) -> None:
         """Queue an exchange on the tier's stream, which is the current one."""

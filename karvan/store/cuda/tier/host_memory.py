@@ -21,10 +21,10 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
 
     Linux gives out more memory than it has, and ends a process that uses it; so what is left is read first.
     """
-    left = available_bytes()
-    if left is not None and size > left - left // _KEPT:
+    free = available_bytes()
+    if free is not None and size > free - free // _KEPT:
         raise HostMemoryError(
-            f"{size / 2**30:.2f} GiB more are needed, and {left / 2**30:.2f} GiB of the machine are available"
+            f"{size / 2**30:.2f} GiB more are needed, and {free / 2**30:.2f} GiB of the machine are available"
         )
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -34,7 +34,7 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
 
 def available_bytes() -> int | None:
     """How much memory this process can still get, by the machine and by its control group; None: unknown."""
-    found = [
+    sizes = [
         int(line.split()[1]) << 10
         for line in (_MEMORY.read_text().splitlines() if _MEMORY.exists() else [])
         if line.startswith("MemAvailable:")
@@ -43,10 +43,10 @@ def available_bytes() -> int | None:
         most, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
         cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        found.append(max(0, most - used + cached))
+        sizes.append(max(0, most - used + cached))
     except (OSError, ValueError):  # no such group, or a limit of "max"
         pass
-    return min(found, default=None)
+    return min(sizes, default=None)
 
 
 # `DeviceBudget`: the GPU memory that rows may take, divided over the row layouts.
@@ -66,9 +66,9 @@ class DeviceBudget:
     def share(self, layout: Hashable, in_use: Collection[Hashable]) -> int:
         """The bytes of a layout; in_use: those that have tables now. It stays the same from then on."""
         if layout not in self._shares:
-            new = [each for each in {layout: None, **dict.fromkeys(in_use)} if each not in self._shares]
-            left = self.size - sum(size for each, size in self._shares.items() if each in in_use)
-            self._shares |= dict.fromkeys(new, max(0, left) // len(new))
+            new = [layout for layout in {layout: None, **dict.fromkeys(in_use)} if layout not in self._shares]
+            remaining = self.size - sum(size for layout, size in self._shares.items() if layout in in_use)
+            self._shares |= dict.fromkeys(new, max(0, remaining) // len(new))
         return self._shares[layout]
 
 

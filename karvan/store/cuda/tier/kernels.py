@@ -80,20 +80,20 @@ def collect_rows(
     numbers = tl.load(head + ROW_NUMBERS)
     for start in range(tl.program_id(0) * BLOCK, count, programs * BLOCK):
         number = start + tl.arange(0, BLOCK)
-        there = number < count
-        row = tl.load(rows + number, mask=there, other=0)
-        there = there & (row > 0) & (row < numbers)
+        valid = number < count
+        row = tl.load(rows + number, mask=valid, other=0)
+        valid = valid & (row > 0) & (row < numbers)
         if RUNS:
-            first = tl.load(starts + number, mask=there, other=0)
-            position = tl.load(order + first, mask=there, other=0)
-            feature = tl.load(feature_of + position // BLOCK, mask=there, other=0)
+            first = tl.load(starts + number, mask=valid, other=0)
+            position = tl.load(order + first, mask=valid, other=0)
+            feature = tl.load(feature_of + position // BLOCK, mask=valid, other=0)
         else:
-            feature = tl.load(feature_of + number // BLOCK, mask=there, other=0)
-        table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=there, other=0).to(tl.int32)
-        place = tl.load(places + row, mask=there, other=TAKEN)
-        here = there & (place >= 0)
-        tl.store(marks + place, mark, mask=here)
-        absent = there & (place == ON_HOST)
+            feature = tl.load(feature_of + number // BLOCK, mask=valid, other=0)
+        table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=valid, other=0).to(tl.int32)
+        place = tl.load(places + row, mask=valid, other=TAKEN)
+        present = valid & (place >= 0)
+        tl.store(marks + place, mark, mask=present)
+        absent = valid & (place == ON_HOST)
         old = tl.atomic_xchg(places + row, tl.full(row.shape, TAKEN, tl.int32), mask=absent)
         mine = absent & (old == ON_HOST)
         total = tl.sum(mine.to(tl.int32), axis=0)
@@ -102,15 +102,15 @@ def collect_rows(
             tl.store(listed + at, row, mask=mine)
             tl.store(listed_tables + at, table if RUNS else -1 - table, mask=mine)
         if RUNS:
-            missed = there & (place < 0)  # also those that the next batch has listed
+            missed = valid & (place < 0)  # also those that the next batch has listed
             for base in range(0, table_count, _TABLES):
                 one = base + tl.arange(0, _TABLES)
                 same = table[:, None] == one[None, :]
-                hits = tl.sum((same & here[:, None]).to(tl.int64), axis=0)
+                hits = tl.sum((same & present[:, None]).to(tl.int64), axis=0)
                 misses = tl.sum((same & missed[:, None]).to(tl.int64), axis=0)
-                own = counters + one * COUNTERS
-                tl.atomic_add(own + TIER_HITS, hits, mask=hits > 0)
-                tl.atomic_add(own + TIER_MISSES, misses, mask=misses > 0)
+                addresses = counters + one * COUNTERS
+                tl.atomic_add(addresses + TIER_HITS, hits, mask=hits > 0)
+                tl.atomic_add(addresses + TIER_MISSES, misses, mask=misses > 0)
 
 
 @triton.jit
@@ -150,14 +150,14 @@ def choose_places(
     for start in range(tl.program_id(0) * BLOCK, count, programs * BLOCK):
         lane = tl.arange(0, BLOCK)
         number = start + lane
-        there = number < count
-        row = tl.load(listed + number, mask=there, other=0)
-        tag = tl.load(listed_tables + number, mask=there, other=0)
+        valid = number < count
+        row = tl.load(listed + number, mask=valid, other=0)
+        tag = tl.load(listed_tables + number, mask=valid, other=0)
         of_next = tag < 0
-        uses = tl.load(field_pointer(chunks, row, COUNT, 0, STRIDE), mask=there & ~of_next, other=0)
+        uses = tl.load(field_pointer(chunks, row, COUNT, 0, STRIDE), mask=valid & ~of_next, other=0)
         limit = tl.where(of_next, float("inf"), worth(uses, now + tl.zeros_like(uses), now))
-        open_ = there
-        won = there & False
+        open_ = valid
+        won = valid & False
         place = tl.zeros_like(row)
         for _attempt in range(2):  # again where another program was faster
             if tl.max(open_.to(tl.int32), axis=0) > 0:
@@ -189,15 +189,15 @@ def choose_places(
         tl.store(chunks + victim, from_, mask=won)
         tl.store(owners + place, row, mask=won)
         tl.store(places + victim, tl.full(row.shape, ON_HOST, tl.int32), mask=won)
-        tl.store(places + row, tl.where(won, place, ON_HOST), mask=there)
+        tl.store(places + row, tl.where(won, place, ON_HOST), mask=valid)
         total = tl.sum(won.to(tl.int32), axis=0)
         if total > 0:
             pair = tl.atomic_add(tally + PAIRS, total) + tl.cumsum(won.to(tl.int32), axis=0) - 1
             tl.store(host_addresses + pair, from_, mask=won)
             tl.store(device_addresses + pair, to, mask=won)
             table = tl.where(of_next, -1 - tag, tag)
-            one = tl.full(row.shape, 1, tl.int64)
-            tl.atomic_add(counters + table * COUNTERS + TIER_EXCHANGES, one, mask=won)
+            unit = tl.full(row.shape, 1, tl.int64)
+            tl.atomic_add(counters + table * COUNTERS + TIER_EXCHANGES, unit, mask=won)
 
 
 @triton.jit
@@ -222,25 +222,25 @@ def swap_rows(
     column = tl.arange(0, COLUMNS)[None, :]
     for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
         number = start + tl.arange(0, GROUP)
-        there = (number < count)[:, None]
+        valid = (number < count)[:, None]
         host = tl.load(host_addresses + number, mask=number < count, other=0)[:, None]
         device = tl.load(device_addresses + number, mask=number < count, other=0)[:, None]
         for first in range(0, WORDS, COLUMNS):
-            mask = there & (first + column < WORDS)
-            left = _words(host + first * 4, column)
+            mask = valid & (first + column < WORDS)
+            words = _words(host + first * 4, column)
             right = _words(device + first * 4, column)
-            comes = tl.load(left, mask=mask, other=0)
+            comes = tl.load(words, mask=mask, other=0)
             goes = tl.load(right, mask=mask, other=0)
-            tl.store(left, goes, mask=mask)
+            tl.store(words, goes, mask=mask)
             tl.store(right, comes, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
-def count_places(index, count, places, found):
+def count_places(index, count, places, present):
     """How many of the rows in an index's slots are on the device."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = number < count
+    valid = number < count
     words = index + number.to(tl.int64) * 16 + 8
-    row = tl.load(words.to(tl.pointer_type(tl.int64)), mask=there, other=0)
-    place = tl.load(places + row, mask=there & (row > 0), other=ON_HOST)
-    tl.atomic_add(found, tl.sum((place >= 0).to(tl.int64), axis=0))
+    row = tl.load(words.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    place = tl.load(places + row, mask=valid & (row > 0), other=ON_HOST)
+    tl.atomic_add(present, tl.sum((place >= 0).to(tl.int64), axis=0))
