@@ -132,12 +132,12 @@ def origin_of(error: BaseException) -> str:
     """File and line of the program that raised an error, of a library if it was no line of the program."""
     frames = traceback.extract_tb(error.__traceback__)
     # A line of the user's own file says more than one of the library that it called.
-    own = [
+    own_frames = [
         frame
         for frame in frames
         if "site-packages" not in frame.filename
         and not _is_of_package(frame.filename)
         and not frame.filename.startswith("<frozen")
     ]
-    frame = (own or frames)[-1]
+    frame = (own_frames or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"

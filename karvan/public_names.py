@@ -29,8 +29,8 @@ def publish(name: str, homes: Mapping[str, str] | None = None) -> None:
     scope = vars(sys.modules[name])
     public: list[str] = scope["__all__"]
     home_of = {name: home for home, names in (homes or {}).items() for name in names.split()}
-    for each in [name for name in public if name in scope]:
-        scope[each] = explained(scope[each])
+    for public_name in [name for name in public if name in scope]:
+        scope[public_name] = explained(scope[public_name])
 
     def attribute(wanted: str) -> Any:
         home = home_of.get(wanted)

@@ -332,19 +332,19 @@ class Checkpoints:
         except CheckpointError as error:  # of a store; the save is complete
             _log.warning("Old checkpoints could not be removed; the next save tries again: %s", error)
 
-    def _remove_old(self, made: Path) -> None:
-        later = [path.name for path in folders(self.folder) if step_of(path) > step_of(made)]
+    def _remove_old(self, newest: Path) -> None:
+        later = [path.name for path in folders(self.folder) if step_of(path) > step_of(newest)]
         if later and not self._later_reported:
             self._later_reported = True
             _log.warning(
                 "%s has checkpoints of later steps than the one just saved, %s: %s. The next resume takes "
                 "the newest of them, unless you move them to another folder.",
                 shown(self.folder),
-                made.name,
+                newest.name,
                 ", ".join(later),
             )
         if self.keep_last is not None:
-            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best, made))
+            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best, newest))
 
 
 class _Last:

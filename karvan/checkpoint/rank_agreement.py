@@ -26,14 +26,14 @@ def together(
     """
     if channel.world_size == 1:
         return [work()]
-    value, own = None, None
+    value, failure = None, None
     try:
         value = work()
     except RankError:
         raise  # the ranks cannot communicate any more
     except Exception as error:
-        own = error
-    results = channel.gather_json({"value": value, "problem": own and _problem(path, own)})
+        failure = error
+    results = channel.gather_json({"value": value, "problem": failure and _problem(path, failure)})
     problems = [
         (rank, *result["problem"]) for rank, result in enumerate(results) if result["problem"] is not None
     ]
@@ -44,7 +44,7 @@ def together(
         kind = DamagedCheckpointError if damaged else CheckpointError
         # The text of a CheckpointError has its cause; for any other error the traceback is useful as well.
         agreed = kind(where, named, temporary=temporary)
-        raise agreed from None if isinstance(own, CheckpointError) else own
+        raise agreed from None if isinstance(failure, CheckpointError) else failure
     return [result["value"] for result in results]
 
 

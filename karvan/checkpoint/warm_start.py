@@ -68,22 +68,24 @@ class WarmStart:
     statistics: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        made = [(f"table {_arrow(old, new)}", f"{self.rows[new]:,} rows") for new, old in self.tables.items()]
-        made += [(f"dense {_arrow(old, new)}", "loaded") for new, old in self.dense.items()]
-        made += [
+        report = [
+            (f"table {_arrow(old, new)}", f"{self.rows[new]:,} rows") for new, old in self.tables.items()
+        ]
+        report += [(f"dense {_arrow(old, new)}", "loaded") for new, old in self.dense.items()]
+        report += [
             (f"statistics {name}", f"left in the checkpoint: {why}" if why else "loaded")
             for name, why in self.statistics.items()
         ]
         both = (("table", self.left_tables, self.new_tables), ("dense", self.left_dense, self.new_dense))
         for kind, names, new_names in both:
-            made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in names.items()]
-            made += [
+            report += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in names.items()]
+            report += [
                 (f"{kind} {name}", "not from the checkpoint: keeps its initial values")
                 for name in new_names
                 if name not in names
             ]
-        width = max((len(what) for what, _ in made), default=0)
-        lines = [f"  {what:<{width}}  {outcome}" for what, outcome in made]
+        width = max((len(what) for what, _ in report), default=0)
+        lines = [f"  {what:<{width}}  {outcome}" for what, outcome in report]
         return "\n".join([f"Warm start from {shown(self.path)}, step {self.step}", *lines])
 
 
@@ -139,9 +141,9 @@ def warm_start(
     renamed = dict(rename or {})
     saved: dict[str, Tensor] = {}
     together(channel, checkpoint.path, lambda: saved.update(_saved_model(checkpoint)))
-    known = {*checkpoint.manifest.tables, *saved}
+    all_names = {*checkpoint.manifest.tables, *saved}
     for old in renamed:
-        if old not in known:
+        if old not in all_names:
             raise CheckpointError.mismatch(checkpoint.path, f"a table or tensor '{old}' to rename", "none")
     for kind, names, patterns in (("table", checkpoint.manifest.tables, tables), ("tensor", saved, dense)):
         _check_patterns(checkpoint, kind, names, patterns)

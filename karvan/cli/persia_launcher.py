@@ -183,8 +183,8 @@ def _run_together(command: Sequence[str], environments: Sequence[dict[str, str]]
                 return failed or OK
             time.sleep(_POLL)
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
         for process in processes:
             if process.poll() is None:
                 process.terminate()

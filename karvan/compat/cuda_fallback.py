@@ -69,10 +69,10 @@ class _CpuDevices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = _on_cpu(kwargs or {}, "device")
-        if given.pop("pin_memory", False):
+        moved = _on_cpu(kwargs or {}, "device")
+        if moved.pop("pin_memory", False):
             _warn()
-        return func(*args, **given)
+        return func(*args, **moved)
 
 
 class _Stream:
@@ -144,10 +144,10 @@ def _without_gpus(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def _to_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Tensors are loaded to the CPU unless a function, or another device than a GPU, says where to."""
-    given = {**dict(zip(("f", "map_location"), args[:2], strict=False)), **kwargs}
-    place = given.get("map_location")
-    given["map_location"] = "cpu" if place is None or isinstance(place, Mapping) else _cpu_for(place)
-    return (given.pop("f"), given.pop("map_location"), *args[2:]), given
+    arguments = {**dict(zip(("f", "map_location"), args[:2], strict=False)), **kwargs}
+    place = arguments.get("map_location")
+    arguments["map_location"] = "cpu" if place is None or isinstance(place, Mapping) else _cpu_for(place)
+    return (arguments.pop("f"), arguments.pop("map_location"), *args[2:]), arguments
 
 
 def _without_nccl(original: Function) -> Function:
@@ -155,11 +155,11 @@ def _without_nccl(original: Function) -> Function:
     names = list(signature(original).parameters)
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given.pop("device_id", None) is not None or "nccl" in str(given.get("backend")):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if arguments.pop("device_id", None) is not None or "nccl" in str(arguments.get("backend")):
             _warn()
-            given["backend"] = "gloo"
-        return original(**given)
+            arguments["backend"] = "gloo"
+        return original(**arguments)
 
     return made
 
@@ -212,7 +212,7 @@ _PLACES: list[tuple[Any, str, Replacement]] = [
 
 
 def _on_cpu(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {each: _cpu_for(value) if each == name else value for each, value in kwargs.items()}
+    return {argument: _cpu_for(value) if argument == name else value for argument, value in kwargs.items()}
 
 
 def _cpu_for(value: Any) -> Any:

@@ -418,8 +418,8 @@ def expected_auc(probabilities: npt.ArrayLike) -> float:
 
 
 def _sigmoid(logits: Floats) -> Floats:
-    one_ = np.float32(1)
-    result: Floats = one_ / (one_ + np.exp(-logits))
+    unit = np.float32(1)
+    result: Floats = unit / (unit + np.exp(-logits))
     return result
 
 

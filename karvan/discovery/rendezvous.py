@@ -300,8 +300,8 @@ class RendezvousStore:
         self._file.change(values, remove, (request, answer) if request else None, old)
         if request:
             self._answers[request] = answer
-        for each in old:
-            del self._answers[each]
+        for key in old:
+            del self._answers[key]
 
 
 def _size(key: str, value: bytes) -> int:

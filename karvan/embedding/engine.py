@@ -327,8 +327,8 @@ class EmbeddingEngine(nn.Module):
         if replayed is not None:
             inputs, prepared = self._inputs(batch) if self._reads else replayed.inputs, None
         else:
-            found = self._prepared.take(batch)
-            inputs, prepared = (self._inputs(batch), None) if found is None else found
+            lookup = self._prepared.take(batch)
+            inputs, prepared = (self._inputs(batch), None) if lookup is None else lookup
         if not training:
             self._run(inputs, prepared, training=False)
             outs = inputs.take_out()
@@ -486,8 +486,8 @@ class EmbeddingEngine(nn.Module):
             return
         if self.store.takes_tensors:
             readable = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
-            held = self.store.hold(plan, readable, self.gradient_scale)
-            self.state.add_gradients(plan, held, waiting)
+            sums = self.store.hold(plan, readable, self.gradient_scale)
+            self.state.add_gradients(plan, sums, waiting)
             return
         if self.gradient_scale != 1.0:
             gradients = tuple(None if g is None else g / self.gradient_scale for g in gradients)

@@ -139,8 +139,8 @@ def gather_statistics(
                     f"fit expects batches of columns, but {type(batches).__name__} returns a "
                     f"{type(batch).__name__}: pass kv.data.read(…, batch_size=1024)."
                 )
-            for name, found in entries(batch).items():
-                for entry in found:
+            for name, value in entries(batch).items():
+                for entry in value:
                     _add(name, statistics[name], entry)
             rounds.still_working()
     except distributed.RankError:
@@ -160,17 +160,17 @@ def gather_statistics(
     )
     if problem is not None:
         raise problem
-    for rank, one in enumerate(gathered):
-        if one["problem"] is not None:
-            raise distributed.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
-        if list(one["states"]) != list(statistics):
+    for rank, result in enumerate(gathered):
+        if result["problem"] is not None:
+            raise distributed.RankError(f"Rank {rank} could not fit its features: {result['problem']}")
+        if list(result["states"]) != list(statistics):
             raise ValueError(
                 f"fit expects equal features on all ranks, but rank {channel.rank} fits {list(statistics)} "
-                f"and rank {rank} fits {list(one['states'])}."
+                f"and rank {rank} fits {list(result['states'])}."
             )
-    for rank, one in enumerate(gathered):
+    for rank, result in enumerate(gathered):
         if rank != channel.rank:
-            for name, state in one["states"].items():
+            for name, state in result["states"].items():
                 statistics[name].merge(state)
 
 
@@ -406,16 +406,16 @@ class FeatureEngine(nn.Module):
             feature = dataclasses.replace(self._features[name], raw=True, missing="error")
             columns = feature.columns or (name,)
             alone = FeatureEngine([feature])
-            found: Kind | None = LISTS
+            result: Kind | None = LISTS
             if feature.ops:
                 text = feature.ops[0].takes_text
-                found = find_kind(lambda entry: alone(dict.fromkeys(columns, entry)), text)
-            if found is None:
+                result = find_kind(lambda entry: alone(dict.fromkeys(columns, entry)), text)
+            if result is None:
                 raise ValueError(
                     f"Feature '{name}' needs column '{column}', but the batch lacks it, and its steps do "
                     "not take an empty one: expected the column, or steps for samples without values."
                 )
-            kind = self._absent_kinds[name] = found
+            kind = self._absent_kinds[name] = result
         rows = rows_like(batch)
         if rows is None:
             raise ValueError(
@@ -552,11 +552,12 @@ class FeatureEngine(nn.Module):
                 f"statistics of {_listed(state)}."
             )
         for name, step in self._fitted.items():
-            own = self._steps_of(name, step + 1)
-            if state[name] is not None and steps[name] != own:
+            feature_steps = self._steps_of(name, step + 1)
+            if state[name] is not None and steps[name] != feature_steps:
                 raise ValueError(
                     f"Feature '{name}' of FeatureEngine '{self.name}' expects statistics of the steps "
-                    f"{own}, but received statistics of {steps[name]}. Keep the steps that the statistics "
+                    f"{feature_steps}, but received statistics of {steps[name]}. Keep the steps that the "
+                    "statistics "
                     "were fitted with, or give the feature another name and fit the engine again, for a "
                     "new model."
                 )

@@ -156,8 +156,8 @@ def holds_sockets(folder: Path) -> bool:
     probe = folder / "embedding-worker-probe.sock"
     try:
         unix_host(probe)
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(probe))
+        with socket.socket(socket.AF_UNIX) as test_socket:
+            test_socket.bind(str(probe))
         probe.unlink()
     except (OSError, ValueError):
         return False

@@ -88,13 +88,13 @@ class Launcher:
         self._logs = MergedLogs(names)
         with ExitStack() as stack:
             stack.enter_context(self._signals())
-            made = make_master_engine(
+            master_engine = make_master_engine(
                 *(self._engine, self._show, self._spec, self._folder),
                 address=self._address,
                 detach=self._detach,
             )
             try:
-                engine = stack.enter_context(made)
+                engine = stack.enter_context(master_engine)
             except ConnectionError as error:
                 return JobOutcome(TEMPORARY, str(error))
             except ValueError as error:

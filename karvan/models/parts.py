@@ -50,13 +50,13 @@ def tables_of(ids: Sequence[str], dim: int, table: Tables, spread: float | None 
                 f"There is a table for {', '.join(sorted(unknown))}, but ids are {', '.join(ids)}."
             )
         tables = {name: table.get(name, default) for name in ids}
-    for name, each in tables.items():
-        if each.dim != dim:
-            raise ValueError(f"The table of '{name}' has dim {each.dim}, but the model has dim {dim}.")
-        if each.combiner not in POOLED:
+    for name, part in tables.items():
+        if part.dim != dim:
+            raise ValueError(f"The table of '{name}' has dim {part.dim}, but the model has dim {dim}.")
+        if part.combiner not in POOLED:
             raise ValueError(
                 f"The table of '{name}' must pool its ids by {', '.join(POOLED)}, but has combiner "
-                f"'{each.combiner}'."
+                f"'{part.combiner}'."
             )
     return tables
 

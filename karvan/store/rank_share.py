@@ -48,13 +48,13 @@ class RankShare(Store):
         steps: Mapping[str, int],
     ) -> None:
         """A collective. Versions are those of the owner's own table."""
-        made: dict[str, list[Push]] = {}
+        by_table: dict[str, list[Push]] = {}
         for table, listed in pushes.items():
-            made[table] = []
+            by_table[table] = []
             for push in listed:
                 keys, values = self._by_owner([(push.keys, push.gradients)])[0]
-                made[table].append(Push(keys, values, push.version))
-        self._local.apply(made, rules, steps)
+                by_table[table].append(Push(keys, values, push.version))
+        self._local.apply(by_table, rules, steps)
 
     def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
         channel = self._connection.here

@@ -561,10 +561,10 @@ def _without(head: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: Any) -> None:
     if any(isinstance(part, DescribedArrays) for part in declared):
-        (one,) = declared
-        assert isinstance(one, DescribedArrays)
-        if len(arrays) > one.most:
-            raise RefusedError(f"expected up to {one.most} arrays, got {len(arrays)}.")
+        (array_type,) = declared
+        assert isinstance(array_type, DescribedArrays)
+        if len(arrays) > array_type.most:
+            raise RefusedError(f"expected up to {array_type.most} arrays, got {len(arrays)}.")
         return
     expected = list(_expanded(declared, head, len(arrays)))
     if len(expected) != len(arrays):

@@ -433,8 +433,8 @@ class Ledger:
         for task in put:
             self._note(task)
 
-    def _note(self, each: OpenTask) -> None:
-        token, holder, task = each
+    def _note(self, entry: OpenTask) -> None:
+        token, holder, task = entry
         if holder is None:
             self._waiting[token] = task
             return

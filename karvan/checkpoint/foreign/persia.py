@@ -448,7 +448,7 @@ def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise CheckpointError.mismatch(folder, "the folder of a PERSIA checkpoint", "no such folder")
     servers, _ = _done(folder)
-    found: list[Path] = []
+    dumps: list[Path] = []
     for server in range(servers):
         place = folder / f"s{server}"
         if not place.is_dir():
@@ -465,8 +465,8 @@ def _files(folder: Path) -> list[Path]:
             )
         if others := sorted(set(place.glob("*.emb")) - set(files)):
             raise CheckpointError.mismatch(place, f"{shards} files of rows", f"also {others[0].name}")
-        found += files
-    return found
+        dumps += files
+    return dumps
 
 
 def _done(folder: Path) -> tuple[int, int]:

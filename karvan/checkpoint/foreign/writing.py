@@ -344,7 +344,7 @@ def _put(
 
     try:
         put(dense.append, "dense.safetensors", tensors)
-        made = {
+        arrays_of_file = {
             name: put_table(
                 ShareSource(spec, contents.tables[name].optimizer, spill, spill.parts[name], {}, False, 0, 1),
                 folder,
@@ -356,7 +356,7 @@ def _put(
         writers.finish()
     finally:
         writers.end()
-    return {name: describe() for name, describe in made.items()}, dense[0], tree
+    return {name: describe() for name, describe in arrays_of_file.items()}, dense[0], tree
 
 
 def _spec(table: ForeignTable) -> TableSpec:

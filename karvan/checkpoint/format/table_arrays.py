@@ -204,17 +204,17 @@ def own_extra(extra: Mapping[str, NDArray[Any]], rank: int, ranks: int) -> Extra
     share = share_of(rank, ranks)
     if share == WHOLE:
         return dict(extra)
-    made: Extra = {}
+    content: Extra = {}
     if _FILTER in extra:
         counters = extra[_FILTER]
         piece = counters_of(share.first, share.end, len(counters))
-        made = {
+        content = {
             _FILTER: counters[piece].copy(),
             _POSITION: np.array([piece.start, len(counters)], np.int64),
         }
     if rank == 0:
-        made |= {name: array for name, array in extra.items() if name != _FILTER}
-    return made
+        content |= {name: array for name, array in extra.items() if name != _FILTER}
+    return content
 
 
 def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -> Extra:

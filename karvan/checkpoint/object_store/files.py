@@ -24,8 +24,8 @@ from karvan.owner.lease import FILE
 def opened(path: Path) -> Iterator[tuple[Any, int]]:
     """A file to read without a buffer, and its size."""
     if url_of(path) is not None:
-        with objects.opened(path) as found:
-            yield found
+        with objects.opened(path) as stream:
+            yield stream
         return
     with path.open("rb", buffering=0) as file:
         yield file, os.fstat(file.fileno()).st_size

@@ -46,13 +46,15 @@ def plot(
 
     folders = [_history_of(run) for run in runs]
     try:
-        found = read_runs(folders)
+        histories = read_runs(folders)
     except HistoryError as error:
         raise CommandError(str(error), DAMAGED) from error
     target = output or _beside(folders[0])
-    _write(target, plot_page(found))
-    reports = sum(len(run.entries) for run in found)
-    console().print(f"{target}: {len(found)} run{'s' * (len(found) > 1)}, {reports:,} reports.", markup=False)
+    _write(target, plot_page(histories))
+    reports = sum(len(run.entries) for run in histories)
+    console().print(
+        f"{target}: {len(histories)} run{'s' * (len(histories) > 1)}, {reports:,} reports.", markup=False
+    )
     if open_page:
         webbrowser.open(target.resolve().as_uri())
     return OK

@@ -172,7 +172,7 @@ def connect_tables(config: configs.Named | None) -> None:
 def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv.FeatureEngine | None:
     """Chains of steps: `price: [log1p]`, `age: [{bucketize: [18, 35]}]`, `ab: [{cross: [a, b]}]`."""
     classes = _steps()
-    made = []
+    built = []
     for name, steps in chains.items():
         feature = kv.Feature(name)
         for step in steps:
@@ -185,8 +185,8 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
             args, kwargs = _step_arguments(classes[kind], arguments)
             check_arguments(classes[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
             feature = build(where, getattr(feature, kind), *args, **kwargs)
-        made.append(feature)
-    return kv.FeatureEngine(made) if made else None
+        built.append(feature)
+    return kv.FeatureEngine(built) if built else None
 
 
 def make_model(config: configs.Model) -> torch.nn.Module:
@@ -398,10 +398,10 @@ def _steps() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _step_arguments(method: Callable[..., Any], given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        arguments = dict(given)
+def _step_arguments(method: Callable[..., Any], values: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(values, Mapping):
+        arguments = dict(values)
         columns = arguments.pop("columns", ())
         return ([columns] if isinstance(columns, str) else list(columns)), arguments
     several = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(method).parameters.values())
-    return (list(given) if several and isinstance(given, list) else [given]), {}
+    return (list(values) if several and isinstance(values, list) else [values]), {}

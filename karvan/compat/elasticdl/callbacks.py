@@ -65,21 +65,21 @@ class FitOptions:
     schedulers: list[LearningRateScheduler]
 
 
-def fit_options(given: Iterable[Any]) -> FitOptions:
+def fit_options(callbacks: Iterable[Any]) -> FitOptions:
     """Callbacks by what they are; an object that has none of the methods is an error."""
-    made: list[Callback] = []
+    converted: list[Callback] = []
     limits: list[int] = []
     schedulers: list[LearningRateScheduler] = []
-    for each in given:
-        if isinstance(each, MaxStepsStopping):
-            limits.append(each.max_steps)
-        elif isinstance(each, LearningRateScheduler):
-            schedulers.append(each)
-        elif isinstance(each, Callback):
-            made.append(each)
+    for callback in callbacks:
+        if isinstance(callback, MaxStepsStopping):
+            limits.append(callback.max_steps)
+        elif isinstance(callback, LearningRateScheduler):
+            schedulers.append(callback)
+        elif isinstance(callback, Callback):
+            converted.append(callback)
         else:
-            made.append(MethodCallback(each))
-    return FitOptions(made, min(limits, default=None), schedulers)
+            converted.append(MethodCallback(callback))
+    return FitOptions(converted, min(limits, default=None), schedulers)
 
 
 class MethodCallback(Callback):

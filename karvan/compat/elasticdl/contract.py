@@ -22,10 +22,10 @@ from karvan.compat.unsupported import UsageError
 _counts: Counter[str] = Counter()
 
 
-def table_name(kind: str, given: str | None) -> str:
+def table_name(kind: str, name: str | None) -> str:
     """The name that was given, or that of the kind with the number of layers before."""
-    if given is not None:
-        return given
+    if name is not None:
+        return name
     number = _counts[kind]
     _counts[kind] += 1
     return f"{kind}_{number}" if number else kind
@@ -92,13 +92,13 @@ class ModelContract:
         """The model: an object of a class, or what a function gives."""
         make = self._required(self._model, "the model that --model_def names")
         with new_model():
-            made = make(**self._params)
-        if not isinstance(made, nn.Module):
+            model = make(**self._params)
+        if not isinstance(model, nn.Module):
             raise ContractError(
                 f"{self._model} of {self._module.__name__} must be a class or a function that gives a "
-                f"torch.nn.Module, got {type(made).__name__}. Models of TensorFlow cannot be trained here."
+                f"torch.nn.Module, got {type(model).__name__}. Models of TensorFlow cannot be trained here."
             )
-        return made
+        return model
 
     @property
     def feed(self) -> tuple[Callable[..., Any], bool]:
@@ -112,59 +112,63 @@ class ModelContract:
     @property
     def loss(self) -> Callable[[Any, Any], Any]:
         """The loss of (labels, predictions); one that names its arguments the other way round is turned."""
-        given: Callable[[Any, Any], Any] = self._required(
+        loss: Callable[[Any, Any], Any] = self._required(
             self.names.loss, "a function loss(labels, predictions)"
         )
-        arguments = [each.lower() for each in inspect.signature(given).parameters]
+        arguments = [parameter.lower() for parameter in inspect.signature(loss).parameters]
         if len(arguments) >= 2 and "label" in arguments[1] and "label" not in arguments[0]:
-            return lambda labels, predictions: given(predictions, labels)
-        return given
+            return lambda labels, predictions: loss(predictions, labels)
+        return loss
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of a model, of any form: optimizer(lr), (model, lr), (parameters, lr), or a maker."""
-        given = self._required(self.names.optimizer, "a function optimizer(model, lr=…)")
+        factory = self._required(self.names.optimizer, "a function optimizer(model, lr=…)")
         required = [
-            each
-            for each in inspect.signature(given).parameters.values()
-            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+            parameter
+            for parameter in inspect.signature(factory).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
         first = required[0].name if required else ""
         if first in _OF_THE_MODEL:
-            made = given(model)
+            optimizer = factory(model)
         elif first in _OF_PARAMETERS:
-            made = given(model.parameters())
-        elif any(each.default is each.empty for each in required):
+            optimizer = factory(model.parameters())
+        elif any(parameter.default is parameter.empty for parameter in required):
             raise ContractError(
                 f"{self.names.optimizer} expects optimizer(model, lr=…), optimizer(parameters, lr=…) or "
-                f"optimizer(lr=…), got {self.names.optimizer}{inspect.signature(given)}."
+                f"optimizer(lr=…), got {self.names.optimizer}{inspect.signature(factory)}."
             )
         else:
-            made = given()
-        if not isinstance(made, torch.optim.Optimizer) and callable(made):
-            made = made(model.parameters())  # such as functools.partial(torch.optim.SGD, lr=lr)
-        if not isinstance(made, torch.optim.Optimizer):
+            optimizer = factory()
+        if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+            optimizer = optimizer(model.parameters())  # such as functools.partial(torch.optim.SGD, lr=lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise ContractError(
                 f"{self.names.optimizer} must give a torch optimizer, or a function that makes one of "
-                f"parameters, got {type(made).__name__}."
+                f"parameters, got {type(optimizer).__name__}."
             )
-        own = {id(each) for each in model.parameters()}
-        if any(id(each) not in own for group in made.param_groups for each in group["params"]):
+        parameters = {id(parameter) for parameter in model.parameters()}
+        if any(
+            id(parameter) not in parameters
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             raise ContractError(
                 f"{self.names.optimizer} gave an optimizer of another model's parameters: take the model as "
                 f"its first argument, {self.names.optimizer}(model, lr=…)."
             )
-        return made
+        return optimizer
 
     def eval_metrics(self) -> dict[str, Any]:
         """Metrics by name; those of a model with several outputs are named "output/metric"."""
         make = self._parts.get(self.names.eval_metrics_fn)
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         for name, metric in (make() if make else {}).items():
             if isinstance(metric, Mapping):
-                found |= {f"{name}/{inner}": (name, each) for inner, each in metric.items()}
+                metrics |= {f"{name}/{inner}": (name, function) for inner, function in metric.items()}
             else:
-                found[name] = (None, metric)
-        return found
+                metrics[name] = (None, metric)
+        return metrics
 
     def callbacks(self) -> list[Any]:
         """What `callbacks()` gives."""
@@ -179,12 +183,12 @@ class ModelContract:
     @property
     def custom_data_reader(self) -> Callable[..., Any] | None:
         """The function that makes the reader of data, if there is one."""
-        made: Callable[..., Any] | None = self._parts.get(self.names.custom_data_reader)
-        return made
+        reader: Callable[..., Any] | None = self._parts.get(self.names.custom_data_reader)
+        return reader
 
     def _required(self, name: str, what: str) -> Any:
         if name not in self._parts:
-            public = [each for each in self._parts if not each.startswith("_")]
+            public = [part for part in self._parts if not part.startswith("_")]
             raise ContractError(
                 f"The module {self._module.__name__} must define {what}, but has no '{name}'. It has: "
                 f"{listed(name, public)}"
@@ -201,8 +205,8 @@ def _import(zoo: Path, module: str) -> Any:
     folder = str(zoo.resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    if (known := sys.modules.get(module)) is not None and Path(known.__file__ or "") != file.resolve():
-        for name in [each for each in sys.modules if each.split(".")[0] == module.split(".")[0]]:
+    if (loaded := sys.modules.get(module)) is not None and Path(loaded.__file__ or "") != file.resolve():
+        for name in [other for other in sys.modules if other.split(".")[0] == module.split(".")[0]]:
             del sys.modules[name]  # of another model zoo
     importlib.invalidate_caches()
     return importlib.import_module(module)

@@ -202,8 +202,8 @@ def DistributedOptimizer(  # noqa: N802
             )
         setattr(optimizer, GLOBAL_BATCHES, batches)
     if named_parameters is not None:
-        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if own != {id(parameter) for _, parameter in named_parameters}:
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if parameters != {id(parameter) for _, parameter in named_parameters}:
             raise UsageError(
                 "DistributedOptimizer expects the named parameters of its optimizer, got others."
             )
@@ -285,7 +285,7 @@ class RecordIOReader:
         counts = [sum(part.records for part in source.parts()) for source in self._sources]
         bounds = pairwise(accumulate(counts, initial=0))
         self._blocks = [
-            RecordBlock(str(name), *each) for name, each in zip(recordio_files, bounds, strict=True)
+            RecordBlock(str(name), *bound) for name, bound in zip(recordio_files, bounds, strict=True)
         ]
 
     def read_records(self, start: int, end: int) -> Iterator[bytes]:

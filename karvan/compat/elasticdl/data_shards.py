@@ -206,16 +206,16 @@ class DataShardService:
             if size is None:
                 whole = self._loader.size > 1 and self._handed
                 size = len(self._handed[0]) if whole else self.batch_size
-            taken: RecordBatch = []
-            while self._handed and len(taken) < size:
+            records: RecordBatch = []
+            while self._handed and len(records) < size:
                 batch = self._handed[0]
-                part, batch[:] = batch[: size - len(taken)], batch[size - len(taken) :]
-                taken += part
+                part, batch[:] = batch[: size - len(records)], batch[size - len(records) :]
+                records += part
                 if not batch:
                     self._handed.popleft()
-            if not self._handed and len(self._batch) <= taken.count(None):
+            if not self._handed and len(self._batch) <= records.count(None):
                 self._batch.clear()  # a DataLoader's last batch is shorter: nobody fetches what fills it up
-            return taken
+            return records
 
     def report(self, batch: Sequence[Record | None], err_msg: str = "") -> bool:
         """The records of batches that were taken are trained; see `report_batch_done`."""
@@ -549,9 +549,9 @@ class RecordIndexService(DataShardService):
 build_data_shard_service = DataShardService
 
 
-def _master(given: str | None) -> str | MasterAddress:
-    if given:
-        return given
+def _master(master: str | None) -> str | MasterAddress:
+    if master:
+        return master
     job = JobEnvironment.read()
     if job.registry:
         return job.master

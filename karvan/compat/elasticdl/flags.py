@@ -83,15 +83,15 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     of_others = () if command == "train" else _OF_TRAINING
     _add_known(parser, (*_WITHOUT_MEANING, *_OF_RECOVERY, *_REFUSED, *of_others))
     flags = parser.parse_args(list(words))
-    given = vars(flags)
+    values = vars(flags)
     for name, reason in _REFUSED.items():
-        if name in given:
+        if name in values:
             raise ContractError(f"--{name} is not supported: {reason}.")
     flags.distribution_strategy = flags.distribution_strategy or DistributionStrategy.LOCAL
     for name, reason in _without_meaning(command, flags):
         _warn(name, reason)
     for name, value in _DEFAULTS.items():
-        if given[name] is None:
+        if values[name] is None:
             setattr(flags, name, value)
     _check(flags)
     return flags
@@ -157,15 +157,15 @@ def _warn(name: str, reason: str) -> None:
 
 def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The flags that were given and have no meaning, and why."""
-    given, strategy = vars(flags), flags.distribution_strategy
-    yield from _of_pods(given)
+    values, strategy = vars(flags), flags.distribution_strategy
+    yield from _of_pods(values)
     for name in _OF_TRAINING:
-        if name in given and command != "train":
+        if name in values and command != "train":
             yield name, f"{command} makes no steps"
-    if given.get("evaluation_start_delay_secs") is not None:
+    if values.get("evaluation_start_delay_secs") is not None:
         yield "evaluation_start_delay_secs", "evaluations begin at a step, or at the end of an epoch"
     for name in _DEFAULTS:
-        if given[name] is not None and strategy == DistributionStrategy.LOCAL:
+        if values[name] is not None and strategy == DistributionStrategy.LOCAL:
             yield name, "strategy Local trains in one process"
     if flags.num_ps_pods is not None and strategy == DistributionStrategy.ALLREDUCE and command != "evaluate":
         yield "num_ps_pods", "AllreduceStrategy has no servers"
@@ -173,29 +173,29 @@ def _without_meaning(command: str, flags: argparse.Namespace) -> Iterator[tuple[
         yield "output", "evaluate prints metrics, and writes nothing"
 
 
-def _of_pods(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_pods(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Flags of pods, images and volumes, and those of recovery that mean something else than what happens."""
     for name in _WITHOUT_MEANING:
-        if name in given:
+        if name in arguments:
             yield name, _NO_PODS
     for name, (values, reason) in _OF_RECOVERY.items():
-        if name in given and str(given[name]).lower() not in values:
+        if name in arguments and str(arguments[name]).lower() not in values:
             yield name, reason
 
 
 def environment_of(text: str) -> dict[str, str]:
     """The variables of --envs, "a=1,b=2"; a value may have commas."""
-    found: dict[str, str] = {}
+    volumes: dict[str, str] = {}
     name = ""
     for part in filter(None, text.split(",")):
         if "=" in part:
             name, _, value = part.partition("=")
-            found[name.strip()] = value
+            volumes[name.strip()] = value
         elif name:
-            found[name.strip()] += f",{part}"
+            volumes[name.strip()] += f",{part}"
         else:
             raise ContractError(f"--envs expects name=value,name=value, got '{text}'.")
-    return found
+    return volumes
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -260,35 +260,35 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 
 def _check(flags: argparse.Namespace) -> None:
     """Raise for flags that do not go together."""
-    given: Mapping[str, Any] = vars(flags)
+    values: Mapping[str, Any] = vars(flags)
     servers = flags.distribution_strategy == DistributionStrategy.PARAMETER_SERVER
     for name in ("use_async", "grads_to_wait", "sync_version_tolerance"):
-        if given.get(name) and not servers:
+        if values.get(name) and not servers:
             raise ContractError(
                 f"--{name} is for --distribution_strategy ParameterServerStrategy, got "
                 f"{flags.distribution_strategy}."
             )
-    if given.get("lr_staleness_modulation") and not flags.use_async:
+    if values.get("lr_staleness_modulation") and not flags.use_async:
         raise ContractError("--lr_staleness_modulation is for asynchronous SGD: expected --use_async=true.")
-    if "training_data" in given and flags.get_model_steps > 1 and not flags.use_async:
+    if "training_data" in values and flags.get_model_steps > 1 and not flags.use_async:
         raise ContractError("--get_model_steps is for asynchronous SGD: expected --use_async=true.")
     for name in ("grads_to_wait", "sync_version_tolerance"):
-        if given.get("use_async") and given.get(name) is not None and name in given:
+        if values.get("use_async") and values.get(name) is not None and name in values:
             raise ContractError(f"--{name} is for synchronous SGD: expected no --use_async.")
-    if not given.get("need_elasticdl_job_service", True):
+    if not values.get("need_elasticdl_job_service", True):
         raise ContractError(
             "--need_elasticdl_job_service=false is for programs with their own training loop: expected "
             '--job_command "python program.py".'
         )
-    if given.get("evaluation_throttle_secs"):
+    if values.get("evaluation_throttle_secs"):
         raise ContractError(
             "--evaluation_throttle_secs is not supported: evaluations are counted in steps, by "
             "--evaluation_steps."
         )
-    if given.get("evaluation_steps") and not flags.validation_data:
+    if values.get("evaluation_steps") and not flags.validation_data:
         raise ContractError("--evaluation_steps needs --validation_data.")
     for name in ("checkpoint_steps", "keep_checkpoint_max"):
-        if given.get(name) and "training_data" in given and not (flags.checkpoint_dir or flags.output):
+        if values.get(name) and "training_data" in values and not (flags.checkpoint_dir or flags.output):
             raise ContractError(f"--{name} needs --checkpoint_dir, where checkpoints are saved.")
 
 

@@ -30,16 +30,16 @@ _NAMES: dict[str, init.Initialiser] = {
 }
 
 
-def initialiser_of(given: init.Initialiser | str) -> init.Initialiser:
+def initialiser_of(initialiser: init.Initialiser | str) -> init.Initialiser:
     """An initialiser of kv.init, as it is or by a name."""
-    if isinstance(given, init.Initialiser):
-        return given
-    if given not in _NAMES:
+    if isinstance(initialiser, init.Initialiser):
+        return initialiser
+    if initialiser not in _NAMES:
         raise ContractError(
-            f"There is no initialiser {given!r}. Expected one of kv.init, or a name: "
-            f"{listed(str(given), _NAMES)}"
+            f"There is no initialiser {initialiser!r}. Expected one of kv.init, or a name: "
+            f"{listed(str(initialiser), _NAMES)}"
         )
-    return _NAMES[given]
+    return _NAMES[initialiser]
 
 
 _IDS = "ids of an Embedding"  # no column of a batch, which would be looked up in advance, has this name
@@ -118,7 +118,7 @@ class Embedding(nn.Module):
                 f"{'several numbers' if length is None else (length[0] if length else 1)}."
             )
         if self._limit is not None and values.numel():
-            low, high = (int(each) for each in torch.aminmax(values))
+            low, high = (int(bound) for bound in torch.aminmax(values))
             if low < 0 or high >= self._limit:
                 raise ContractError(
                     f"Embedding '{self.name}' expects ids from 0 to {self._limit - 1}, as input_dim says, "
@@ -153,7 +153,7 @@ def row_optimizer(dense: torch.optim.Optimizer) -> SparseOptimizer:
     if kind not in _KINDS:
         raise ContractError(
             f"Rows of embedding layers are trained by the model's optimizer, one of "
-            f"{', '.join(each.__name__ for each in _KINDS)}, got {kind.__name__}."
+            f"{', '.join(allowed.__name__ for allowed in _KINDS)}, got {kind.__name__}."
         )
     make, shared, fixed = _KINDS[kind]
     for name, value in fixed.items():

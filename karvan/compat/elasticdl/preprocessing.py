@@ -55,10 +55,10 @@ class FeatureLayer(nn.Module):
         entry, shape = layer_input(inputs)
         if self.computes_in is not None:
             entry = with_values(entry, values_of(entry).to(self.computes_in))
-        made = self._engine({COLUMN: entry})[COLUMN]
+        result = self._engine({COLUMN: entry})[COLUMN]
         if shape is None:
-            return made
-        values = values_of(made)
+            return result
+        values = values_of(result)
         if values.numel() != torch.Size(shape).numel():
             raise ValueError(
                 f"{type(self).__name__} expects a number everywhere, got NaN or an empty text: replace them "
@@ -87,7 +87,7 @@ def layer_input(inputs: Any) -> LayerInput:
 def is_text(array: Any) -> bool:
     """Whether an array has strings."""
     return array.dtype.kind in "US" or (
-        array.dtype.kind == "O" and all(isinstance(each, str | bytes) for each in array.reshape(-1))
+        array.dtype.kind == "O" and all(isinstance(item, str | bytes) for item in array.reshape(-1))
     )
 
 
@@ -245,8 +245,8 @@ class ToNumber(torch.nn.Module):
         """Numbers of the same shape, or in the same rows."""
         entry, shape = layer_input(inputs)
         if not has_text(entry):
-            made = with_values(entry, values_of(entry).to(self.out_type))
-            return made if shape is None else values_of(made).reshape(shape)
+            result = with_values(entry, values_of(entry).to(self.out_type))
+            return result if shape is None else values_of(result).reshape(shape)
         if self.out_type == torch.float64:
             raise UnsupportedError("ToNumber(float64) of strings", "expected torch.float32.")
         assert not isinstance(entry, Tensor)
@@ -257,17 +257,17 @@ class ToNumber(torch.nn.Module):
         return numbers if shape is None else numbers.reshape(shape)
 
     def _cast(self, numbers: Tensor) -> Tensor:
-        made = numbers.to(self.out_type)
-        if not self.out_type.is_floating_point and not torch.equal(made.to(numbers.dtype), numbers):
+        result = numbers.to(self.out_type)
+        if not self.out_type.is_floating_point and not torch.equal(result.to(numbers.dtype), numbers):
             raise ValueError(f"ToNumber expects numbers that fit into {self.out_type}, got larger ones.")
-        return made
+        return result
 
 
-def _dtype(given: Any) -> torch.dtype:
+def _dtype(dtype: Any) -> torch.dtype:
     try:
-        return torch.from_numpy(np.empty(0, np.dtype(given))).dtype
+        return torch.from_numpy(np.empty(0, np.dtype(dtype))).dtype
     except TypeError as error:
-        raise ValueError(f"ToNumber expects out_type as a dtype of numbers, got {given!r}.") from error
+        raise ValueError(f"ToNumber expects out_type as a dtype of numbers, got {dtype!r}.") from error
 
 
 class ToRagged(torch.nn.Module):

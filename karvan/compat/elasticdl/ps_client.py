@@ -95,7 +95,7 @@ class PSClient:
         run: str = "elasticdl",
         timeout: float = 300.0,
     ) -> None:
-        if isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses):
+        if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ContractError(
                 "PSClient expects a list of addresses, or what build_channel(address) of "
                 f"elasticai_api.util.grpc_utils gives for each, got {addresses!r}."
@@ -135,18 +135,18 @@ class PSClient:
 
         model: a module, or its parameters by name; their order is that of lists of gradients.
         """
-        given = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+        parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
         state = {
             "version": 0,
             "optimizer": describe(optimizer),
-            "parameters": {name: _tensor(value) for name, value in given.items()},
-            "slots": {name: {} for name in given},
+            "parameters": {name: _tensor(value) for name, value in parameters.items()},
+            "slots": {name: {} for name in parameters},
             "waiting": [],
             "answers": {},
         }
         for server, share in zip(self._servers, split_state(state, len(self._servers)), strict=True):
             server.load_state(share, first=True)
-        self._names = list(given)
+        self._names = list(parameters)
         return self.pull_dense_parameters()
 
     @overload
@@ -176,16 +176,16 @@ class PSClient:
             assert isinstance(version, Sequence)
             changed: dict[str, NDArray[Any]] = {}
             for number in version:
-                known = model_versions[number] if model_versions[number] >= 0 else None
-                newest, found = self._servers[number].pull(known)
+                base_version = model_versions[number] if model_versions[number] >= 0 else None
+                newest, values = self._servers[number].pull(base_version)
                 self._versions[number] = model_versions[number] = newest
-                changed |= {name: np.array(value) for name, value in (found or {}).items()}
+                changed |= {name: np.array(value) for name, value in (values or {}).items()}
             return changed, []
         assert not isinstance(version, Sequence)
         pulled: dict[str, NDArray[Any]] = {}
         for number, server in enumerate(self._servers):
-            self._versions[number], found = server.pull(version)
-            pulled |= {name: np.array(value) for name, value in (found or {}).items()}
+            self._versions[number], values = server.pull(version)
+            pulled |= {name: np.array(value) for name, value in (values or {}).items()}
         if into is not None:
             self._copy(pulled, into)
         return PulledModel(self._version, pulled)
@@ -216,12 +216,12 @@ class PSClient:
             if gradient is not None:
                 shares[owner_of_parameter(name, len(shares))][name] = _tensor(gradient)
         rows = self._checked_rows(_rows_of(edl_grads or {}))  # raises before anything is sent
-        made = PushResult(True, self._version)
+        result = PushResult(True, self._version)
         if any(shares):
-            made = self._push_dense(shares, learning_rate)
-        if made.accepted:
+            result = self._push_dense(shares, learning_rate)
+        if result.accepted:
             self._push_rows(rows, learning_rate)
-        return made
+        return result
 
     def push_embedding_table_infos(
         self, infos: Iterable[EmbeddingTableInfo], optimizer: SparseOptimizer
@@ -229,12 +229,12 @@ class PSClient:
         """Declare tables, which all workers do alike, and the optimizer of their rows, one of kv.optim."""
         from karvan.store.remote.store import RemoteStore  # imports Arrow Flight
 
-        made = list(infos)
-        for info in made:
+        new_tables = list(infos)
+        for info in new_tables:
             if info.name in self._tables:
                 raise ContractError(f"There is an embedding table '{info.name}' already.")
         engines = {}
-        for info in made:  # each has a store of its own, so that each can be pushed alone
+        for info in new_tables:  # each has a store of its own, so that each can be pushed alone
             table = Table(info.dim, name=info.name, init=initialiser_of(info.initializer))
             engines[info.name] = EmbeddingEngine({info.name: table}, store=RemoteStore(self._connection))
         optimizer.attach(nn.ModuleList(engines.values()))
@@ -245,8 +245,8 @@ class PSClient:
         engine, _ = self._table(layer_name)
         keys, places, counts = np.unique(_ids(embedding_ids).numpy(), return_inverse=True, return_counts=True)
         asked = {layer_name: (keys, counts.astype(np.uint32))}
-        found = engine.store.lookup(asked, LookupContext(True, engine.step))
-        vectors: NDArray[np.float32] = found[layer_name].vectors[places]
+        rows_of_table = engine.store.lookup(asked, LookupContext(True, engine.step))
+        vectors: NDArray[np.float32] = rows_of_table[layer_name].vectors[places]
         return vectors
 
     def partition_dense_parameters(self, param_names: Sequence[str]) -> None:
@@ -280,7 +280,9 @@ class PSClient:
     def _by_name(self, gradients: Sequence[Any] | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(gradients, Mapping):
             return gradients
-        if gradients and all(isinstance(each, tuple) and hasattr(each, "values") for each in gradients):
+        if gradients and all(
+            isinstance(gradient, tuple) and hasattr(gradient, "values") for gradient in gradients
+        ):
             return _sums_of(gradients)
         if not self._names:
             raise ContractError("A list of gradients is in the order of push_model: call it before.")
@@ -317,7 +319,7 @@ class PSClient:
         """Look the ids up once more, and give their vectors these gradients: a training step of the rows."""
         from karvan.store.remote.store import RemoteStore  # imports Arrow Flight
 
-        optimizers = {id(each): each for each in (self._table(table)[1] for table in rows)}
+        optimizers = {id(optimizer): optimizer for optimizer in (self._table(table)[1] for table in rows)}
         for table, (ids, values) in rows.items():
             self._table(table)[0](Batch({table: ids}))[table].backward(values)
         for optimizer in optimizers.values():
@@ -335,9 +337,9 @@ class PSClient:
             assert isinstance(store, RemoteStore)
             store.window.drain()
 
-    def _checked_rows(self, given: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _checked_rows(self, rows_by_table: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Tensor, Tensor]]:
         rows: dict[str, tuple[Tensor, Tensor]] = {}
-        for table, (ids, values) in given.items():
+        for table, (ids, values) in rows_by_table.items():
             dim = self._table(table)[0].features[table].dim
             keys, gradients = _ids(ids), _tensor(values).float()
             if gradients.shape != (len(keys), dim):
@@ -359,19 +361,20 @@ class PSClient:
         return self._tables[name]
 
     def _copy(self, pulled: Mapping[str, NDArray[Any]], model: nn.Module) -> None:
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, value in pulled.items():
-                if name not in own:
+                if name not in parameters:
                     raise ContractError(
-                        f"The servers have a parameter '{name}', but the module has: {listed(name, own)}"
+                        f"The servers have a parameter '{name}', but the module has: "
+                        f"{listed(name, parameters)}"
                     )
-                own[name].copy_(torch.from_numpy(value))
+                parameters[name].copy_(torch.from_numpy(value))
 
 
 def build_ps_client(ps_addrs: str, logger: Any = None, **options: Any) -> PSClient:
     """The client of servers whose addresses are separated by commas; options are those of `PSClient`."""
-    addresses = [each.strip() for each in ps_addrs.split(",") if each.strip()]
+    addresses = [address.strip() for address in ps_addrs.split(",") if address.strip()]
     if not addresses:
         raise ContractError(f"build_ps_client expects addresses as host:port,host:port, got '{ps_addrs}'.")
     return PSClient(addresses, **options)
@@ -380,26 +383,31 @@ def build_ps_client(ps_addrs: str, logger: Any = None, **options: Any) -> PSClie
 def _sums_of(gradients: Iterable[NamedGradient]) -> dict[str, Any]:
     """Gradients by the names of their parameters; those of equal names are added up."""
     sums: dict[str, Any] = {}
-    for each in gradients:
-        if getattr(each, "indices", None) is not None:
+    for gradient in gradients:
+        if getattr(gradient, "indices", None) is not None:
             raise ContractError(
-                f"Only tables have gradients of single rows: expected '{each.name}' in edl_grads."
+                f"Only tables have gradients of single rows: expected '{gradient.name}' in edl_grads."
             )
-        values = _tensor(each.values)
-        sums[each.name] = sums[each.name] + values if each.name in sums else values
+        values = _tensor(gradient.values)
+        sums[gradient.name] = sums[gradient.name] + values if gradient.name in sums else values
     return sums
 
 
-def _rows_of(given: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]]) -> Mapping[str, tuple[Any, Any]]:
+def _rows_of(
+    gradients: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]],
+) -> Mapping[str, tuple[Any, Any]]:
     """Ids and gradients by table."""
-    if isinstance(given, Mapping):
-        return given
+    if isinstance(gradients, Mapping):
+        return gradients
     rows: dict[str, tuple[Tensor, Tensor]] = {}
-    for each in given:
-        ids, values = _ids(each.indices), _tensor(each.values)
-        if each.name in rows:
-            ids, values = torch.cat([rows[each.name][0], ids]), torch.cat([rows[each.name][1], values])
-        rows[each.name] = (ids, values)
+    for gradient in gradients:
+        ids, values = _ids(gradient.indices), _tensor(gradient.values)
+        if gradient.name in rows:
+            ids, values = (
+                torch.cat([rows[gradient.name][0], ids]),
+                torch.cat([rows[gradient.name][1], values]),
+            )
+        rows[gradient.name] = (ids, values)
     return rows
 
 

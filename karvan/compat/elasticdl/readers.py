@@ -185,9 +185,9 @@ def open_data(
     if is_table(origin, params):
         table = open_table(origin, params)
         return OpenData(table, {}, Metadata(table.names), _rows_of(table.names))
-    known = {"reader_type", "sep", "columns"}
-    if unknown := sorted(set(params) - known):
-        raise ContractError(f"--data_reader_params expects {', '.join(sorted(known))}, got {unknown[0]}.")
+    allowed = {"reader_type", "sep", "columns"}
+    if unknown := sorted(set(params) - allowed):
+        raise ContractError(f"--data_reader_params expects {', '.join(sorted(allowed))}, got {unknown[0]}.")
     kind = params.get("reader_type") or ("Text" if _is_text(origin) else "RecordIO")
     if kind not in ("Text", "RecordIO"):
         raise ContractError(f"reader_type must be Text, RecordIO or ODPS, got '{kind}'.")
@@ -201,23 +201,23 @@ def open_data(
 
 def parse_params(flag: str, text: str) -> dict[str, Any]:
     """The arguments in a text such as "sep=,; columns=['a', 'b']": Python values, or else text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, sign, value = part.partition("=")
         if not sign or not name.strip().isidentifier():
             raise ContractError(f"{flag} expects name=value; name=value, got '{part}'.")
         try:
-            found[name.strip()] = ast.literal_eval(value.strip())
+            values[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            found[name.strip()] = value.strip(" ") if value.strip(" ") else value
-    return found
+            values[name.strip()] = value.strip(" ") if value.strip(" ") else value
+    return values
 
 
 def _open_csv(origin: str, sep: str | None, columns: Any) -> OpenData:
     """Every cell as text, in the order of the columns."""
-    given: dict[str, Any] = {} if sep is None else {"delimiter": sep}
-    chosen = list(columns or open_files(origin, "csv", partitions=False, **given).schema.names)
-    options = {**given, "schema": dict.fromkeys(chosen, "string"), "nulls": []}
+    settings: dict[str, Any] = {} if sep is None else {"delimiter": sep}
+    chosen = list(columns or open_files(origin, "csv", partitions=False, **settings).schema.names)
+    options = {**settings, "schema": dict.fromkeys(chosen, "string"), "nulls": []}
     reads = {"format": "csv", "options": options, "columns": chosen}
     return OpenData(origin, reads, Metadata(chosen), _rows_of(chosen))
 
@@ -233,7 +233,7 @@ def _rows_of(names: Sequence[str]) -> Callable[[Batch], list[Any]]:
 
 
 def _is_text(origin: str) -> bool:
-    names = [origin] if not Path(origin).is_dir() else [each.name for each in Path(origin).iterdir()]
+    names = [origin] if not Path(origin).is_dir() else [path.name for path in Path(origin).iterdir()]
     return any(name.endswith((".csv", ".csv.gz")) for name in names)
 
 
@@ -255,8 +255,12 @@ def _unpacked(batch: Batch) -> list[Any]:
     return [pickle.loads(packed) for packed in _texts(batch[RECORD])]  # this process has packed them
 
 
-def _shards(given: Any) -> list[tuple[str, int, int]]:
-    listed = [(name, *place) for name, place in given.items()] if isinstance(given, Mapping) else list(given)
+def _shards(descriptions: Any) -> list[tuple[str, int, int]]:
+    listed = (
+        [(name, *place) for name, place in descriptions.items()]
+        if isinstance(descriptions, Mapping)
+        else list(descriptions)
+    )
     try:
         shards = [(str(name), int(first), int(count)) for name, first, count in listed]
     except (TypeError, ValueError) as error:
@@ -410,29 +414,31 @@ class FeedStep:
     def __call__(self, batch: Batch) -> Any:
         """Features and labels."""
         records: Any = Records(self._records_of(batch))
-        if self._numbers and (found := numbers_of(records)) is not None:
-            records = found
-        made = self._feed(records, self._mode, self._metadata)
-        features, labels = self._parts(made)
+        if self._numbers and (numbers := numbers_of(records)) is not None:
+            records = numbers
+        fed = self._feed(records, self._mode, self._metadata)
+        features, labels = self._parts(fed)
         parts = [_part("features", features)] + ([] if labels is None else [_part("labels", labels)])
         try:
             return as_batch(parts)
         except ValueError as error:
             raise ContractError(f"feed must give one of each for every sample: {error}") from error
 
-    def _parts(self, made: Any) -> tuple[Any, Any]:
-        if isinstance(made, Records | torch.utils.data.Dataset):
-            samples = [made[index] for index in range(len(made))]  # type: ignore[arg-type]
+    def _parts(self, parts: Any) -> tuple[Any, Any]:
+        if isinstance(parts, Records | torch.utils.data.Dataset):
+            samples = [parts[index] for index in range(len(parts))]  # type: ignore[arg-type]
             if samples and isinstance(samples[0], tuple):
-                made = tuple(_joined([sample[part] for sample in samples]) for part in range(len(samples[0])))
+                parts = tuple(
+                    _joined([sample[part] for sample in samples]) for part in range(len(samples[0]))
+                )
             else:
-                made = _joined(samples)
-        if isinstance(made, tuple) and len(made) == 2:
-            return made[0], None if self._mode == Mode.PREDICTION else made[1]
-        if self._mode == Mode.PREDICTION and made is not None and not isinstance(made, tuple):
-            return made, None
+                parts = _joined(samples)
+        if isinstance(parts, tuple) and len(parts) == 2:
+            return parts[0], None if self._mode == Mode.PREDICTION else parts[1]
+        if self._mode == Mode.PREDICTION and parts is not None and not isinstance(parts, tuple):
+            return parts, None
         expected = "features" if self._mode == Mode.PREDICTION else "a pair of features and labels"
-        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        got = f"a tuple of {len(parts)}" if isinstance(parts, tuple) else type(parts).__name__
         raise ContractError(f"feed must give {expected} in mode {self._mode}, got {got}.")
 
 
@@ -474,10 +480,10 @@ def _entry(name: str, value: Any) -> Entry:
         return torch.stack(list(value))
     try:
         array = np.asarray(value)
-        made = torch.tensor(array)
+        tensor = torch.tensor(array)
     except (TypeError, ValueError) as error:
         raise ContractError(
             f"feed must give {name} as a tensor, an array, or a list of one for each sample, all of one "
             f"shape: {error}"
         ) from error
-    return made.to(torch.get_default_dtype()) if made.is_floating_point() else made
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor

@@ -159,10 +159,10 @@ class ContractModel(nn.Module):
 
     def forward(self, features: Any) -> Any:
         """The predictions; several are a mapping."""
-        made = self.model(features)
-        if isinstance(made, tuple | list):
-            return {f"output_{number}": each for number, each in enumerate(made)}
-        return made
+        output = self.model(features)
+        if isinstance(output, tuple | list):
+            return {f"output_{number}": value for number, value in enumerate(output)}
+        return output
 
 
 class ContractLoss:
@@ -173,8 +173,8 @@ class ContractLoss:
 
     def __call__(self, output: Any, batch: Pair) -> Any:
         """The mean; losses of samples are averaged, as ElasticDL does."""
-        made = self._loss(batch.labels, output)
-        return made.mean() if isinstance(made, Tensor) and made.dim() else made
+        loss = self._loss(batch.labels, output)
+        return loss.mean() if isinstance(loss, Tensor) and loss.dim() else loss
 
 
 class FunctionMetric(Mean):
@@ -202,17 +202,17 @@ class FunctionMetric(Mean):
         return {"scores": values.reshape(-1), "labels": torch.zeros_like(values.reshape(-1))}
 
 
-def make_metrics(found: Mapping[str, tuple[str | None, Any]]) -> dict[str, Any]:
+def make_metrics(metrics: Mapping[str, tuple[str | None, Any]]) -> dict[str, Any]:
     """The metrics of `eval_metrics_fn`: functions, or metrics of Karvan, whose label is "label"."""
-    made: dict[str, Any] = {}
-    for name, (output, metric) in found.items():
+    built: dict[str, Any] = {}
+    for name, (output, metric) in metrics.items():
         if isinstance(metric, Metric):
-            made[name] = metric
+            built[name] = metric
         elif hasattr(metric, "update_state") or not callable(metric):
             raise ContractError(
                 f"eval_metrics_fn must give functions of (labels, predictions), or metrics of kv.metrics, "
                 f"got {type(metric).__name__} for '{name}'."
             )
         else:
-            made[name] = FunctionMetric(metric, output)
-    return made
+            built[name] = FunctionMetric(metric, output)
+    return built

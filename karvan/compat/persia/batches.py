@@ -132,16 +132,16 @@ class PersiaBatch:
     def _check(self) -> None:
         if self.batch_size > MAX_BATCH_SIZE:
             raise ValueError(f"PersiaBatch expects at most {MAX_BATCH_SIZE} samples, got {self.batch_size}.")
-        seen = set()
+        names = set()
         for feature in self.id_type_features:
             if not isinstance(feature, IDTypeFeature | IDTypeFeatureWithSingleID):
                 raise TypeError(
                     "PersiaBatch expects IDTypeFeature or IDTypeFeatureWithSingleID, "
                     f"got {type(feature).__name__}."
                 )
-            if feature.name in seen:
+            if feature.name in names:
                 raise ValueError(f"PersiaBatch expects each feature of ids once, got '{feature.name}' twice.")
-            seen.add(feature.name)
+            names.add(feature.name)
         for part in (*self.id_type_features, *self.non_id_type_features, *self.labels):
             if part.batch_size != self.batch_size:
                 raise ValueError(
@@ -153,9 +153,11 @@ class PersiaBatch:
         content = BytesIO()
         torch.save(
             {
-                "ids": [(each.name, *_ids_parts(each)) for each in self.id_type_features],
-                "non_ids": [(each.name, torch.from_numpy(each.data)) for each in self.non_id_type_features],
-                "labels": [(each.name, torch.from_numpy(each.data)) for each in self.labels],
+                "ids": [(feature.name, *_ids_parts(feature)) for feature in self.id_type_features],
+                "non_ids": [
+                    (feature.name, torch.from_numpy(feature.data)) for feature in self.non_id_type_features
+                ],
+                "labels": [(label.name, torch.from_numpy(label.data)) for label in self.labels],
                 "requires_grad": self.requires_grad,
                 "meta": self.meta,
             },
@@ -168,7 +170,7 @@ class PersiaBatch:
         """The batch of `to_bytes`; anything else is an error, and nothing of it is run."""
         parts = torch.load(BytesIO(content), weights_only=True)
         return cls(
-            [_ids_feature(*each) for each in parts["ids"]],
+            [_ids_feature(*part) for part in parts["ids"]],
             [NonIDTypeFeature(values.numpy(), name) for name, values in parts["non_ids"]],
             [Label(values.numpy(), name) for name, values in parts["labels"]],
             requires_grad=parts["requires_grad"],
@@ -235,8 +237,8 @@ class PyPersiaBatchData:
 
     def add_dense(self, data: Sequence[Array]) -> None:
         """Add several 2-D arrays of float32."""
-        for each in data:
-            self.add_dense_f32(each)
+        for item in data:
+            self.add_dense_f32(item)
 
     def add_dense_f32(self, data: Array) -> None:
         """Add an array of float32."""
@@ -319,7 +321,7 @@ _LABEL = "persia.label."
 
 def columns_of(batch: PersiaBatch) -> dict[str, Tensor | Ragged]:
     """The columns of a batch, for `kv.LoaderContext.send` or a `Batch`."""
-    columns: dict[str, Tensor | Ragged] = {each.name: _ids(each) for each in batch.id_type_features}
+    columns: dict[str, Tensor | Ragged] = {feature.name: _ids(feature) for feature in batch.id_type_features}
     for prefix, parts in ((_NON_ID, batch.non_id_type_features), (_LABEL, batch.labels)):
         columns |= {f"{prefix}{number}": _tensor(part.data) for number, part in enumerate(parts)}
     return columns
@@ -338,9 +340,9 @@ def meta_of(batch: PersiaBatch) -> dict[str, Any]:
 
 def local_batch(batch: PersiaBatch) -> LoadedBatch:
     """A batch of this process, as one that a loader would have sent."""
-    made = LoadedBatch.trusted(dict(columns_of(batch)), batch.batch_size)
-    made.meta = meta_of(batch)
-    return made
+    loaded = LoadedBatch.trusted(dict(columns_of(batch)), batch.batch_size)
+    loaded.meta = meta_of(batch)
+    return loaded
 
 
 class PersiaTrainingBatch:
@@ -392,10 +394,10 @@ def no_ids(samples: int) -> Ragged:
 
 
 def _numbered(columns: Mapping[str, Any], prefix: str) -> list[Tensor]:
-    found: list[Tensor] = []
-    while (entry := columns.get(f"{prefix}{len(found)}")) is not None:
-        found.append(entry)
-    return found
+    tensors: list[Tensor] = []
+    while (entry := columns.get(f"{prefix}{len(tensors)}")) is not None:
+        tensors.append(entry)
+    return tensors
 
 
 def _ids(feature: IDTypeFeature | IDTypeFeatureWithSingleID) -> Tensor | Ragged:

@@ -90,8 +90,8 @@ def read_once(kind: type[Settings], path: str | os.PathLike[str], name: str) -> 
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected {name} at {path}, which does not exist.")
-    made: Settings = _read(kind, Path(path), Path(path).read_bytes())
-    return made
+    settings: Settings = _read(kind, Path(path), Path(path).read_bytes())
+    return settings
 
 
 @cache
@@ -103,11 +103,11 @@ def _read(kind: type[Settings], path: Path, content: bytes) -> Settings:
 def settings_of(kind: type[Settings], tree: Any, where: str) -> Settings:
     """The settings of a tree, with one warning for each key that is left out; `where` begins all texts."""
     ignored: dict[str, str] = {}
-    made = checked_settings(kind, _chosen(kind, tree, where, "", ignored), where)
-    made.check()
+    settings = checked_settings(kind, _chosen(kind, tree, where, "", ignored), where)
+    settings.check()
     for key, reason in ignored.items():
         warnings.warn(f"{where}: {key} of PERSIA has no effect here: {reason}", stacklevel=4)
-    return made
+    return settings
 
 
 def _chosen(kind: type[Foreign], tree: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
@@ -132,7 +132,7 @@ def _below(kind: Any, value: Any, where: str, path: str, ignored: dict[str, str]
         return _chosen(kind, value, where, path, ignored)
     parts = get_args(kind)
     if get_origin(kind) is dict and isinstance(value, Mapping) and issubclass(parts[1], Foreign):
-        return {key: _chosen(parts[1], each, where, f"{path}*.", ignored) for key, each in value.items()}
+        return {key: _chosen(parts[1], item, where, f"{path}*.", ignored) for key, item in value.items()}
     return value
 
 
@@ -285,8 +285,8 @@ def _job_store() -> Iterator[WireStore | None]:
 
 @cache
 def _parsed(content: bytes) -> Slots:
-    made: Slots = settings_of(Slots, parse(content.decode()), "embedding_config.yml of the embedding worker")
-    return made
+    slots: Slots = settings_of(Slots, parse(content.decode()), "embedding_config.yml of the embedding worker")
+    return slots
 
 
 GLOBAL_CONFIG = "PERSIA_GLOBAL_CONFIG"
@@ -427,9 +427,9 @@ class GlobalConfig(Foreign):
                 "embedding_worker_expire": worker.buffered_data_expired_sec,
             },
         }
-        made: dict[str, str] = {}
-        set_variables(made, of_role.get(role, {}))
-        return made
+        values: dict[str, str] = {}
+        set_variables(values, of_role.get(role, {}))
+        return values
 
 
 def read_global_config(path: str | os.PathLike[str] | None = None) -> GlobalConfig:

@@ -258,7 +258,7 @@ class EmbeddingCtx(BaseCtx):
     def _outer(self) -> EmbeddingCtx | None:
         """The context in which this one was entered, if it has rows, too."""
         before = _entered[: _entered.index(self)] if self in _entered else _entered
-        return next((each for each in reversed(before) if isinstance(each, EmbeddingCtx)), None)
+        return next((context for context in reversed(before) if isinstance(context, EmbeddingCtx)), None)
 
     @property
     def slots(self) -> Slots:
@@ -390,7 +390,7 @@ class EmbeddingCtx(BaseCtx):
         if servers is None:
             return [sum(sizes.values())]
         answers = servers.call(STATS, {"tables": list(sizes)})
-        return [sum(each["rows"] for each in answer.head.stats.values()) for answer in answers]
+        return [sum(table["rows"] for table in answer.head.stats.values()) for answer in answers]
 
     def clear_embeddings(self) -> None:
         """Remove all rows."""
@@ -443,9 +443,9 @@ def cnt_ctx() -> BaseCtx | None:
     return _entered[-1] if _entered else None
 
 
-def check_filenames(**given: str) -> None:
+def check_filenames(**names: str) -> None:
     """Raise if a file of a checkpoint has another name than PERSIA's default."""
-    for name, filename in given.items():
+    for name, filename in names.items():
         default = "opt.pt" if name.startswith("opt") else "dense.pt"
         if filename != default:
             raise unsupported(

@@ -339,8 +339,8 @@ class FirstTrainCtx(EmbeddingCtx):
             _, vectors = embedded(batch.columns)
         device = self.device or device_of(embedded)
         targets = batch.labels(device)
-        dense = [each.to(device) for each in non_ids_of(batch.columns)]
-        sparse = [each.to(device) for each in vectors]
+        dense = [tensor.to(device) for tensor in non_ids_of(batch.columns)]
+        sparse = [vector.to(device) for vector in vectors]
         return (dense, sparse), targets[0] if len(targets) == 1 else targets
 
     def on_after_backward(self, loss_scale: float, batch_idx: int, emb_grad_check_interval: int = 20) -> bool:
@@ -446,8 +446,8 @@ class BaguaDistributedOption(DistributedBaseOption):
         if algorithm in _REFUSED:
             raise unsupported(f"BaguaDistributedOption({algorithm!r})", _REFUSED[algorithm])
         if algorithm not in _DENSE_REDUCES:
-            known = ", ".join([*_DENSE_REDUCES, *_REFUSED])
-            raise ValueError(f"BaguaDistributedOption expects one of {known}, got {algorithm!r}.")
+            allowed = ", ".join([*_DENSE_REDUCES, *_REFUSED])
+            raise ValueError(f"BaguaDistributedOption expects one of {allowed}, got {algorithm!r}.")
         if options:
             raise unsupported(f"BaguaDistributedOption({', '.join(options)})", "torch chooses its buckets.")
         self.algorithm = algorithm

@@ -182,9 +182,9 @@ class _LocalBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for batch in _batches_of(self._dataset):
-            made = local_batch(batch.batch() if isinstance(batch, PyPersiaBatchData) else batch)
-            made.meta["requires_grad"] &= self._is_training
-            yield made
+            loaded = local_batch(batch.batch() if isinstance(batch, PyPersiaBatchData) else batch)
+            loaded.meta["requires_grad"] &= self._is_training
+            yield loaded
 
 
 def _batches_of(dataset: IterableDatasetBase) -> Iterator[PersiaBatch | PyPersiaBatchData]:

@@ -222,25 +222,25 @@ def _targets(
     """
     nodes = list(_within(scope))
     mine = Counter(
-        each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
-    mine.update(each.arg for each in nodes if isinstance(each, ast.arg) for _ in range(2))  # any value
+    mine.update(node.arg for node in nodes if isinstance(node, ast.arg) for _ in range(2))  # any value
     if isinstance(scope, _FUNCTIONS):
         names = {name: value for name, value in names.items() if name not in mine}
     stored = Counter({**stored, **mine})
     expressions = {name: value for name, value in expressions.items() if name not in mine}
-    for each in nodes:
-        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
-            expressions[each.targets[0].id] = each.value
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            expressions[node.targets[0].id] = node.value
     for call in nodes:
         if isinstance(call, _FUNCTIONS):
             yield from _targets(call, names, expressions, stored)
         elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CALLS:
-            named = [each.value for each in call.keywords if each.arg == "dst_dir"]
+            named = [keyword.value for keyword in call.keywords if keyword.arg == "dst_dir"]
             for argument in [*call.args[:1], *named][:1]:
-                found = _value(argument, names, expressions, stored)
-                if isinstance(found, str | os.PathLike) and str(found):
-                    yield found
+                folder = _value(argument, names, expressions, stored)
+                if isinstance(folder, str | os.PathLike) and str(folder):
+                    yield folder
 
 
 def _within(scope: ast.AST) -> Iterator[ast.AST]:
@@ -256,16 +256,16 @@ def _value(
 ) -> Any:
     """What an expression gives; None if that is not known, or if it does more than name a path."""
     local: dict[str, Any] = {}
-    for each in ast.walk(node):
-        if not isinstance(each, _PLAIN) or (
-            isinstance(each, ast.Call) and ast.unparse(each.func).removeprefix("pathlib.") not in _PURE
+    for item in ast.walk(node):
+        if not isinstance(item, _PLAIN) or (
+            isinstance(item, ast.Call) and ast.unparse(item.func).removeprefix("pathlib.") not in _PURE
         ):
             return None
-        if isinstance(each, ast.Name) and stored[each.id] > 1:
+        if isinstance(item, ast.Name) and stored[item.id] > 1:
             return None
-        if isinstance(each, ast.Name) and each.id not in names and each.id in expressions:
-            others = {name: value for name, value in expressions.items() if name != each.id}
-            local[each.id] = _value(expressions[each.id], names, others, stored)
+        if isinstance(item, ast.Name) and item.id not in names and item.id in expressions:
+            others = {name: value for name, value in expressions.items() if name != item.id}
+            local[item.id] = _value(expressions[item.id], names, others, stored)
     try:
         return eval(compile(ast.Expression(node), "dump", "eval"), {**names, **local})
     except Exception:  # of a name that is not known yet, or None in place of a text

@@ -130,8 +130,10 @@ class EmbeddedModel(nn.Module):
 
         Trainers that have samples wait for these gradients, but the program's loss for no samples is ignored.
         """
-        parameters = [each for each in self.net.parameters() if each.requires_grad]
-        return empty + torch.stack([each.sum() for each in parameters]).sum() if parameters else empty
+        parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        return (
+            empty + torch.stack([parameter.sum() for parameter in parameters]).sum() if parameters else empty
+        )
 
     @contextmanager
     def features_only(self) -> Iterator[None]:
@@ -150,8 +152,8 @@ class EmbeddedModel(nn.Module):
                     f"The batch has the feature '{name}', but the embedding configuration has no such "
                     f"slot, only: {', '.join(self.embeddings.features)}."
                 )
-        found = self.embeddings(self._with_absent(batch))
-        return non_ids_of(batch), [_shown(found[name]) for name in self._order]
+        outputs = self.embeddings(self._with_absent(batch))
+        return non_ids_of(batch), [_shown(outputs[name]) for name in self._order]
 
     def _with_absent(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch with samples without ids for slots that it does not have."""
@@ -174,9 +176,9 @@ def config_of_rows(net: nn.Module | None) -> EmbeddingConfig | None:
 
 def _engine_of(net: nn.Module, slots: Slots, config: EmbeddingConfig) -> EmbeddingEngine:
     if net in _engines:
-        known, engine = _engines[net]
-        if known != config:
-            raise ValueError(f"The rows of this model were made with {known}, got {config}.")
+        former, engine = _engines[net]
+        if former != config:
+            raise ValueError(f"The rows of this model were made with {former}, got {config}.")
         return engine
     engine = EmbeddingEngine(slots.tables(config))
     _engines[net] = replace(config), engine  # a program may change its own afterwards

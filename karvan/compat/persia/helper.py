@@ -114,14 +114,14 @@ class PersiaServiceCtx:
 
     def _variables(self, folder: Path, registry: str) -> dict[str, str]:
         job = JobEnvironment(registry=registry, role=Role.TRAINER, counts=self._counts)
-        found = {"PERSIA_NATS_URL": registry, **job.variables()}
+        variables = {"PERSIA_NATS_URL": registry, **job.variables()}
         for name, (content, path) in self._configs.items():
             if content is not None:
                 path = str(folder / f"{name.lower()}.yml")
                 dump_yaml(dict(content), path)
             if path is not None:
-                found[name] = path
-        return found
+                variables[name] = path
+        return variables
 
     def _start(self, role: Role, words: list[str], port: int | None = None) -> None:
         for index in range(self._counts[role]):

@@ -39,8 +39,8 @@ class FeatureOp(nn.Module):
     def forward(self, data: Any) -> Any:
         """The operation on one entry."""
         chain = self.add_to(Chain("x"))
-        made = Engine([chain])({"x": to_karvan(data)})
-        results = [to_recis(made[name]) for name in chain.outputs()]
+        result = Engine([chain])({"x": to_karvan(data)})
+        results = [to_recis(result[name]) for name in chain.outputs()]
         return dict(zip(self.suffixes, results, strict=True)) if self.suffixes else results[0]
 
 
@@ -86,11 +86,11 @@ class SelectFields(FeatureOp):
 
     @override
     def add_to(self, chain: Chain) -> Chain:
-        return chain.select(*(each.column() for each in self.input_list), raw=True)
+        return chain.select(*(feature.column() for feature in self.input_list), raw=True)
 
     def forward(self, data: Any) -> Any:
         """The entries of a batch."""
-        return [each(data) for each in self.input_list]
+        return [feature(data) for feature in self.input_list]
 
 
 class Mod(FeatureOp):
@@ -116,8 +116,8 @@ class Bucketize(FeatureOp):
 
     @override
     def add_to(self, chain: Chain) -> Chain:
-        given = self.boundary
-        return chain.bucketize(given.tolist() if isinstance(given, Tensor) else given)
+        boundary = self.boundary
+        return chain.bucketize(boundary.tolist() if isinstance(boundary, Tensor) else boundary)
 
 
 class FeatureCross(FeatureOp):
@@ -134,8 +134,8 @@ class FeatureCross(FeatureOp):
     def forward(self, data: Any) -> Any:
         """The pairs of two entries."""
         first, second = data
-        made = Engine([Chain("x").cross("a", "b")])({"a": to_karvan(first), "b": to_karvan(second)})
-        return to_recis(made["x"])
+        result = Engine([Chain("x").cross("a", "b")])({"a": to_karvan(first), "b": to_karvan(second)})
+        return to_recis(result["x"])
 
 
 class LengthError(AssertionError, ValueError):
@@ -283,10 +283,10 @@ class Feature(nn.Module):
 
     def chain(self) -> Chain:
         """The same as a feature of Karvan."""
-        made = Chain(self.name)
+        chain = Chain(self.name)
         for op in self.operations():
-            made = op.add_to(made)
-        return made
+            chain = op.add_to(chain)
+        return chain
 
     def renamed(self) -> dict[str, str]:
         """Karvan's names of its results → RecIS's, where they differ."""
@@ -310,28 +310,28 @@ class FeatureEngine(nn.Module):
     def __init__(self, feature_list: Sequence[Feature]) -> None:
         super().__init__()
         self.feature_list = nn.ModuleList(feature_list)
-        chained = [each for each in feature_list if all(op.chained for op in each.operations())]
-        self._alone = [each for each in feature_list if each not in chained]
+        chained = [feature for feature in feature_list if all(op.chained for op in feature.operations())]
+        self._alone = [feature for feature in feature_list if feature not in chained]
         self.engine = Engine([feature.chain() for feature in chained])
-        self._renamed = {old: new for each in chained for old, new in each.renamed().items()}
+        self._renamed = {old: new for feature in chained for old, new in feature.renamed().items()}
 
     def forward(self, data: Mapping[str, Any], remain_no_use_data: bool = True) -> dict[str, Any]:
         """The features, and unless told otherwise also the entries whose names no feature has."""
         if not isinstance(data, Mapping):
             raise TypeError(f"FeatureEngine expects a mapping of names, got {type(data).__name__}.")
-        made = self.engine({name: to_karvan(entry) for name, entry in data.items()})
-        features = {output for each in self.engine.features for output in each.outputs()}
-        found = {
+        computed = self.engine({name: to_karvan(entry) for name, entry in data.items()})
+        features = {output for feature in self.engine.features for output in feature.outputs()}
+        outputs = {
             self._renamed.get(name, name): to_recis(entry)
-            for name, entry in made.items()
+            for name, entry in computed.items()
             if remain_no_use_data or name in features
         }
         for feature in self._alone:
             result = feature(data)
             several = isinstance(result, Mapping)
-            found |= (
-                {f"{feature.name}_{name}": each for name, each in result.items()}
+            outputs |= (
+                {f"{feature.name}_{name}": item for name, item in result.items()}
                 if several
                 else {feature.name: result}
             )
-        return found
+        return outputs

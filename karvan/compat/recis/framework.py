@@ -244,9 +244,9 @@ class Trainer:
         ranks. Metrics that count all batches themselves, as `AUROC` does, have their newest value.
         """
         self._calls.call("start", is_train=False)
-        found = self._evaluate(eval_steps)
+        metrics = self._evaluate(eval_steps)
         self._calls.call("end", is_train=False)
-        return found
+        return metrics
 
     def _evaluate(self, eval_steps: int | None) -> dict[str, Any]:
         trainer = self.karvan_trainer

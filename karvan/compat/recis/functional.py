@@ -37,13 +37,13 @@ def multi_hash(
 
 def fused_bucketize_gpu(values: Sequence[Tensor], boundaries: Sequence[Tensor]) -> list[Tensor]:
     """Give each tensor the positions of its values among its boundaries."""
-    return [bucketize(each, bounds) for each, bounds in zip(values, boundaries, strict=True)]
+    return [bucketize(value, bounds) for value, bounds in zip(values, boundaries, strict=True)]
 
 
 def fused_uint64_mod_gpu(values: Sequence[Tensor], mods: Sequence[int] | Tensor) -> list[Tensor]:
     """Give each tensor the remainders of its values by its modulus."""
     moduli = torch.as_tensor(mods).tolist()
-    return [bucketize_mod(each, modulus) for each, modulus in zip(values, moduli, strict=True)]
+    return [bucketize_mod(value, modulus) for value, modulus in zip(values, moduli, strict=True)]
 
 
 def fused_multi_hash(
@@ -51,8 +51,8 @@ def fused_multi_hash(
 ) -> list[Tensor]:
     """For each input, one after the other, its remainders by all of its factors, primes and buckets."""
     return [
-        (each * mul).remainder(prime).remainder(bucket)
-        for each, *settings in zip(inputs, muls, primes, bucket_nums, strict=True)
+        (value * mul).remainder(prime).remainder(bucket)
+        for value, *settings in zip(inputs, muls, primes, bucket_nums, strict=True)
         for mul, prime, bucket in zip(*(setting.tolist() for setting in settings), strict=True)
     ]
 
@@ -60,7 +60,7 @@ def fused_multi_hash(
 def fused_int64_to_string_int8(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Integers as text: the bytes, and the length of each text."""
     engine = FeatureEngine([Feature("x").to_text()])
-    texts = [engine({"x": each})["x"] for each in inputs]
+    texts = [engine({"x": value})["x"] for value in inputs]
     rows = [text for text in texts if isinstance(text, Ragged)]
     return [text.values.view(torch.int8) for text in rows], [text.lengths() for text in rows]
 
@@ -90,8 +90,8 @@ def dense_to_ragged(
     tensor: Tensor, check_invalid: bool = False, invalid_value: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
     """Values and offsets of a tensor; with check_invalid without an `invalid_value` at the end of a row."""
-    made = RaggedTensor.from_dense(tensor, check_invalid, invalid_value)
-    return made.values(), made.offsets()
+    ragged = RaggedTensor.from_dense(tensor, check_invalid, invalid_value)
+    return ragged.values(), ragged.offsets()
 
 
 def ragged_to_dense(values: Tensor, offsets: Sequence[Tensor], default_value: float = 0.0) -> Tensor:
@@ -115,8 +115,8 @@ def feature_cross_ragged(
     """All pairs of ids of two entries, hashed: values, offsets and weights, which are 1 if not given."""
     x = RaggedTensor(x_val, x_offsets, torch.ones(len(x_val)) if x_weight is None else x_weight)
     y = RaggedTensor(y_val, y_offsets, torch.ones(len(y_val)) if y_weight is None else y_weight)
-    made = FeatureCross()([x, y])
-    return made.values(), made.offsets()[0], made.weight()
+    result = FeatureCross()([x, y])
+    return result.values(), result.offsets()[0], result.weight()
 
 
 _CUT = ("fused_ragged_cutoff_2D", "fused_ragged_cutoff_3D", "ragged_topk_index_cutoff")

@@ -105,8 +105,8 @@ class ClipGradNormHook(TrainerOption):
     @override
     def options(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         groups = [] if optimizer is None else optimizer.param_groups
-        trained = {id(each) for group in groups for each in group["params"]}
-        if {id(each) for each in self.dense_params} != trained:
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        if {id(parameter) for parameter in self.dense_params} != trained:
             raise UnsupportedError(
                 f"ClipGradNormHook for {len(self.dense_params)} parameters beside a dense optimizer of "
                 f"{len(trained)}",
@@ -134,7 +134,7 @@ class HashTableFilterHook(Hook):
             return
         self._steps += 1
         if self._steps % self.filter_interval == 0:
-            for handle in sorted(filtered, key=lambda each: each.name):
+            for handle in sorted(filtered, key=lambda table: table.name):
                 handle.evict()
 
 

@@ -79,7 +79,7 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
             "device": device_of("cpu" if device == "pin" else device),
         }
         functions = transform_fn if isinstance(transform_fn, Sequence) else [transform_fn]
-        self._transforms: list[Function] = [each for each in functions if each is not None]
+        self._transforms: list[Function] = [function for function in functions if function is not None]
         self._ragged_maps: list[Function] = []
         self._maps: list[Function] = []
         self._save_interval = save_interval
@@ -171,36 +171,36 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
                     "varlen_feature, fixedlen_feature."
                 )
             options = {**self.options, **self.read_options(), "columns": list(self._columns.values())}
-            made = read(self._paths, transform=self._transform, **options)
-            self._loader = cast(Loader, made)  # since it has a rank
+            dataset = read(self._paths, transform=self._transform, **options)
+            self._loader = cast(Loader, dataset)  # since it has a rank
         return self._loader
 
     def _transform(self, batch: Batch) -> dict[str, Any]:
         """What a batch becomes by the functions, in Karvan's form."""
-        made: Any = [{name: self._entry(name, entry) for name, entry in batch.items()}]
+        batches: Any = [{name: self._entry(name, entry) for name, entry in batch.items()}]
         for function in (*self._ragged_maps, *self._maps, *self._transforms):
-            made = function(made)
-        self.listed = isinstance(made, list)
-        if self.listed and len(made) == 1:
-            made = made[0]
-        if not isinstance(made, Mapping):
+            batches = function(batches)
+        self.listed = isinstance(batches, list)
+        if self.listed and len(batches) == 1:
+            batches = batches[0]
+        if not isinstance(batches, Mapping):
             raise TypeError(
                 "transform_fn expects functions that return a mapping of names to entries, got "
-                f"{type(made).__name__}."
+                f"{type(batches).__name__}."
             )
-        return {name: to_karvan(entry) for name, entry in made.items()}
+        return {name: to_karvan(entry) for name, entry in batches.items()}
 
     def _entry(self, name: str, entry: Any) -> Any:
-        made = to_recis(entry)
+        converted = to_recis(entry)
         if name in self._texts and isinstance(entry, Ragged):  # lists of one string, as ids are lists of one
             rows = torch.arange(entry.rows + 1, device=entry.values.device)
-            made = RaggedTensor(made.values(), [rows, *made.offsets()])
+            converted = RaggedTensor(converted.values(), [rows, *converted.offsets()])
         if name in self._widths:
-            made = made.reshape(len(made), self._widths[name])
-        values = made.values() if isinstance(made, RaggedTensor) else made
+            converted = converted.reshape(len(converted), self._widths[name])
+        values = converted.values() if isinstance(converted, RaggedTensor) else converted
         if values.is_floating_point() and values.dtype is not self._dtype:
-            made = made.to(self._dtype)
-        return made
+            converted = converted.to(self._dtype)
+        return converted
 
     def present(self, batch: Mapping[str, Any]) -> Any:
         """A batch of the loader as RecIS programs know it."""
@@ -275,11 +275,11 @@ def get_table_size(table_name: str) -> int:
 
 def table_url(table: str) -> str:
     """A table as `kv.data.read` names it."""
-    if found := _DOTTED.fullmatch(table):
-        project, name, folders = found.groups()
+    if match := _DOTTED.fullmatch(table):
+        project, name, folders = match.groups()
         return _with_partition(f"odps://{project}/tables/{name}", folders)
-    if found := _FOLDERS.fullmatch(table):
-        return _with_partition(*found.groups())
+    if match := _FOLDERS.fullmatch(table):
+        return _with_partition(*match.groups())
     if not table.startswith("odps://"):
         raise ValueError(
             f"OdpsDataset expects 'project.table' or 'odps://project/tables/table', got {table!r}."

@@ -23,9 +23,9 @@ class AccumulatedFloat(float):
 
 def accumulated_tensor(value: float) -> Tensor:
     """The same as a tensor."""
-    made = torch.tensor(value)
-    setattr(made, "accumulated", True)  # noqa: B010 - tensors declare no such attribute
-    return made
+    tensor = torch.tensor(value)
+    setattr(tensor, "accumulated", True)  # noqa: B010 - tensors declare no such attribute
+    return tensor
 
 
 def is_accumulated(value: Any) -> bool:

@@ -58,22 +58,24 @@ class ModelBankEntry:
                 )
 
     @classmethod
-    def of(cls, given: Any) -> ModelBankEntry:
+    def of(cls, entry: Any) -> ModelBankEntry:
         """From a path, or a dict as RecIS takes it."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str):
-            return cls(given)
-        known = {each.name for each in fields(cls)}
-        if unknown := sorted(set(given) - known):
+        if isinstance(entry, cls):
+            return entry
+        if isinstance(entry, str):
+            return cls(entry)
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(entry) - names):
             raise UnsupportedError(
-                f"model_bank with {', '.join(unknown)}", f"expected {', '.join(sorted(known))}."
+                f"model_bank with {', '.join(unknown)}", f"expected {', '.join(sorted(names))}."
             )
-        return cls(**given)
+        return cls(**entry)
 
     def renames(self) -> list[tuple[str, str]]:
         """The model's names → the checkpoint's."""
-        return [(_whole(new), _whole(old)) for each in self.oname for new, old in each.items()]
+        return [
+            (_whole(new), _whole(old)) for pair_of_names in self.oname for new, old in pair_of_names.items()
+        ]
 
     def source(self, name: str) -> str:
         """The checkpoint's name for a name of the model."""
@@ -87,12 +89,14 @@ class ModelBankEntry:
 
     def takes(self, name: str) -> bool:
         """Whether a name of the model is loaded."""
-        excluded = [_whole(each) for each in self.exclude if _part(each) in ("", "*")]
+        excluded = [_whole(pattern) for pattern in self.exclude if _part(pattern) in ("", "*")]
         return _matches(name, map(_whole, self.load)) and not _matches(name, excluded)
 
     def takes_state(self, table: str) -> bool:
         """Whether the optimizer's state of a table is loaded, too."""
-        return not _matches(table, [_whole(each) for each in self.exclude if _part(each) not in ("", "*")])
+        return not _matches(
+            table, [_whole(pattern) for pattern in self.exclude if _part(pattern) not in ("", "*")]
+        )
 
 
 def _whole(name: str) -> str:
@@ -110,7 +114,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def load_bank(model: nn.Module, bank: Sequence[Any], optimizer: SparseOptimizer | None = None) -> None:
     """Load all entries, the last first: what it has is not loaded from earlier ones."""
     loaded: set[str] = set()
-    for entry in reversed([ModelBankEntry.of(each) for each in bank]):
+    for entry in reversed([ModelBankEntry.of(item) for item in bank]):
         if entry.skip:
             continue
         try:
@@ -126,25 +130,25 @@ def _load(
 ) -> set[str]:
     """Load one entry without the model's names that are loaded already; the names that it has loaded."""
     saved = find(entry.path)
-    own = {
+    targets = {
         "tables": set(filter_out_sparse_param(model)),
         "dense": {name for name, value in model.state_dict().items() if isinstance(value, Tensor)},
     }
-    there = {"tables": set(saved.manifest.tables), "dense": _dense_names(saved)}
+    sources = {"tables": set(saved.manifest.tables), "dense": _dense_names(saved)}
     for name in entry.load:
-        if "*" not in name and not any(_whole(name) in names for names in own.values()):
+        if "*" not in name and not any(_whole(name) in names for names in targets.values()):
             raise ValueError(f"load of a model_bank expects names of the model, got '{name}'.")
-    found: set[str] = set()
-    for kind, names in own.items():
+    matches: set[str] = set()
+    for kind, names in targets.items():
         chosen = {name: entry.source(name) for name in sorted(names - loaded) if entry.takes(name)}
-        for name in [name for name, source in chosen.items() if source not in there[kind]]:
+        for name in [name for name, source in chosen.items() if source not in sources[kind]]:
             if name in entry.load and not entry.ignore_error:
                 raise CheckpointError.mismatch(saved.path, f"'{chosen[name]}' for '{name}'", "none")
             del chosen[name]
         for state in (True, False) if kind == "tables" else (True,):
             some = {name: source for name, source in chosen.items() if entry.takes_state(name) is state}
-            found |= _start(model, entry.path, kind, chosen if kind == "dense" else some, state, optimizer)
-    return found
+            matches |= _start(model, entry.path, kind, chosen if kind == "dense" else some, state, optimizer)
+    return matches
 
 
 def _start(

@@ -213,15 +213,15 @@ def handles_of(param_dict: Mapping[str, SparseParameter]) -> list[TableHandle]:
             "A sparse optimizer expects what filter_out_sparse_param(model) gives, got "
             f"{type(param_dict).__name__}."
         )
-    return [each.handle for each in param_dict.values()]
+    return [table.handle for table in param_dict.values()]
 
 
 def engines_of(tables: Mapping[str, SparseParameter]) -> list[Engine]:
     """The engines of some tables, each once; an error unless all tables of them are given."""
-    engines = list({id(each.engine): each.engine for each in tables.values()}.values())
-    given = {each.handle.name for each in tables.values()}
+    engines = list({id(table.engine): table.engine for table in tables.values()}.values())
+    names = {table.handle.name for table in tables.values()}
     for handle in (handle for engine in engines for handle in engine.tables()):
-        if handle.name not in given:
+        if handle.name not in names:
             raise UnsupportedError(
                 f"a checkpoint without table '{handle.name}'", "give all tables of a model."
             )
@@ -279,13 +279,13 @@ class EmbeddingOption:
             raise UnsupportedError(f"combiner {self.combiner!r}", f"expected one of {', '.join(_COMBINERS)}.")
         if self.combiner == "tile" and "tile_len" not in (self.combiner_kwargs or {}):
             raise ValueError('combiner "tile" expects combiner_kwargs={"tile_len": n}.')
-        known = {"tile_len"} if self.combiner == "tile" else set()
-        if unknown := set(self.combiner_kwargs or {}) - known:
+        options = {"tile_len"} if self.combiner == "tile" else set()
+        if unknown := set(self.combiner_kwargs or {}) - options:
             raise UnsupportedError(f"combiner_kwargs {sorted(unknown)}", "leave them out.")
 
     def table(self) -> Table:
         """Karvan's declaration."""
-        made = self.initializer or ConstantInitializer()
+        initializer = self.initializer or ConstantInitializer()
         tiled = self.combiner == "tile" and not self.no_reduce
         return recis.table(
             self.embedding_dim,
@@ -294,7 +294,7 @@ class EmbeddingOption:
             length=int((self.combiner_kwargs or {})["tile_len"]) if tiled else None,
             use_weights=bool(self.use_weight) and not tiled,
             dtype=self.dtype,
-            init=made.native(self.embedding_dim, self.block_size),
+            init=initializer.native(self.embedding_dim, self.block_size),
             admit=admission(self.admit_hook),
             evict=eviction(self.filter_hook),
             device=table_device(self.device),
@@ -377,9 +377,9 @@ class EmbeddingEngine(nn.Module):
         if not ids:
             expected = ", ".join(self._options)
             raise KeyError(f"EmbeddingEngine expects samples with some of {expected}, got {list(samples)}.")
-        made = self.engine(ids)
-        others = {name: self._dense(name, each) for name, each in samples.items() if name not in ids}
-        vectors = {name: as_vectors(name, made[name], self._options[name].trainable) for name in ids}
+        embedded = self.engine(ids)
+        others = {name: self._dense(name, sample) for name, sample in samples.items() if name not in ids}
+        vectors = {name: as_vectors(name, embedded[name], self._options[name].trainable) for name in ids}
         return {**others, **vectors}
 
     def _dense(self, name: str, entry: Any) -> Any:

@@ -38,18 +38,22 @@ class AdamWTF(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         """One step of all parameters with a gradient."""
-        said = [(group["eps"], group["weight_decay"]) for group in self.param_groups]
+        settings = [(group["eps"], group["weight_decay"]) for group in self.param_groups]
         for group in self.param_groups:
             group["eps"] = group["eps"] / math.sqrt(1 - group["betas"][1] ** (self._steps(group) + 1))
             group["weight_decay"] = group["weight_decay"] / float(group["lr"])
         try:
             return super().step(closure)
         finally:
-            for group, (eps, decay) in zip(self.param_groups, said, strict=True):
+            for group, (eps, decay) in zip(self.param_groups, settings, strict=True):
                 group["eps"], group["weight_decay"] = eps, decay
 
     def _steps(self, group: dict[str, Any]) -> int:
-        counts = [self.state[each]["step"] for each in group["params"] if "step" in self.state.get(each, {})]
+        counts = [
+            self.state[parameter]["step"]
+            for parameter in group["params"]
+            if "step" in self.state.get(parameter, {})
+        ]
         return int(max(counts)) if counts else 0
 
 

@@ -51,13 +51,13 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """`parse_args` calls it, too."""
         self._add_options()
-        given, rest = super().parse_known_args(args, namespace)
-        values = vars(given)
+        namespace_, rest = super().parse_known_args(args, namespace)
+        values = vars(namespace_)
         for record in self._records:
-            setattr(given, record.path, record.made(values))
+            setattr(namespace_, record.path, record.made(values))
         for option in self._options():
             values.pop(option.path, None)
-        return given, rest
+        return namespace_, rest
 
     @override
     def format_help(self) -> str:
@@ -71,10 +71,10 @@ class ArgumentParser(argparse.ArgumentParser):
         """Add what has been added since the last time; which names are unique is only clear now."""
         options = list(self._options())
         names = [option.name for option in options]
-        known = self._option_string_actions
+        actions = self._option_string_actions
         for option in options:
-            if f"--{option.path}" not in known:
-                alone = names.count(option.name) == 1 and f"--{option.name}" not in known
+            if f"--{option.path}" not in actions:
+                alone = names.count(option.name) == 1 and f"--{option.name}" not in actions
                 option.add_to(self, [option.path, option.name] if alone else [option.path])
 
 
@@ -109,16 +109,18 @@ class _Record:
 
     def made(self, values: dict[str, Any]) -> Any:
         """The object."""
-        given = {
+        fields_of_text = {
             part.path.rpartition(".")[2]: part.made(values)
             if isinstance(part, _Record)
             else values.get(part.path, part.default)
             for part in self.parts()
         }
         if self.default is None:
-            return self.kind(**given)
-        kept = {field.name: getattr(self.default, field.name) for field in fields(self.kind) if field.init}
-        return self.kind(**kept | given)
+            return self.kind(**fields_of_text)
+        unchanged = {
+            field.name: getattr(self.default, field.name) for field in fields(self.kind) if field.init
+        }
+        return self.kind(**unchanged | fields_of_text)
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,13 @@ class _Option:
                 *flags, *opposite, dest=self.path, type=read, nargs="?", const=True, action=_Flag, **shown
             )
             return
-        one = _optional(read) if self.optional else read
+        reader = _optional(read) if self.optional else read
         items, kind = get_args(self.hint), get_origin(self.hint) or self.hint
         count = len(items) if kind is tuple and items and Ellipsis not in items else "*"
         parser.add_argument(
             *flags,
             dest=self.path,
-            type=one,
+            type=reader,
             nargs=None if _items(self.hint) is None else count,
             metavar=self.name.upper(),
             action=_Several if kind is tuple else "store",
@@ -182,7 +184,7 @@ class _Several(argparse.Action):
 def _without_none(hint: Any) -> Any:
     """`X` of `Optional[X]`."""
     if get_origin(hint) in (Union, types.UnionType):
-        some = tuple(each for each in get_args(hint) if each is not type(None))
+        some = tuple(choice for choice in get_args(hint) if choice is not type(None))
         return some[0] if len(some) == 1 else Union[some]  # noqa: UP007 - the types are in a tuple
     return hint
 
@@ -203,9 +205,9 @@ def _reader(hint: Any) -> Callable[[str], Any] | None:
     if hint is bool:
         return _yes_or_no
     if get_origin(hint) is Literal:
-        return lambda text: _choice(text, {str(each): each for each in get_args(hint)})
+        return lambda text: _choice(text, {str(choice): choice for choice in get_args(hint)})
     if get_origin(hint) in (Union, types.UnionType):
-        readers = [_reader(each) for each in get_args(hint)]
+        readers = [_reader(choice) for choice in get_args(hint)]
         return None if None in readers else lambda text: _first(text, readers)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return lambda text: _choice(text, dict(hint.__members__))

@@ -209,14 +209,16 @@ def _arguments(
     called: Signature, moment: str, values: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a hook's method: keywords that it takes, or by position what RecIS 1.0 gives."""
-    kinds = {each.kind for each in called.parameters.values()}
-    named = [each for each in called.parameters.values() if each.kind not in _VARIABLE]
-    foreign = any(each.default is Parameter.empty and each.name not in values for each in named)
+    kinds = {parameter.kind for parameter in called.parameters.values()}
+    named = [parameter for parameter in called.parameters.values() if parameter.kind not in _VARIABLE]
+    foreign = any(
+        parameter.default is Parameter.empty and parameter.name not in values for parameter in named
+    )
     if foreign or kinds == {Parameter.VAR_POSITIONAL}:
         return tuple(values[name] for name in _FIRST_GENERATION.get(moment, ())), {}
     if Parameter.VAR_KEYWORD in kinds:
         return (), dict(values)
-    return (), {each.name: values[each.name] for each in named if each.name in values}
+    return (), {parameter.name: values[parameter.name] for parameter in named if parameter.name in values}
 
 
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

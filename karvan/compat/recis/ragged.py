@@ -134,14 +134,14 @@ class RaggedTensor:
     def from_dense(dense: Tensor, check_invalid: bool = False, invalid_value: int = 0) -> RaggedTensor:
         """The rows of a tensor; with check_invalid, without an `invalid_value` at the end of a row."""
         pad = invalid_value if check_invalid else None
-        made = _run(Feature("x").to_ragged(pad, trailing=check_invalid), dense)
-        return cast(RaggedTensor, to_recis(made))
+        result = _run(Feature("x").to_ragged(pad, trailing=check_invalid), dense)
+        return cast(RaggedTensor, to_recis(result))
 
     @staticmethod
     def from_numpy(values: Any, offsets: Any) -> RaggedTensor:
         """From arrays of numpy."""
         levels = [offsets] if isinstance(offsets, np.ndarray) else offsets
-        return RaggedTensor(torch.from_numpy(values), [torch.from_numpy(each) for each in levels])
+        return RaggedTensor(torch.from_numpy(values), [torch.from_numpy(level) for level in levels])
 
     def pin_memory(self) -> RaggedTensor:
         """A copy in page-locked memory."""
@@ -164,7 +164,7 @@ class RaggedTensor:
 
     def _with(self, change: Any) -> RaggedTensor:
         weight = None if self._weight is None else change(self._weight)
-        offsets = [change(each) for each in self._offsets]
+        offsets = [change(offset) for offset in self._offsets]
         return RaggedTensor(change(self._values), offsets, weight, self._dense_shape)
 
     def __getitem__(self, index: Any) -> RaggedTensor:
@@ -199,7 +199,7 @@ def to_karvan(entry: Any) -> Entry:
     values = entry.values()
     if values.dtype is torch.int8:
         values = values.view(torch.uint8)
-    offsets = [each.to(torch.int64) for each in entry.offsets()]
+    offsets = [offset.to(torch.int64) for offset in entry.offsets()]
     if not offsets:
         return values
     if len(offsets) == 1:
@@ -213,5 +213,5 @@ def to_karvan(entry: Any) -> Entry:
 
 
 def _run(feature: Feature, entry: Entry) -> Entry:
-    made: Entry = FeatureEngine([feature])({"x": entry})["x"]
-    return made
+    result: Entry = FeatureEngine([feature])({"x": entry})["x"]
+    return result

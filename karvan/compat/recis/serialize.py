@@ -31,7 +31,7 @@ class CheckpointReader:
     def _dense(self) -> dict[str, Tensor]:
         state = self._found.state()
         tensors = state.get("tensors", state.get("model", {}))
-        return {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
     def tensor_names(self) -> list[str]:
         """All names."""
@@ -43,8 +43,8 @@ class CheckpointReader:
         table, _, part = name.rpartition("@")
         if (entry := self._found.manifest.tables.get(table)) is not None and part in ("id", "embedding"):
             rows = list(self._found.parts(table))
-            keys = [np.zeros(0, np.int64), *(each.keys for each in rows)]
-            vectors = [np.zeros((0, entry.dim), np.float32), *(each.vectors for each in rows)]
+            keys = [np.zeros(0, np.int64), *(part.keys for part in rows)]
+            vectors = [np.zeros((0, entry.dim), np.float32), *(part.vectors for part in rows)]
             return torch.from_numpy(np.concatenate(keys if part == "id" else vectors))
         if name not in self._dense:
             raise KeyError(f"{self._found.path} has no tensor '{name}'.")

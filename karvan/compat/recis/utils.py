@@ -89,11 +89,13 @@ def copy_data_to_device(data: Any, device: Any, *args: Any, **options: Any) -> A
     if isinstance(data, list | tuple):
         return type(data)(map(copy, data))
     if isinstance(data, Mapping):
-        made = {name: copy(value) for name, value in data.items()}
-        return defaultdict(data.default_factory, made) if isinstance(data, defaultdict) else type(data)(made)  # type: ignore[call-arg]
+        copies = {name: copy(value) for name, value in data.items()}
+        if isinstance(data, defaultdict):
+            return defaultdict(data.default_factory, copies)
+        return type(data)(copies)  # type: ignore[call-arg]
     if hasattr(data, "to"):
         return data.to(device, *args, **options)
     if is_dataclass(data) and not isinstance(data, type):
-        made = {each.name: copy(getattr(data, each.name)) for each in fields(data) if each.init}
-        return replace(data, **made)
+        copies = {field.name: copy(getattr(data, field.name)) for field in fields(data) if field.init}
+        return replace(data, **copies)
     return data

@@ -96,9 +96,9 @@ class ValueChecks:
 
         Until the context manager exits, if the result is used as one.
         """
-        known = {column.name for column in self._columns}
+        declared = {column.name for column in self._columns}
         required = [
-            (counts, Counter(name for name in set(names) if name in known and not self._is_computed(name)))
+            (counts, Counter(name for name in set(names) if name in declared and not self._is_computed(name)))
             for counts, names in ((self._labels, labels), (self._weights, weights))
         ]
         for counts, names in required:

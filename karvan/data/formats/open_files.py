@@ -38,11 +38,11 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 def partition_columns(files: Files) -> dict[str, pa.Array]:
     """The columns given by the files' folders, one value for each file."""
-    found = [_pairs(below) for below in files.below]
-    keys = [key for key, _ in found[0]]
-    if len(set(keys)) != len(keys) or any([key for key, _ in pairs] != keys for pairs in found):
+    all_pairs = [_pairs(below) for below in files.below]
+    keys = [key for key, _ in all_pairs[0]]
+    if len(set(keys)) != len(keys) or any([key for key, _ in pairs] != keys for pairs in all_pairs):
         return {}
-    return {key: _typed([pairs[index][1] for pairs in found]) for index, key in enumerate(keys)}
+    return {key: _typed([pairs[index][1] for pairs in all_pairs]) for index, key in enumerate(keys)}
 
 
 class PartitionedSource:
@@ -179,22 +179,22 @@ def open_files(
         options.setdefault("delimiter", "\t")
     make = _SOURCES[format]
     _check_options(format, make, options)
-    found = partition_columns(files) if partitions else {}
-    if not found:
+    partition_values = partition_columns(files) if partitions else {}
+    if not partition_values:
         return make(files, columns, **options)
     source = make(files, **options)
-    if both := [name for name in found if name in source.names]:
+    if both := [name for name in partition_values if name in source.names]:
         raise DataError(
             "Both the file and the names of its folders have the column; partitions=False reads the file's.",
             path=files.paths[0],
             column=both[0],
         )
     if columns is None:
-        return PartitionedSource(source, files, found)
-    inside = [name for name in columns if name not in found]
+        return PartitionedSource(source, files, partition_values)
+    inside = [name for name in columns if name not in partition_values]
     if not inside:
         raise DataError("At least one column must be in the files, but all are names of their folders.")
-    requested = {name: found[name] for name in columns if name in found}
+    requested = {name: partition_values[name] for name in columns if name in partition_values}
     return PartitionedSource(make(files, inside, **options), files, requested)
 
 

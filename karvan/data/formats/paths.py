@@ -92,11 +92,11 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
     `filesystem` is a `pyarrow.fs.FileSystem` or an fsspec file system for paths without a scheme.
     """
     requested = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found: list[str] = []
+    matches: list[str] = []
     below: list[str] = []
     chosen: fs.FileSystem | None = None
-    for each in requested:
-        text = os.fspath(each)
+    for pattern in requested:
+        text = os.fspath(pattern)
         system, inside = resolve(text, filesystem)
         if chosen is not None and not system.equals(chosen):
             raise DataError("All files of one source must be on one file system.", path=text)
@@ -105,16 +105,16 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
             expanded = list(_expand(system, inside))
         if not expanded:
             raise DataError("There is no such file, and no file inside of such a folder.", path=text)
-        found += expanded
+        matches += expanded
         below += [path[_fixed(inside, path) :].lstrip("/") for path in expanded]
     if chosen is None:
         raise DataError("At least one path is needed, but there are none.")
     unique: set[str] = set()
-    for path in found:
+    for path in matches:
         if path in unique:
             raise DataError("The file is named twice, so its records would be read twice.", path=path)
         unique.add(path)
-    return Files(chosen, tuple(found), tuple(below))
+    return Files(chosen, tuple(matches), tuple(below))
 
 
 def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:

@@ -145,8 +145,8 @@ def search_with(
     """The record that raises alone when it is used with a check; each is tried until one finds it."""
     result = SearchResult(None)
     for check in checks or (_no_check,):
-        found = search_records(sum(len(suspect.places) for suspect in suspects), use(check))
-        result = SearchResult(_record(suspects, found.at, seed), found.every)
+        first_bad = search_records(sum(len(suspect.places) for suspect in suspects), use(check))
+        result = SearchResult(_record(suspects, first_bad.at, seed), first_bad.every)
         if result.record is not None:
             break
     return result

@@ -396,8 +396,10 @@ class Pipeline:
         copy: CopyInFlight | None = None
         if error is None and parts:
             try:
-                made = self._steps.finish(parts)
-                batch, copy = (made, None) if self._delivery is None else (None, self._delivery.send(made))
+                output = self._steps.finish(parts)
+                batch, copy = (
+                    (output, None) if self._delivery is None else (None, self._delivery.send(output))
+                )
             except BaseException as failure:
                 error = failure
         return ReadOutcome(batch, receipts, error, copy)

@@ -159,15 +159,15 @@ def _handed_out(division: Division, rank: int, epoch: int, share: int) -> int:
 
 def _take(pieces: deque[Piece], records: int) -> list[Piece]:
     """Remove this many records from the front, and return them."""
-    taken: list[Piece] = []
+    chosen: list[Piece] = []
     while records and pieces:
         block, first, end = pieces.popleft()
         cut = min(end, first + records)
-        taken.append(Piece(block, first, cut))
+        chosen.append(Piece(block, first, cut))
         if cut < end:
             pieces.appendleft(Piece(block, cut, end))
         records -= cut - first
-    return taken
+    return chosen
 
 
 # From the pieces of a rank's share to jobs for threads.

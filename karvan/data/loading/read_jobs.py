@@ -106,19 +106,19 @@ class Reading:
 
 def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.RecordBatch]:
     """The same records in batches of at least `least`; before an error, the records read so far."""
-    held: list[pa.RecordBatch] = []
+    parts: list[pa.RecordBatch] = []
     try:
         for batch in batches:
-            held.append(batch)
+            parts.append(batch)
             del batch  # so that it is released with the others
-            if sum(map(len, held)) >= least:
-                yield joined(held)
+            if sum(map(len, parts)) >= least:
+                yield joined(parts)
     except BaseException:
-        if held:
-            yield joined(held)
+        if parts:
+            yield joined(parts)
         raise
-    if held:
-        yield joined(held)
+    if parts:
+        yield joined(parts)
 
 
 def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -132,14 +132,14 @@ def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Itera
     """The same records in batches of the given counts."""
     rest: pa.RecordBatch | None = None
     for count in counts:
-        held: list[pa.RecordBatch] = []
+        parts: list[pa.RecordBatch] = []
         while count:
             rest = next(batches) if rest is None else rest
             size = min(count, len(rest))
-            held.append(rest.slice(0, size))
+            parts.append(rest.slice(0, size))
             rest = rest.slice(size) if size < len(rest) else None
             count -= size
-        yield joined(held)
+        yield joined(parts)
 
 
 def runs(jobs: Iterator[ReadJob | None]) -> Iterator[deque[ReadJob]]:

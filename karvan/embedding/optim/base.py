@@ -216,7 +216,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
-        made: dict[tuple[int, int], Rule] = {}  # tables of a group at the same step share a rule
+        by_step: dict[tuple[int, int], Rule] = {}  # tables of a group at the same step share a rule
         for engine, handles in self._tables.items():
             gradients = engine.take_gradients(handle.name for handle in handles)
             if not gradients:
@@ -234,9 +234,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if finite[slot]:  # a table whose update will be skipped has not made a step
                     state["step"] = step
                 key = (id(group), step)
-                if key not in made:
-                    made[key] = self._full_rule(group, step)
-                rules[handle.name], steps[handle.name] = made[key], step
+                if key not in by_step:
+                    by_step[key] = self._full_rule(group, step)
+                rules[handle.name], steps[handle.name] = by_step[key], step
             engine.store.update(engine.program, gradients, rules, steps)
         return loss
 

@@ -36,14 +36,14 @@ class JobClient:
     def __init__(self, job: str) -> None:
         name = read_spec(Path(job), {}).name if job.endswith((".yaml", ".yml")) else job
         self.folder = RunFolder.of_job(name) if is_name(name) else RunFolder(Path(name))
-        found = self.folder.job() if is_name(name) else None
-        if found is None:
+        record = self.folder.job() if is_name(name) else None
+        if record is None:
             others = job_names()
             others_ = f"there are: {', '.join(others)}" if others else "there are none"
             raise UnknownJobError(
                 f"Expected the name of a launched job in {jobs_folder()}, got '{name}'; {others_}."
             )
-        self.job: dict[str, Any] = found
+        self.job: dict[str, Any] = record
         self.name = name
 
     @property

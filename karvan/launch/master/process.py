@@ -149,9 +149,9 @@ def _engine(folder: RunFolder, spec: JobSpec, job: dict[str, Any], logs: MergedL
     """The engine that the job was launched with."""
     with ExitStack() as stack:
         where = {"address": job["address"], "launch": job["owner"]}
-        made = make_engine(job["engine"], logs.write, spec, folder, **where)
+        job_engine = make_engine(job["engine"], logs.write, spec, folder, **where)
         try:
-            engine = stack.enter_context(made)
+            engine = stack.enter_context(job_engine)
         except ValueError as error:
             raise MasterError(str(error), USAGE) from error
         except ConnectionError as error:

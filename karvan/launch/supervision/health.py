@@ -206,13 +206,13 @@ class HealthCheck:
             (member.role, member.index): member for member in self._members if member.running
         }
         settled = clock.now() - self._settle
-        known = {
+        alive = {
             key: report
             for key, report in activities.items()
             if key in running
             and (report.progress or running[key].started <= settled)  # otherwise it may still be starting
         }
-        for stall in find_stalls(known, self._stall_timeout):
+        for stall in find_stalls(alive, self._stall_timeout):
             member = running[stall.role, stall.index]
             if member.name not in self._condemned:
                 stacks = "its stacks follow, then it is killed" if stall.report.dumps else "it is killed"

@@ -218,9 +218,9 @@ class NodePlacement:
         """Whether a node is gone. Ray notices the death of a node by missing heartbeats, after half a minute;
         but if its machine refuses connections to it, it has ended.
         """
-        for each in living_nodes():
-            if each["NodeID"] == node:
-                address = each["NodeManagerAddress"], each["NodeManagerPort"]
+        for ray_node in living_nodes():
+            if ray_node["NodeID"] == node:
+                address = ray_node["NodeManagerAddress"], ray_node["NodeManagerPort"]
                 try:
                     socket.create_connection(address, timeout=_REFUSED_WITHIN).close()
                 except ConnectionRefusedError:

@@ -97,9 +97,9 @@ def without_moved(gradients: GroupGradients) -> GroupGradients:
         if number in gradients.gradients and number not in remaining:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
     _count_dropped(gradients.lookup.buffers.memory, moved)
-    made = GroupGradients(gradients.lookup, remaining, gradients.scale)
-    made.present, made.unless = gradients.present, gradients.unless
-    return made
+    moved_gradients = GroupGradients(gradients.lookup, remaining, gradients.scale)
+    moved_gradients.present, moved_gradients.unless = gradients.present, gradients.unless
+    return moved_gradients
 
 
 def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tensor]]) -> None:
@@ -198,16 +198,16 @@ def _join(
         if not layout.positions:
             continue
         memory, arena = buffers.memory, layout.arena
-        made = group.descriptors()
+        group_descriptors = group.descriptors()
         own_rows, own_features = buffers.rows.clone(), buffers.feature_of
         for at, (_, f) in enumerate(layout.features):
-            if made[at, _GRADIENT] == 0:
+            if group_descriptors[at, _GRADIENT] == 0:
                 own_rows[layout.bases[at] : layout.bases[at] + f.positions] = 0
         if group.present is not None:
             own_rows *= group.present
         if group.lookup.has_erasures:
-            sums = UpdateBuffers(buffers, rules.slots, len(made), mapped=buffers.mapped)
-            sums.load(layout.plain_end, group.lookup.version, rules, made, 1.0)
+            sums = UpdateBuffers(buffers, rules.slots, len(group_descriptors), mapped=buffers.mapped)
+            sums.load(layout.plain_end, group.lookup.version, rules, group_descriptors, 1.0)
             before = own_rows.clone()
             drop_positions[(layout.positions // _BLOCK,)](
                 own_rows,
@@ -230,16 +230,16 @@ def _join(
             buffers.factors.clone() if buffers.mapped else torch.empty_like(own_rows, dtype=torch.float32)
         )
         if layout.plain_end:
-            sent = memory.uploads.send(made)
+            sent = memory.uploads.send(group_descriptors)
             map_plain[(layout.plain_end // _BLOCK,)](sent, own_features, mapped, own_factors)
-        made[:, fields.BASE.value] += base
+        group_descriptors[:, fields.BASE.value] += base
         rows.append(own_rows)
         feature_of.append(own_features + features)
         out_rows.append(mapped)
         unscaled = isinstance(group.scale, float) and group.scale == 1.0  # to compare a tensor would wait
         factors.append(own_factors if unscaled else own_factors / group.scale)
-        descriptors.append(made)
-        features += len(made)
+        descriptors.append(group_descriptors)
+        features += len(group_descriptors)
         base += layout.positions
     if memory is None:
         return None

@@ -99,8 +99,8 @@ def sample_scale(of_feature, first, count):
             weight = tl.load(pointer + first + j, mask=j < count, other=0.0)
             size += tl.where(combiner == SQRTN, weight * weight, weight)
     size = tl.where(combiner == SQRTN, tl.sqrt_rn(size), size)
-    one = tl.full(size.shape, 1.0, tl.float32)
-    scale = tl.where(size == 0.0, 0.0, tl.div_rn(one, tl.where(size == 0.0, 1.0, size)))
+    full_weight = tl.full(size.shape, 1.0, tl.float32)
+    scale = tl.where(size == 0.0, 0.0, tl.div_rn(full_weight, tl.where(size == 0.0, 1.0, size)))
     return tl.where(combiner == 0, 1.0, scale)
 
 

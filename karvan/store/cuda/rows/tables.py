@@ -104,8 +104,8 @@ class ErasureLog:
         self._log.append((version, hashes))
         self._total += hashes.numel()
         while self._total > most and len(self._log) > 1:
-            self.forgotten, gone = self._log.popleft()
-            self._total -= gone.numel()
+            self.forgotten, keys = self._log.popleft()
+            self._total -= keys.numel()
 
     def knows(self, version: int) -> bool:
         """Whether all keys that were removed after a version are known."""

@@ -113,8 +113,8 @@ class KeyRequest:
         sorted_keys: _SortedKeys | None = None
         if positions:
             sorted_keys, numbers = self._sort(positions, slots, memory)
-            told = numbers.cpu().numpy()  # waits for the device
-            counts, faults = told[:-1], int(told[-1])
+            host_numbers = numbers.cpu().numpy()  # waits for the device
+            counts, faults = host_numbers[:-1], int(host_numbers[-1])
             if faults:
                 raise ValueError(
                     "A batch has wrong offsets, found on the GPU: expected offsets that start at 0, do not "
@@ -237,13 +237,13 @@ class KeyRequest:
 
     def tensors(self) -> list[Tensor]:
         """All memory on the device."""
-        made = [self.rows, self.message, self.key_rows]
+        result = [self.rows, self.message, self.key_rows]
         for group in self.groups:
             buffers = group.buffers
-            made += [*buffers.shared, buffers.factors, buffers.order]
+            result += [*buffers.shared, buffers.factors, buffers.order]
         for feature in self.batch.ids:
-            made += [t for t in (feature.values, feature.offsets, feature.weights) if t is not None]
-        return made
+            result += [t for t in (feature.values, feature.offsets, feature.weights) if t is not None]
+        return result
 
     def pool(self, received: Tensor, memory: TableMemory) -> dict[int, Tensor]:
         """The outputs of features, from vectors that begin after the row of zeros."""

@@ -104,11 +104,11 @@ def collect_rows(
         if RUNS:
             missed = valid & (place < 0)  # also those that the next batch has listed
             for base in range(0, table_count, _TABLES):
-                one = base + tl.arange(0, _TABLES)
-                same = table[:, None] == one[None, :]
+                table_numbers = base + tl.arange(0, _TABLES)
+                same = table[:, None] == table_numbers[None, :]
                 hits = tl.sum((same & present[:, None]).to(tl.int64), axis=0)
                 misses = tl.sum((same & missed[:, None]).to(tl.int64), axis=0)
-                addresses = counters + one * COUNTERS
+                addresses = counters + table_numbers * COUNTERS
                 tl.atomic_add(addresses + TIER_HITS, hits, mask=hits > 0)
                 tl.atomic_add(addresses + TIER_MISSES, misses, mask=misses > 0)
 
