@@ -233,7 +233,7 @@ class Sessions:
             )
 
 
-# `Admission`: how much of a service its callers may use, and a log of those that it refuses.
+# `CallAdmission`: how much of a service its callers may use, and a log of those that it refuses.
 #
 # A caller's connection has two threads at a service. `Limits` are far above what a job needs (sixty-four
 # trainers with four connections each have 256) and far below what overloads a machine. At a limit no caller
@@ -274,7 +274,7 @@ class AdmittedConnection(Protocol):
         """End its stream, without waiting."""
 
 
-class Admission:
+class CallAdmission:
     """The callers of one service."""
 
     def __init__(self, name: str, limits: Limits) -> None:
@@ -461,7 +461,7 @@ class Server:
         self.incarnation = secrets.token_hex(8)
         limits = limits or Limits()
         self.sessions = Sessions(limits.sessions)
-        self.admission = Admission(service.name, limits)
+        self.admission = CallAdmission(service.name, limits)
         self.most_bytes = most_bytes
         self.connections: dict[str, ServerConnection] = {}
         self._closed = False

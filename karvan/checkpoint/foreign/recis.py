@@ -102,7 +102,7 @@ class RankPart:
 
 
 @dataclass
-class Files:
+class TensorFiles:
     """All tensors of a checkpoint: the parts of tables by rank slice, and those of no table."""
 
     folder: Path
@@ -122,7 +122,7 @@ def find_folder(source: Path) -> Path:
     return source / listed[-1]
 
 
-def read_files(folder: Path) -> Files:
+def read_files(folder: Path) -> TensorFiles:
     """The tensors of a checkpoint; every file's header is read and checked."""
     if not folder.is_dir():
         raise CheckpointError.mismatch(folder, "the folder of a RecIS checkpoint", "no such folder")
@@ -161,7 +161,7 @@ def read_files(folder: Path) -> Files:
     ordered = {table: [parts[begin] for begin in sorted(parts)] for table, parts in sorted(tables.items())}
     for table, parts in ordered.items():
         _check_slices(folder, table, parts)
-    return Files(folder, ordered, scalars)
+    return TensorFiles(folder, ordered, scalars)
 
 
 def _check_slices(folder: Path, table: str, parts: list[RankPart]) -> None:
@@ -484,7 +484,7 @@ def _read_dense(folder: Path, contents: Contents, prefix: str) -> None:
     }
 
 
-def _read_steps(files: Files, contents: Contents, betas: tuple[float, float]) -> None:
+def _read_steps(files: TensorFiles, contents: Contents, betas: tuple[float, float]) -> None:
     """How many steps the sparse Adam has made, by the powers of its betas.
 
     RecIS saves those of one table. The step that it saves beside them is not counted.

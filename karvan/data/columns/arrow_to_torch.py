@@ -25,7 +25,7 @@ from karvan.ragged import OptionalRagged, Ragged
 # The ids of 64 bits are an exception: unsigned ones keep their bits as int64.
 
 
-class Limits(NamedTuple):
+class DtypeRange(NamedTuple):
     """The least and the greatest value that a dtype holds."""
 
     low: float
@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     dtype: torch.dtype
 
 
-def limits_of(stored: pa.DataType, dtype: torch.dtype | None) -> Limits | None:
+def limits_of(stored: pa.DataType, dtype: torch.dtype | None) -> DtypeRange | None:
     """The limits of a column's dtype, by default that of the type; None if all values of the type fit."""
     if dtype is None:
         dtype = torch.float32 if types.is_floating(stored) else torch.int64
@@ -42,8 +42,8 @@ def limits_of(stored: pa.DataType, dtype: torch.dtype | None) -> Limits | None:
             finite = torch.finfo(dtype)
             # What is larger by less than half of the last bit is rounded to the largest number.
             high = finite.max * (1 + finite.eps / 4)
-            return Limits(-high, high, dtype) if stored.bit_width > finite.bits else None
-        return Limits(0, 2**63 - 1, dtype) if types.is_uint64(stored) else None
+            return DtypeRange(-high, high, dtype) if stored.bit_width > finite.bits else None
+        return DtypeRange(0, 2**63 - 1, dtype) if types.is_uint64(stored) else None
     if types.is_boolean(stored) or dtype is torch.int64:  # of floats, `whole_numbers` takes those below 2^53
         return None
     low, high = integer_limits(dtype)
@@ -52,7 +52,7 @@ def limits_of(stored: pa.DataType, dtype: torch.dtype | None) -> Limits | None:
         least, greatest = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if signed else (0, 2**width - 1)
         if low <= least and greatest <= high:
             return None
-    return Limits(low, high, dtype)
+    return DtypeRange(low, high, dtype)
 
 
 def integer_limits(dtype: torch.dtype) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def integer_limits(dtype: torch.dtype) -> tuple[int, int]:
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
-def first_beyond(array: pa.Array, limits: Limits) -> int | None:
+def first_beyond(array: pa.Array, limits: DtypeRange) -> int | None:
     """The first value that a dtype cannot hold; infinity and missing values are no such values."""
     values = array.to_numpy(zero_copy_only=False)  # null becomes NaN
     # A tenth of the time of Arrow's min_max; NaN is passed over.
@@ -71,7 +71,7 @@ def first_beyond(array: pa.Array, limits: Limits) -> int | None:
     return int(beyond.argmax()) if beyond.any() else None
 
 
-def describe_beyond(value: object, limits: Limits) -> str:
+def describe_beyond(value: object, limits: DtypeRange) -> str:
     """The message for a value that `first_beyond` has found."""
     advice = "Declare a wider one, such as Fixed(…, dtype=torch.float64)"
     if not limits.dtype.is_floating_point:
@@ -82,7 +82,7 @@ def describe_beyond(value: object, limits: Limits) -> str:
     )
 
 
-def require_fits(array: pa.Array, limits: Limits | None) -> None:
+def require_fits(array: pa.Array, limits: DtypeRange | None) -> None:
     """Raise a DataError for the first value that a dtype cannot hold."""
     if limits is not None and (at := first_beyond(array, limits)) is not None:
         place = f"value {at} of the records"

@@ -60,7 +60,7 @@ class _Batch:
         self.layouts = layouts
 
 
-class _Lookup(RemoteLookup):
+class _PlacedLookup(RemoteLookup):
     """A batch after its lookup in both stores."""
 
     plan = None
@@ -186,7 +186,7 @@ class PlacedStore(Store):
             plans[0] = self._stores["cpu"].forward(host.program, arrays, context)
             outs |= dict(zip(host.features, (_to_device(out, self.device) for out in outputs), strict=True))
         versions = {name: self.table(name).version for name in program.tables}
-        lookup = _Lookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
+        lookup = _PlacedLookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
         return LookupPlan(None, versions, lookup)
 
     @override
@@ -194,7 +194,7 @@ class PlacedStore(Store):
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> PlacedGradients:
         lookup = plan.remote
-        assert isinstance(lookup, _Lookup)
+        assert isinstance(lookup, _PlacedLookup)
         slots = 1 + max(slot for half in lookup.halves for slot in half.slots)
         finite, touched = [True] * slots, [False] * slots
         halves: list[tuple[LookupPlan, Gradients] | None] = [None, None]
@@ -269,10 +269,10 @@ class PlacedStore(Store):
         for place, store in self._stores.items():
             if place_tables := [name for name in tables if self._places[name] == place]:
                 captures[place] = store.capture(place_tables, parts, since, track=track)
-        return _Captures(captures, self._places)
+        return _PlacedCaptures(captures, self._places)
 
 
-class _Captures(Capture):
+class _PlacedCaptures(Capture):
     """Captures of both stores."""
 
     def __init__(self, captures: Mapping[str, Capture], places: Mapping[str, str]) -> None:

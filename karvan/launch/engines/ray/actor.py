@@ -63,7 +63,7 @@ _GATHER = 0.02  # seconds; a call for each line would take longer than the lines
 
 
 @dataclass(frozen=True)
-class Batch:
+class LogLines:
     """Some lines, the number of the line after them, and the exit code once there are no more."""
 
     lines: list[str]
@@ -112,7 +112,7 @@ class OutputBuffer:
         with self._changed:
             self._changed.wait_for(lambda: self._code is not None, seconds)
 
-    def take(self, first: int, seconds: float, buffer: str = "") -> Batch:
+    def take(self, first: int, seconds: float, buffer: str = "") -> LogLines:
         """Lines from number `first` of a buffer on, or none if there are none within some seconds."""
         if buffer and buffer != self.name:
             first = 0
@@ -130,7 +130,7 @@ class OutputBuffer:
                     break
                 lines.append(line)
             following = self._first + len(lines)
-            return Batch(lines, following, None if self._lines else self._code, self.name)
+            return LogLines(lines, following, None if self._lines else self._code, self.name)
 
     def _drop(self) -> None:
         self._bytes -= len(self._lines.popleft()) + 1
@@ -229,7 +229,7 @@ class RoleActor:
                 self._handle.tell_master(order.process)
             return Started(self._handle.pid)
 
-    def take(self, first: int, buffer: str = "") -> Batch:
+    def take(self, first: int, buffer: str = "") -> LogLines:
         """Lines of the process from number `first` of a buffer on."""
         with self._lock:
             self._takers += 1

@@ -20,7 +20,7 @@ from ray import exceptions
 from karvan.clock import clock
 from karvan.exit_codes import USAGE
 from karvan.launch.engines.base import Process
-from karvan.launch.engines.ray.actor import TAKE_SECONDS, Batch, Location, Started
+from karvan.launch.engines.ray.actor import TAKE_SECONDS, Location, LogLines, Started
 from karvan.launch.engines.ray.cluster import RayCluster
 from karvan.launch.engines.ray.placement import NodePlacement
 
@@ -230,7 +230,7 @@ class RayHandle:
         while True:
             try:
                 call = self._actor.take.options(concurrency_group="output").remote(first, buffer)
-                batch: Batch = self._answer(call)
+                batch: LogLines = self._answer(call)
             except exceptions.ActorUnavailableError:
                 unavailable = unavailable or clock.now()
                 if self._is_given_up(clock.now() - unavailable):

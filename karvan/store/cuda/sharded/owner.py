@@ -186,7 +186,7 @@ def average(group: GroupGradients) -> None:
     )
 
 
-class Answer(NamedTuple):
+class OwnerLookup(NamedTuple):
     """A lookup for all ranks, held until its gradients come."""
 
     program: LookupProgram
@@ -214,7 +214,7 @@ class DeviceOwner:
 
     def lookup(
         self, tables: Sequence[str], asked: Sections, message: Tensor, context: LookupContext
-    ) -> tuple[Answer, Tensor]:
+    ) -> tuple[OwnerLookup, Tensor]:
         """Vectors for the keys of all ranks' messages, in the order of the keys."""
         program = self._program(tables, asked)
         keys, uses = asked.split_keys(message)
@@ -228,7 +228,7 @@ class DeviceOwner:
                 place.copy_(out)
         assert isinstance(plan.remote, RemoteLookup)
         plan.remote.take()  # the outputs are in `vectors`, which nobody needs once they are sent
-        return Answer(program, plan, asked), vectors
+        return OwnerLookup(program, plan, asked), vectors
 
     def _inputs(
         self,
@@ -245,7 +245,7 @@ class DeviceOwner:
         return self._store.inputs_of(shapes, [FeatureIds(values) for values in keys], uses, outs)
 
     def hold(
-        self, answer: Answer, floats: Tensor, present: Tensor | None, *, by_key: bool
+        self, answer: OwnerLookup, floats: Tensor, present: Tensor | None, *, by_key: bool
     ) -> DeviceGradients:
         """The ranks' gradients; present: which of the keys have one, None for all.
 
@@ -263,7 +263,7 @@ class DeviceOwner:
 
     def update(
         self,
-        passes: Sequence[tuple[Answer, DeviceGradients]],
+        passes: Sequence[tuple[OwnerLookup, DeviceGradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:

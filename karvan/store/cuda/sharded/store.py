@@ -33,7 +33,7 @@ from karvan.devices import hold_memory
 from karvan.distributed import Connection
 from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
 from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.owner import UNIT, Answer, DeviceOwner, Sections
+from karvan.store.cuda.sharded.owner import UNIT, DeviceOwner, OwnerLookup, Sections
 from karvan.store.cuda.sharded.request import KeyRequest
 from karvan.store.cuda.store import CudaStore
 from karvan.store.program import (
@@ -129,7 +129,7 @@ class RankGradients(LateGradients):
     def __init__(
         self,
         touched: list[bool],
-        answer: Answer,
+        answer: OwnerLookup,
         gradients: DeviceGradients,
         connection: distributed.Connection,
         transport: MemoryTransport,
@@ -201,7 +201,11 @@ class DeviceRankLookup(RemoteLookup):
     plan = None
 
     def __init__(
-        self, request: KeyRequest, answer: Answer, outs: dict[int, Tensor], layouts: Sequence[OutputLayout]
+        self,
+        request: KeyRequest,
+        answer: OwnerLookup,
+        outs: dict[int, Tensor],
+        layouts: Sequence[OutputLayout],
     ) -> None:
         self.request = request
         self.answer = answer
