@@ -21,12 +21,11 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
+from karvan.cluster.parameter_server.batches import Batches, FixedBatches
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
-from karvan.cluster.parameter_server.elastic_requests import ElasticBatches
-from karvan.cluster.parameter_server.own_steps import OwnStepBatches
+from karvan.cluster.parameter_server.elastic_batches import ElasticBatches, OwnStepBatches
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES
@@ -80,7 +79,7 @@ class ParameterServer(Service):
         self._tables = ServerTables(self._index, self._count, self._capacity)
         self._owner = Owner(self._tables.store)
         self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
-        self._batches: Batches | ElasticBatches | None = None
+        self._batches: Batches | None = None
         self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
 
@@ -160,10 +159,10 @@ class ParameterServer(Service):
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
 
-    def _make_batches(self, hello: protocol.ServerHello) -> Batches | ElasticBatches:
+    def _make_batches(self, hello: protocol.ServerHello) -> Batches:
         counts_skips = self._index == 0
         if not hello.elastic:
-            return Batches(self._owner, self._tables, hello, counts_skips=counts_skips)
+            return FixedBatches(self._owner, self._tables, hello, counts_skips=counts_skips)
         made: ElasticBatches
         if MODES[hello.mode].dense_on_servers:
             made = OwnStepBatches(self._owner, self._tables, hello, self._dense, counts_skips=counts_skips)
