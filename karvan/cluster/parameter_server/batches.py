@@ -25,22 +25,11 @@ from typing_extensions import override
 
 from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
 from karvan.cluster.parameter_server.done_once import AnswerWindow, SingleFlight
-from karvan.cluster.parameter_server.row_updates import (
-    BarrierUpdates,
-    HeldLookup,
-    JointUpdates,
-    Pass,
-    RowUpdates,
-    SingleUpdates,
-    WholePush,
-)
-from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.job.sync_modes import MODES
+from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, RowUpdates, WholePush
 from karvan.native import _native
 from karvan.outages import mark
 from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, to_wire
-from karvan.store.row_owner import Owner
 from karvan.store.types import Keys, LookupContext
 from karvan.wire import Endpoint, Message, RefusedError, Request
 from karvan.wire.schema import Call, H, expect_array
@@ -107,21 +96,11 @@ _REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness
 
 
 class Batches(ABC):
-    """The batches of one run of a job's trainers.
+    """The batches of one run of a job's trainers, whose first one has said hello."""
 
-    counts_skips: whether this server counts the updates that trainers skip.
-    """
-
-    def __init__(
-        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
-    ) -> None:
-        self._owner = owner
-        self._tables = tables
+    def __init__(self, rows: RowUpdates, hello: protocol.ServerHello) -> None:
+        self._rows = rows
         self._agreed = _settings_of_run(hello)
-        rows: type[RowUpdates] = SingleUpdates
-        if MODES[hello.mode].joint_rows and (hello.elastic or hello.trainers > 1):
-            rows = JointUpdates if hello.elastic else BarrierUpdates
-        self._rows = rows(owner, tables, hello, counts_skips)
         self._window = _REMEMBERED + 2 * hello.staleness
         self._lock = threading.RLock()
         self._single_flight = SingleFlight()
@@ -209,7 +188,7 @@ class Batches(ABC):
         head, keys = call.head, call.arrays[0]
         if head.commit is not None:
             self._apply_commit(head.commit)
-        self._tables.check_tables(head.tables)
+        self._rows.tables.check_tables(head.tables)
         self._forget(member, head)
         if head.training:
             name = (member, head.store, head.batch)
@@ -217,7 +196,7 @@ class Batches(ABC):
             vectors = lookup.vectors
         else:
             context = LookupContext(False, head.step, head.now)
-            vectors = self._owner.lookup(head.tables, [head.counts], [keys], context).vectors
+            vectors = self._rows.owner.lookup(head.tables, [head.counts], [keys], context).vectors
             self._count_pull(head)
         return Message({}, [to_wire(vectors, head.wire)])
 
@@ -315,10 +294,8 @@ class FixedBatches(Batches):
     same time, and those in a barrier wait for each other, so no lock is held through a call.
     """
 
-    def __init__(
-        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
-    ) -> None:
-        super().__init__(owner, tables, hello, counts_skips=counts_skips)
+    def __init__(self, rows: RowUpdates, hello: protocol.ServerHello) -> None:
+        super().__init__(rows, hello)
         self._received: dict[tuple[int, int, int], _Received] = {}  # by trainer, store and push
         self._applied: AnswerWindow[bool] = AnswerWindow(self._window)  # pushes
         self.endpoints.extend(Endpoint(call, _refuse_commits) for call in protocol.COMMIT_CALLS.values())

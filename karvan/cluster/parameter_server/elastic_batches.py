@@ -32,12 +32,10 @@ from typing_extensions import override
 from karvan.cluster.parameter_server.batches import Batches, expect_same_tables, who_of
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
 from karvan.cluster.parameter_server.done_once import AnswerWindow
-from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, WholePush
-from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, RowUpdates, WholePush
 from karvan.dense.tensor_checks import dense_tensor
 from karvan.dense.wire_format import tensors_of
 from karvan.protocol import parameter_server as protocol
-from karvan.store.row_owner import Owner
 from karvan.wire import Message, RefusedError, Request
 
 # `StagedPushes`: the gradients that a server holds until the trainers commit or drop their step.
@@ -128,15 +126,13 @@ class ElasticBatches(Batches):
 
     own_steps = False  # whether each member has steps of its own
 
-    def __init__(
-        self, owner: Owner, tables: ServerTables, hello: protocol.ServerHello, *, counts_skips: bool = True
-    ) -> None:
+    def __init__(self, rows: RowUpdates, hello: protocol.ServerHello) -> None:
         if hello.reload:
             raise RefusedError(
                 "expected an elastic run with on_server_loss rollback, got reload: rows of a checkpoint lack "
                 "steps that the members have committed."
             )
-        super().__init__(owner, tables, hello, counts_skips=counts_skips)
+        super().__init__(rows, hello)
         self._staged = StagedPushes(self._window)
         # The last one, by member if each has steps of its own, or of None.
         self._committed: dict[int | None, protocol.Commit] = {}
@@ -194,7 +190,7 @@ class ElasticBatches(Batches):
     @override
     def _receive(self, member: int, head: protocol.PushHead, passes: Mapping[int, Pass]) -> None:
         expect_same_tables(list(passes.values()))
-        self._tables.check_rules(head.rules)  # a commit must not fail
+        self._rows.tables.check_rules(head.rules)  # a commit must not fail
         self._staged.add(WholePush(member, head, list(passes.values())))
 
     def _committed_step(self, whose: int | None) -> int:
@@ -327,16 +323,8 @@ class OwnStepBatches(ElasticBatches):
 
     own_steps = True
 
-    def __init__(
-        self,
-        owner: Owner,
-        tables: ServerTables,
-        hello: protocol.ServerHello,
-        dense: DenseService,
-        *,
-        counts_skips: bool = True,
-    ) -> None:
-        super().__init__(owner, tables, hello, counts_skips=counts_skips)
+    def __init__(self, rows: RowUpdates, hello: protocol.ServerHello, dense: DenseService) -> None:
+        super().__init__(rows, hello)
         if settings_of(hello).rejects:
             raise RefusedError(
                 "expected an elastic run without grads_to_wait and tolerance, as a gradient that waits for "

@@ -25,6 +25,12 @@ from karvan.cluster.parameter_server.batches import Batches, FixedBatches
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
 from karvan.cluster.parameter_server.elastic_batches import ElasticBatches, OwnStepBatches
+from karvan.cluster.parameter_server.row_updates import (
+    BarrierUpdates,
+    JointUpdates,
+    RowUpdates,
+    SingleUpdates,
+)
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.job.checkpoint_url import local_path
@@ -160,16 +166,19 @@ class ParameterServer(Service):
         return {"server": self._index, "generation": self._generation}
 
     def _make_batches(self, hello: protocol.ServerHello) -> Batches:
-        counts_skips = self._index == 0
+        """The batches of a run, with the strategies that its mode asks for."""
+        mode = MODES[hello.mode]
+        kind: type[RowUpdates] = SingleUpdates
+        if mode.joint_rows and (hello.elastic or hello.trainers > 1):
+            kind = JointUpdates if hello.elastic else BarrierUpdates
+        rows = kind(self._owner, self._tables, hello, counts_skips=self._index == 0)
         if not hello.elastic:
-            return FixedBatches(self._owner, self._tables, hello, counts_skips=counts_skips)
-        made: ElasticBatches
-        if MODES[hello.mode].dense_on_servers:
-            made = OwnStepBatches(self._owner, self._tables, hello, self._dense, counts_skips=counts_skips)
-        else:
-            made = ElasticBatches(self._owner, self._tables, hello, counts_skips=counts_skips)
-        made.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
-        return made
+            return FixedBatches(rows, hello)
+        elastic = (
+            OwnStepBatches(rows, hello, self._dense) if mode.dense_on_servers else ElasticBatches(rows, hello)
+        )
+        elastic.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
+        return elastic
 
     def _end(self, reason: str) -> None:
         if self._batches is not None:
@@ -182,16 +191,8 @@ class ParameterServer(Service):
         assert self._batches is not None
         self._batches.count_used(head.store, head.used)
         with self._batches.between_steps():
-            self._saving.capture(
-                head.capture,
-                head.tables,
-                head.parts,
-                head.since,
-                head.track,
-                self._batches.updates.record(head.store),
-                self._batches.log,
-                call.caller.hello.trainer,
-            )
+            updates = self._batches.updates.record(head.store)
+            self._saving.capture(head, updates, self._batches.log, call.caller.hello.trainer)
         return Message({})
 
     def _save(self, call: Request[protocol.Save]) -> Message:
