@@ -209,7 +209,7 @@ class Batches(ABC):
                 self._expect_open(*name)
         if lookup is not None:
             size = sum(head.counts)
-            same = (lookup.tables, lookup.counts) == (head.tables, head.counts)
+            same = (lookup.head.tables, lookup.head.counts) == (head.tables, head.counts)
             if not same or not np.array_equal(lookup.keys[:size], keys[:size]):
                 raise RefusedError("expected the same keys as in the batch's lookup, got others.")
             return lookup
@@ -253,9 +253,9 @@ class Batches(ABC):
                 lookup = self._lookups.get((member, head.store, head.batches[position]))
             if lookup is None:
                 raise RefusedError(f"expected gradients of batches that were looked up, got {head.batches}.")
-            if unknown := [name for name in (*head.rules, *head.skipped) if name not in lookup.tables]:
+            if unknown := [name for name in (*head.rules, *head.skipped) if name not in lookup.head.tables]:
                 raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
-            (size,) = floats([lookup.counts], lookup.dims)
+            (size,) = floats([lookup.head.counts], lookup.dims)
             expect_array(array, f"gradients[{position}]", array.dtype.name, size)
             passes[position] = lookup, from_wire(array, head.wire)
         return passes
@@ -368,8 +368,8 @@ def _refuse_commits(call: Request | None = None) -> Message:
 
 def expect_same_tables(passes: Sequence[Pass]) -> None:
     """A RefusedError unless the passes of a push looked up the same tables."""
-    first = passes[0][0].tables
-    if other := next((lookup.tables for lookup, _ in passes if lookup.tables != first), None):
+    first = passes[0][0].head.tables
+    if other := next((lookup.head.tables for lookup, _ in passes if lookup.head.tables != first), None):
         raise RefusedError(f"expected passes that looked up the same tables, got {first} and {other}.")
 
 

@@ -119,26 +119,11 @@ class HeldLookup:
     answered: the lookup in the tables, unless it has changed nothing in them.
     """
 
-    tables: list[str]
-    counts: list[int]
+    head: PullHead
     dims: Sequence[int]
     keys: Keys  # and their uses: the message of the lookup
-    step: int
-    now: float
     vectors: Tensor
     answered: Answered | None = None
-
-    @classmethod
-    def of(
-        cls,
-        head: PullHead,
-        dims: Sequence[int],
-        keys: Keys,
-        vectors: Tensor,
-        answered: Answered | None = None,
-    ) -> HeldLookup:
-        """The lookup of a call."""
-        return cls(head.tables, head.counts, dims, keys, head.step, head.now, vectors, answered)
 
 
 Pass: TypeAlias = tuple[HeldLookup, Vectors]  # a backward pass: the lookup, and a trainer's gradients
@@ -241,7 +226,7 @@ class SingleUpdates(RowUpdates):
     def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
         context = LookupContext(True, head.step, head.now)
         answered = self.owner.lookup(head.tables, [head.counts], [keys], context, self.log)
-        return HeldLookup.of(head, answered.dims, keys, answered.vectors, answered)
+        return HeldLookup(head, answered.dims, keys, answered.vectors, answered)
 
     @override
     def apply(self, parts: Sequence[WholePush], scale: float = 1.0) -> None:
@@ -279,7 +264,7 @@ class BarrierUpdates(RowUpdates):
         sizes = floats(answered.asked, answered.dims)
         begin = sum(sizes[:member])
         vectors = answered.vectors[begin : begin + sizes[member]]
-        return HeldLookup.of(head, answered.dims, keys, vectors, answered)
+        return HeldLookup(head, answered.dims, keys, vectors, answered)
 
     @override
     def apply(self, parts: Sequence[WholePush], scale: float = 1.0) -> None:
@@ -317,7 +302,7 @@ class JointUpdates(RowUpdates):
         """The keys are kept for the commit."""
         vectors = self._reads.read(head.tables, head.counts, keys)
         dims = [self.owner.store.table(table).spec.dim for table in head.tables]
-        return HeldLookup.of(head, dims, keys, vectors)
+        return HeldLookup(head, dims, keys, vectors)
 
     @override
     def check(self, parts: Sequence[WholePush]) -> None:
@@ -362,14 +347,10 @@ class JointUpdates(RowUpdates):
                 self._update_jointly(together, joint[engine], scale)
 
     def _insert(self, tables: Sequence[str], lookups: Sequence[HeldLookup]) -> Answered:
-        return self.owner.lookup(
-            tables,
-            [lookup.counts for lookup in lookups],
-            [lookup.keys for lookup in lookups],
-            LookupContext(
-                True, max(lookup.step for lookup in lookups), max(lookup.now for lookup in lookups)
-            ),
-        )
+        heads = [lookup.head for lookup in lookups]
+        context = LookupContext(True, max(head.step for head in heads), max(head.now for head in heads))
+        keys = [lookup.keys for lookup in lookups]
+        return self.owner.lookup(tables, [head.counts for head in heads], keys, context)
 
     def _update_jointly(self, parts: Sequence[WholePush], joint: Sequence[_Joint], scale: float) -> None:
         """One update with the gradients of pushes that have tables in common."""
@@ -402,7 +383,7 @@ def scaled(gradients: Vectors, scale: float) -> Vectors:
 
 
 def _engine_of(part: WholePush) -> _Engine:
-    return part.head.store, tuple(part.lookups[0].tables)
+    return part.head.store, tuple(part.lookups[0].head.tables)
 
 
 def _by_shared_tables(parts: Sequence[WholePush]) -> list[list[WholePush]]:

@@ -277,31 +277,28 @@ class ParameterServer(Service):
             if declared.initial is not None:
                 self._tables.set_state(name, declared.initial, fresh=False)
 
+        empty: dict[str, dict[str, Any]] = {
+            name: {"keep": False, "initial": declared.initial or [], "extra": True}
+            for name, declared in tables.items()
+        }
+
         def fill(newest: Checkpoint) -> dict[str, dict[str, Any]]:
             saved = newest.manifest.tables
-            filled = {
-                name: {
-                    "keep": name in saved
-                    and saved[name].optimizer is not None
-                    and declared.initial is not None,
-                    "initial": declared.initial or [],
-                    "extra": True,
-                }
-                for name, declared in tables.items()
-            }
-            for name in tables:  # a newer, damaged one may have loaded some of its rows
-                self._tables.store.table(name).clear()
-            self._saving.fill(
-                newest.path, {name: request for name, request in filled.items() if name in saved}
-            )
+            filled = dict(empty)
+            for name, declared in tables.items():
+                if name in saved:
+                    keep = saved[name].optimizer is not None and declared.initial is not None
+                    filled[name] = {**empty[name], "keep": keep}
+                self._tables.store.table(
+                    name
+                ).clear()  # a newer, damaged one may have loaded some of its rows
+            self._saving.fill(newest.path, {name: filled[name] for name in tables if name in saved})
             return filled
 
         # Trainers rename damaged checkpoints when they resume.
         resumed = resume(folder, fill, rename=False)
         if resumed is None:
             _log.warning("%s is restarted without rows: nothing was saved yet.", self.name)
-            initial = {name: declared.initial or [] for name, declared in tables.items()}
-            empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
             return Restored(None, empty, self._updates_of(None))
         newest, filled = resumed
         _log.warning("%s is restarted with the rows of step %d.", self.name, newest.step)
