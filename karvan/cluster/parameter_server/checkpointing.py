@@ -33,6 +33,7 @@ from karvan.checkpoint.pending_save import Writers
 from karvan.checkpoint.table_files import ShareSource, put_table
 from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 from karvan.native import _native
+from karvan.protocol.parameter_server import CaptureHead
 from karvan.store import Capture, MemoryStore, Rows, TableSpec
 from karvan.store.types import Keys
 from karvan.wire import RefusedError
@@ -262,34 +263,26 @@ class Saving:
         self._versions: dict[int, dict[str, int]] = {}  # of captures that a delta may build on
 
     def capture(
-        self,
-        number: int,
-        tables: list[str],
-        parts: dict[str, int],
-        since: int | None,
-        track: bool,
-        updates: Mapping[str, Any],
-        log: _native.LookupLog | None,
-        trainer: int = 0,
+        self, head: CaptureHead, updates: Mapping[str, Any], log: _native.LookupLog | None, trainer: int
     ) -> None:
         """Hold the tables as they are now, under a number; `updates` are those that they contain.
 
         log: lookups in flight, which are not captured. trainer: which asks for it.
         """
         versions = None
-        if since is not None:
-            if since not in self._versions:
-                raise ValueError(f"expected a tracked capture, got {since}.")
-            versions = {name: self._versions[since][name] for name in tables}
+        if head.since is not None:
+            if head.since not in self._versions:
+                raise ValueError(f"expected a tracked capture, got {head.since}.")
+            versions = {name: self._versions[head.since][name] for name in head.tables}
         with self._lock:
-            capture = self._store.capture(tables, parts, versions, track=track, log=log)
+            capture = self._store.capture(head.tables, head.parts, versions, track=head.track, log=log)
             extras = {
                 name: own_extra(self._store.table(name).extra(log), self._server, self._servers)
-                for name in tables
+                for name in head.tables
             }
-            self._open[number] = _Held(capture, extras, updates, trainer)
-            if track:
-                self._versions = {number: dict(capture.versions)}
+            self._open[head.capture] = _Held(capture, extras, updates, trainer)
+            if head.track:
+                self._versions = {head.capture: dict(capture.versions)}
 
     def replace_lost(
         self, number: int, tables: Mapping[str, Mapping[str, Any]], store: int, restored: Restored
@@ -338,26 +331,23 @@ class Saving:
             writers.put(lambda: note(_write_unused(folder, name, arrays, pace)))
 
         try:
-            shares = {
-                name: put_table(self._source(name, spec, held.capture, held.extras[name]), folder, put, pace)
-                for name, spec in tables.items()
-            }
+            shares = {}
+            for name, request in tables.items():
+                source = ShareSource(
+                    self._specs[name],
+                    request["optimizer"],
+                    held.capture,
+                    int(request["parts"]),
+                    held.extras[name],
+                    bool(request["delta"]),
+                    self._server,
+                    self._servers,
+                )
+                shares[name] = put_table(source, folder, put, pace)
             writers.finish()
             return {name: {**share(), "updates": held.updates} for name, share in shares.items()}
         finally:
             writers.end()
-
-    def _source(self, name: str, request: Mapping[str, Any], capture: Capture, extra: Any) -> ShareSource:
-        return ShareSource(
-            self._specs[name],
-            request["optimizer"],
-            capture,
-            int(request["parts"]),
-            extra,
-            bool(request["delta"]),
-            self._server,
-            self._servers,
-        )
 
     def fill(self, path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Empty tables, and read this server's rows of a checkpoint."""

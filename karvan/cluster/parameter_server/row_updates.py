@@ -1,19 +1,23 @@
-"""`RowUpdates`: how lookups and the pushes of a committed step change a server's rows; one way for each mode.
+"""`RowUpdates`: how lookups and pushes change a server's rows; one way for each kind of run.
 
-`JointUpdates`, for mode sync: lookups change nothing. A commit looks the keys of all parts
+`SingleUpdates`, for modes hybrid and async, and for a run of one trainer: a lookup inserts rows and counts
+uses when it arrives. If lookups may be made in advance, it is in the log of lookups in flight until its push
+is applied, so that captures contain the use counts of trained batches only. Each push is an update by itself.
+
+`BarrierUpdates`, for mode sync with a fixed number of trainers: lookups and gradients of all trainers are
+done together, in rank order. The call that comes last does them, the others wait for it.
+
+`JointUpdates`, for mode sync of an elastic run: lookups change nothing. A commit looks the keys of all parts
 up again, together and in the order of the parts, this time inserting rows, counting uses and evicting; then
 it adds their gradients up in this order and makes one update. So the tables depend on the committed parts and
 their order alone, not on who looked them up, when, or how often, and are those of a run with a fixed number
 of trainers. A lookup without a committed push leaves no trace.
-
-`SingleUpdates`, for modes hybrid and async: a lookup inserts rows and counts uses when it arrives, and is in
-the log of lookups in flight until its push is committed. Each part of a commit is an update of its own.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,14 +26,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.cluster.parameter_server.answer_window import AnswerWindow
+from karvan.cluster.parameter_server.done_once import TrainerBarrier
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.native import _native, output_buffers
+from karvan.protocol.parameter_server import PullHead, PushHead, ServerHello
 from karvan.store import TableSpec
 from karvan.store.messages import floats, rule_from_json
 from karvan.store.row_owner import Answered, Owner, Summed
-from karvan.store.types import Keys, LookupContext, Vectors
+from karvan.store.types import Keys, LookupContext, Rule, Vectors
 from karvan.wire import RefusedError
+from karvan.wire.schema import expect_array
+
+_WAIT = 240.0  # seconds that trainers wait for each other, less than they wait for a server
 
 # `TableReads`: training lookups that change nothing in the tables.
 #
@@ -101,129 +109,49 @@ class TableReads:
         return made
 
 
-# `StagedPushes`: the gradients that a server holds until the trainers commit or drop their step.
-#
-# A push is known by its member and sequence. It is staged once, however often it is sent; one that a step was
-# committed with is remembered, so that a late repetition is answered as done and not staged again.
+# What a trainer has looked up and pushed, until the server is done with it.
 
 
 @dataclass(frozen=True, eq=False)
 class HeldLookup:
-    """A member's training lookup, held until the member is done with it.
+    """A trainer's training lookup, held until the trainer is done with it.
 
     answered: the lookup in the tables, unless it has changed nothing in them.
     """
 
-    tables: Sequence[str]
-    counts: Sequence[int]
+    head: PullHead
     dims: Sequence[int]
     keys: Keys  # and their uses: the message of the lookup
-    step: int
-    now: float
     vectors: Tensor
     answered: Answered | None = None
 
 
+Pass: TypeAlias = tuple[HeldLookup, Vectors]  # a backward pass: the lookup, and a trainer's gradients
+
+
 @dataclass(frozen=True, eq=False)
-class StagedPush:
-    """Gradients of some lookups, one for each backward pass, not multiplied by the step's scale."""
+class WholePush:
+    """The gradients of some lookups, one for each backward pass, not multiplied by a step's scale."""
 
     member: int
-    sequence: int
-    step: int
-    store: int
-    batches: Sequence[int]
-    lookups: Sequence[HeldLookup]
-    gradients: Sequence[Vectors]
-    rules: Mapping[str, Mapping[str, Any]]
-    steps: Mapping[str, int]
-    skipped: Sequence[str]
-    complete: bool
+    head: PushHead
+    passes: Sequence[Pass]
+
+    @property
+    def lookups(self) -> list[HeldLookup]:
+        """Those of its passes."""
+        return [lookup for lookup, _ in self.passes]
 
     @property
     def name(self) -> tuple[int, int]:
         """How commits call it."""
-        return self.member, self.sequence
+        return self.member, self.head.sequence
 
-
-class StagedPushes:
-    """Staged pushes by member and sequence; a member has at most `most` of them."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._staged: dict[tuple[int, int], StagedPush] = {}
-        self._committed: AnswerWindow[bool] = AnswerWindow(most)
-
-    def __len__(self) -> int:
-        return len(self._staged)
-
-    def holds(self, member: int, sequence: int, step: int, batches: Sequence[int]) -> bool:
-        """Whether a push has been staged or committed before; a RefusedError if it must not be staged."""
-        if self._committed.find(str(member), sequence):
-            return True
-        if (known := self._staged.get((member, sequence))) is not None:
-            if (known.step, known.batches) != (step, batches):
-                raise RefusedError(
-                    f"expected push {sequence} of member {member} to be repeated as it was, of step "
-                    f"{known.step} and batches {known.batches}, got step {step} and batches {batches}."
-                )
-            return True
-        if self._committed.forgotten(str(member), sequence):
-            raise RefusedError(f"expected one of member {member}'s newest pushes, got {sequence}.")
-        staged = sum(other == member for other, _ in self._staged)
-        if staged >= self._most:
-            raise RefusedError(
-                f"expected at most {self._most} staged pushes of a member, got one more of member {member}: "
-                "commit or drop its steps first."
-            )
-        return False
-
-    def add(self, push: StagedPush) -> None:
-        """Stage a push that is not held yet."""
-        self._staged[push.name] = push
-
-    def find(self, names: Iterable[tuple[int, int]], step: int) -> list[StagedPush]:
-        """These pushes, in this order; a RefusedError unless all are staged, and of the step."""
-        found = []
-        for member, sequence in names:
-            push = self._staged.get((member, sequence))
-            if push is None:
-                raise RefusedError(
-                    f"expected parts of step {step} that are staged, got push {sequence} of member {member}, "
-                    "which is not here: its gradients would be lost."
-                )
-            if push.step != step:
-                raise RefusedError(
-                    f"expected parts of step {step}, got push {sequence} of member {member}, of step "
-                    f"{push.step}."
-                )
-            found.append(push)
-        return found
-
-    def commit(self, parts: Iterable[StagedPush]) -> None:
-        """These have been applied."""
-        for part in parts:
-            del self._staged[part.name]
-            self._committed.remember(str(part.member), part.sequence, True)
-
-    def drop(self, chosen: Callable[[StagedPush], bool]) -> list[StagedPush]:
-        """Remove and return the pushes for which `chosen` is true."""
-        dropped = [push for push in self._staged.values() if chosen(push)]
-        for push in dropped:
-            del self._staged[push.name]
-        return dropped
-
-    def forget(self, member: int) -> None:
-        """Forget the committed pushes of a member that will not come back."""
-        self._committed.forget(str(member))
-
-    def uses(self, lookup: HeldLookup) -> bool:
-        """Whether a staged push has gradients of a lookup."""
-        return any(lookup is each for push in self._staged.values() for each in push.lookups)
-
-    def names(self, chosen: Callable[[StagedPush], bool]) -> list[tuple[int, int, int]]:
-        """Step, member and sequence of staged pushes, sorted."""
-        return sorted((push.step, *push.name) for push in self._staged.values() if chosen(push))
+    @property
+    def step(self) -> int:
+        """The step that it is a part of, in an elastic run."""
+        assert self.head.step is not None
+        return self.head.step
 
 
 _Engine: TypeAlias = tuple[int, tuple[str, ...]]  # a store, and the tables of its lookups
@@ -231,41 +159,44 @@ _Joint: TypeAlias = tuple[list[HeldLookup], Answered]
 
 
 class RowUpdates(ABC):
-    """Lookups and updates of one run; for one thread at a time.
+    """Lookups and updates of one run.
 
-    by_key: divide a key's gradient by the number of parts that have it. counts_skips: whether this server
-    counts the updates that trainers skip.
+    hello: says how gradients are reduced, and whether lookups are made in advance. counts_skips: whether this
+    server counts the updates that trainers skip.
     """
 
-    log: _native.LookupLog | None = None  # lookups in flight, which captures omit
-
-    def __init__(self, owner: Owner, tables: ServerTables, *, by_key: bool, counts_skips: bool) -> None:
+    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
         self.owner = owner
         self.tables = tables
-        self.by_key = by_key
+        self.by_key = hello.grad_reduce == "key"
         self.counts_skips = counts_skips
+        # Lookups in flight, which captures omit.
+        self.log = _native.LookupLog() if hello.elastic or hello.staleness > 1 else None
 
     @abstractmethod
-    def look_up(
-        self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
-    ) -> HeldLookup:
+    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
         """A lookup for training."""
 
     @abstractmethod
-    def check(self, parts: Sequence[StagedPush]) -> None:
+    def apply(self, parts: Sequence[WholePush], scale: float = 1.0) -> None:
+        """Apply the gradients of pushes, times scale."""
+
+    def check(self, parts: Sequence[WholePush]) -> None:  # noqa: B027
         """A RefusedError if the parts cannot be applied as one step."""
 
-    @abstractmethod
-    def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
-        """Apply the gradients of a step, times scale."""
+    def end(self, reason: str) -> None:  # noqa: B027
+        """Those who wait for other trainers get the reason."""
 
-    @abstractmethod
     def trained(self, lookups: Iterable[HeldLookup]) -> None:
         """The batches of these lookups count as trained."""
+        for plan in _plans(lookups):
+            if self.log is not None:
+                self.log.trained(plan)
 
-    @abstractmethod
     def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
         """The batches of these lookups will not be trained."""
+        if self.log is not None and (plans := _plans(lookups)):
+            self.log.withdraw(plans)
 
     def skip(self, tables: Iterable[str]) -> None:
         """Count updates that trainers have skipped, because their gradients are not finite."""
@@ -275,99 +206,121 @@ class RowUpdates(ABC):
     def update(
         self,
         passes: Sequence[tuple[Answered, Sequence[Vectors]]],
-        rules: Mapping[str, Mapping[str, Any]],
+        rules: Mapping[str, Rule],
         steps: Mapping[str, int],
         complete: bool,
     ) -> None:
         """One update with the sum of some backward passes, whose gradients are given by caller."""
-        summed: list[tuple[Answered, Summed]] = [
-            (answered, self.owner.reduce(answered, gradients, complete=complete, by_key=self.by_key))
-            for answered, gradients in passes
-        ]
-        made = {table: rule_from_json(rule) for table, rule in rules.items()}
-        self.owner.update(passes[0][0].tables, summed, made, steps)
+        summed: list[tuple[Answered, Summed]] = []
+        for answered, gradients in passes:
+            _check_sizes(answered, gradients)
+            reduced = self.owner.reduce(answered, gradients, complete=complete, by_key=self.by_key)
+            summed.append((answered, reduced))
+        self.owner.update(passes[0][0].tables, summed, rules, steps)
 
 
 class SingleUpdates(RowUpdates):
     """Each part by itself, in the order of the parts."""
 
-    def __init__(self, owner: Owner, tables: ServerTables, *, by_key: bool, counts_skips: bool) -> None:
-        super().__init__(owner, tables, by_key=by_key, counts_skips=counts_skips)
-        self.log: _native.LookupLog = _native.LookupLog()
+    @override
+    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+        context = LookupContext(True, head.step, head.now)
+        answered = self.owner.lookup(head.tables, [head.counts], [keys], context, self.log)
+        return HeldLookup(head, answered.dims, keys, answered.vectors, answered)
 
     @override
-    def look_up(
-        self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
-    ) -> HeldLookup:
-        context = LookupContext(True, step, now)
-        answered = self.owner.lookup(tables, [list(counts)], [keys], context, self.log)
-        return HeldLookup(tables, counts, answered.dims, keys, step, now, answered.vectors, answered)
-
-    @override
-    def check(self, parts: Sequence[StagedPush]) -> None:
-        """There is nothing that parts have to agree on."""
-
-    @override
-    def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
+    def apply(self, parts: Sequence[WholePush], scale: float = 1.0) -> None:
         """A table that one part skips is skipped by all of them."""
-        skipped = {table for part in parts for table in part.skipped}
+        skipped = {table for part in parts for table in part.head.skipped}
         for part in parts:
-            rules = {table: rule for table, rule in part.rules.items() if table not in skipped}
-            self.skip(table for table in (*part.rules, *part.skipped) if table in skipped)
-            passes = [
-                (_answered(lookup), [scaled(gradients, scale)])
-                for lookup, gradients in zip(part.lookups, part.gradients, strict=True)
-            ]
-            self.update(passes, rules, {table: part.steps[table] for table in rules}, part.complete)
+            head = part.head
+            rules = _rules_of(part, skipped)
+            self.skip(table for table in (*head.rules, *head.skipped) if table in skipped)
+            passes = [(_answered(lookup), [scaled(gradients, scale)]) for lookup, gradients in part.passes]
+            self.update(passes, rules, {table: head.steps[table] for table in rules}, head.complete)
             self.trained(part.lookups)
 
-    @override
-    def trained(self, lookups: Iterable[HeldLookup]) -> None:
-        for lookup in lookups:
-            plan = _answered(lookup).plan.native
-            if plan is not None:
-                self.log.trained(plan)
+
+class BarrierUpdates(RowUpdates):
+    """The lookups and gradients of a fixed number of trainers, in the order of ranks, once all have come."""
+
+    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
+        super().__init__(owner, tables, hello, counts_skips)
+        self._barrier = TrainerBarrier(hello.trainers, _WAIT)
 
     @override
-    def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
-        plans = [_answered(lookup).plan.native for lookup in lookups]
-        if plans:
-            self.log.withdraw([plan for plan in plans if plan is not None])
+    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+        def look_up_jointly(calls: list[tuple[PullHead, Keys]]) -> Answered:
+            if other := next((call.tables for call, _ in calls if call.tables != head.tables), None):
+                raise RefusedError(
+                    f"expected all trainers to look up the same tables, got {head.tables} and {other}."
+                )
+            counts, messages = [call.counts for call, _ in calls], [message for _, message in calls]
+            context = LookupContext(True, head.step, head.now)
+            return self.owner.lookup(head.tables, counts, messages, context, self.log)
+
+        name = ("pull", head.store, head.batch)
+        answered = self._barrier.take_part(name, member, (head, keys), look_up_jointly)
+        sizes = floats(answered.asked, answered.dims)
+        begin = sum(sizes[:member])
+        vectors = answered.vectors[begin : begin + sizes[member]]
+        return HeldLookup(head, answered.dims, keys, vectors, answered)
+
+    @override
+    def apply(self, parts: Sequence[WholePush], scale: float = 1.0) -> None:
+        """Wait for the same push of the other trainers: there are no commits, so scale is 1."""
+        (part,) = parts
+        head, rules = part.head, _rules_of(part)
+
+        def update_jointly(pushes: list[Sequence[Pass]]) -> None:
+            self.skip(head.skipped)
+            passes = [
+                (_answered(lookup), [push[number][1] for push in pushes])
+                for number, lookup in enumerate(part.lookups)
+            ]
+            self.update(passes, rules, head.steps, head.complete)
+
+        name = ("push", head.store, *head.batches, *rules)
+        self._barrier.take_part(name, part.member, part.passes, update_jointly)
+        self.trained(part.lookups)
+
+    @override
+    def end(self, reason: str) -> None:
+        self._barrier.end(reason)
 
 
 class JointUpdates(RowUpdates):
     """All parts together: one lookup for each backward pass, and one update for each optimizer."""
 
-    def __init__(self, owner: Owner, tables: ServerTables, *, by_key: bool, counts_skips: bool) -> None:
-        super().__init__(owner, tables, by_key=by_key, counts_skips=counts_skips)
+    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
+        super().__init__(owner, tables, hello, counts_skips)
+        self.log = None  # lookups change nothing
         self._reads = TableReads(owner, tables)
 
     @override
-    def look_up(
-        self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
-    ) -> HeldLookup:
+    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
         """The keys are kept for the commit."""
-        vectors = self._reads.read(tables, counts, keys)
-        dims = [self.owner.store.table(table).spec.dim for table in tables]
-        return HeldLookup(tables, counts, dims, keys, step, now, vectors)
+        vectors = self._reads.read(head.tables, head.counts, keys)
+        dims = [self.owner.store.table(table).spec.dim for table in head.tables]
+        return HeldLookup(head, dims, keys, vectors)
 
     @override
-    def check(self, parts: Sequence[StagedPush]) -> None:
+    def check(self, parts: Sequence[WholePush]) -> None:
         """Parts have the same rules and steps, and each its own lookups."""
-        known: dict[tuple[_Engine, str], tuple[StagedPush, Any]] = {}
-        pushed: dict[tuple[int, str], StagedPush] = {}
+        rules: dict[tuple[_Engine, str], tuple[WholePush, Any]] = {}
+        pushed: dict[tuple[HeldLookup, str], WholePush] = {}
         for part in parts:
             for lookup in part.lookups:
-                for table in (*part.rules, *part.skipped):
-                    if (first := pushed.setdefault((id(lookup), table), part)) is not part:
+                for table in (*part.head.rules, *part.head.skipped):
+                    if (first := pushed.setdefault((lookup, table), part)) is not part:
                         raise RefusedError(
                             f"expected the gradients of a lookup for table '{table}' once in step "
-                            f"{part.step}, got pushes {first.sequence} and {part.sequence} of member "
-                            f"{part.member}."
+                            f"{part.step}, got pushes {first.head.sequence} and {part.head.sequence} of "
+                            f"member {part.member}."
                         )
-            for table, rule in part.rules.items():
-                given = (rule, part.steps[table])
-                first, expected = known.setdefault((_engine_of(part), table), (part, given))
+            for table, rule in part.head.rules.items():
+                given = (rule, part.head.steps[table])
+                first, expected = rules.setdefault((_engine_of(part), table), (part, given))
                 if given != expected:
                     raise RefusedError(
                         f"expected all parts of step {part.step} to have one rule and step for table "
@@ -376,54 +329,44 @@ class JointUpdates(RowUpdates):
                     )
 
     @override
-    def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
-        engines: dict[_Engine, list[StagedPush]] = {}
+    def apply(self, parts: Sequence[WholePush], scale: float = 1.0) -> None:
+        engines: dict[_Engine, list[WholePush]] = {}
         for part in parts:
             engines.setdefault(_engine_of(part), []).append(part)
         joint: dict[_Engine, list[_Joint]] = {engine: [] for engine in engines}
-        for number in range(max((len(part.lookups) for part in parts), default=0)):
+        for number in range(max((len(part.passes) for part in parts), default=0)):
             for engine, its_parts in engines.items():
-                if lookups := _lookups_of_pass(its_parts, number):
+                # In the order of the parts; two optimizers share those of an engine.
+                shared = dict.fromkeys(
+                    part.lookups[number] for part in its_parts if number < len(part.passes)
+                )
+                if lookups := list(shared):
                     joint[engine].append((lookups, self._insert(engine[1], lookups)))
         for engine, its_parts in engines.items():
             for together in _by_shared_tables(its_parts):
                 self._update_jointly(together, joint[engine], scale)
 
-    @override
-    def trained(self, lookups: Iterable[HeldLookup]) -> None:
-        """They count at the commit of their pushes."""
-
-    @override
-    def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
-        """They have changed nothing."""
-
     def _insert(self, tables: Sequence[str], lookups: Sequence[HeldLookup]) -> Answered:
-        return self.owner.lookup(
-            tables,
-            [list(lookup.counts) for lookup in lookups],
-            [lookup.keys for lookup in lookups],
-            LookupContext(
-                True, max(lookup.step for lookup in lookups), max(lookup.now for lookup in lookups)
-            ),
-        )
+        heads = [lookup.head for lookup in lookups]
+        context = LookupContext(True, max(head.step for head in heads), max(head.now for head in heads))
+        keys = [lookup.keys for lookup in lookups]
+        return self.owner.lookup(tables, [head.counts for head in heads], keys, context)
 
-    def _update_jointly(self, parts: Sequence[StagedPush], joint: Sequence[_Joint], scale: float) -> None:
+    def _update_jointly(self, parts: Sequence[WholePush], joint: Sequence[_Joint], scale: float) -> None:
         """One update with the gradients of pushes that have tables in common."""
-        skipped = {table for part in parts for table in part.skipped}
-        rules = {table: rule for part in parts for table, rule in part.rules.items() if table not in skipped}
-        steps = {table: step for part in parts for table, step in part.steps.items() if table not in skipped}
+        skipped = {table for part in parts for table in part.head.skipped}
+        rules = {table: rule for part in parts for table, rule in _rules_of(part, skipped).items()}
+        steps = {
+            table: step for part in parts for table, step in part.head.steps.items() if table not in skipped
+        }
         self.skip(sorted(skipped))
-        complete = all(part.complete for part in parts)
+        complete = all(part.head.complete for part in parts)
         passes = []
         for number, (lookups, answered) in enumerate(joint):
-            pushed = {
-                id(part.lookups[number]): part.gradients[number]
-                for part in parts
-                if number < len(part.lookups)
-            }
+            pushed = dict(part.passes[number] for part in parts if number < len(part.passes))
             sizes = floats(answered.asked, answered.dims)
             gradients = [
-                scaled(pushed[id(lookup)], scale) if id(lookup) in pushed else np.full(size, np.nan, "f4")
+                scaled(pushed[lookup], scale) if lookup in pushed else np.full(size, np.nan, "f4")
                 for lookup, size in zip(lookups, sizes, strict=True)
             ]
             complete = complete and len(pushed) == len(lookups)
@@ -439,24 +382,15 @@ def scaled(gradients: Vectors, scale: float) -> Vectors:
     return np.multiply(gradients, np.float32(scale), out=made)
 
 
-def _engine_of(part: StagedPush) -> _Engine:
-    return part.store, tuple(part.lookups[0].tables)
+def _engine_of(part: WholePush) -> _Engine:
+    return part.head.store, tuple(part.lookups[0].head.tables)
 
 
-def _lookups_of_pass(parts: Sequence[StagedPush], number: int) -> list[HeldLookup]:
-    """The lookups of a backward pass, in the order of the parts; two optimizers share those of an engine."""
-    found: dict[int, HeldLookup] = {}
-    for part in parts:
-        if number < len(part.lookups):
-            found.setdefault(id(part.lookups[number]), part.lookups[number])
-    return list(found.values())
-
-
-def _by_shared_tables(parts: Sequence[StagedPush]) -> list[list[StagedPush]]:
+def _by_shared_tables(parts: Sequence[WholePush]) -> list[list[WholePush]]:
     """The pushes of each optimizer: those that have a table in common, directly or through others."""
-    groups: list[tuple[set[str], list[StagedPush]]] = []
+    groups: list[tuple[set[str], list[WholePush]]] = []
     for part in parts:
-        tables, members = {*part.rules, *part.skipped}, [part]
+        tables, members = {*part.head.rules, *part.head.skipped}, [part]
         for group in [each for each in groups if each[0] & tables]:
             groups.remove(group)
             tables |= group[0]
@@ -466,6 +400,22 @@ def _by_shared_tables(parts: Sequence[StagedPush]) -> list[list[StagedPush]]:
     return [sorted(members, key=lambda part: order[id(part)]) for _, members in groups]
 
 
+def _rules_of(part: WholePush, skipped: Collection[str] = ()) -> dict[str, Rule]:
+    return {table: rule_from_json(rule) for table, rule in part.head.rules.items() if table not in skipped}
+
+
 def _answered(lookup: HeldLookup) -> Answered:
     assert lookup.answered is not None
     return lookup.answered
+
+
+def _plans(lookups: Iterable[HeldLookup]) -> list[_native.Plan]:
+    answers = [lookup.answered for lookup in lookups if lookup.answered is not None]
+    return [answered.plan.native for answered in answers if answered.plan.native is not None]
+
+
+def _check_sizes(answered: Answered, gradients: Sequence[Vectors]) -> None:
+    """Check, right before native code reads them, that gradients are as large as the lookups were."""
+    sizes = floats(answered.asked, answered.dims)
+    for trainer, (array, size) in enumerate(zip(gradients, sizes, strict=True)):
+        expect_array(array, f"gradients of trainer {trainer}", "float32", size)

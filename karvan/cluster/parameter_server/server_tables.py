@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from karvan.store.memory import MemoryTable
 from karvan.store.messages import rule_from_json, spec_from_json
 from karvan.system_limits import available_memory
 from karvan.wire import Endpoint, Message, RefusedError, Request
-from karvan.wire.schema import expect_array
+from karvan.wire.schema import Call, expect_array
 
 _log = logging.getLogger("karvan.cluster")
 T = TypeVar("T", bound=protocol.OfTable)
@@ -46,11 +46,14 @@ class ServerTables:
             Endpoint(protocol.SET_STATE, self._set_state),
             Endpoint(protocol.LOOKUP, self._lookup),
             Endpoint(protocol.APPLY, self._apply),
-            Endpoint(protocol.SKIP, self._skip),
-            Endpoint(protocol.EVICT, self._evict),
-            Endpoint(protocol.ERASE, self._erase),
-            Endpoint(protocol.CLEAR, self._clear),
-            Endpoint(protocol.VERSION, self._version),
+            self._about(protocol.SKIP, lambda table, call: table.skip()),
+            self._about(
+                protocol.EVICT,
+                lambda table, call: {"rows": table.evict(step=call.head.step, now=call.head.now)},
+            ),
+            self._about(protocol.ERASE, lambda table, call: {"rows": table.erase(call.arrays[0])}),
+            self._about(protocol.CLEAR, lambda table, call: table.clear()),
+            self._about(protocol.VERSION, lambda table, call: {"version": table.version}),
             Endpoint(protocol.EVICTED_SINCE, self._evicted_since),
             Endpoint(protocol.SNAPSHOT, self._snapshot),
             Endpoint(protocol.LOAD, self._load),
@@ -163,23 +166,11 @@ class ServerTables:
     def _stored(self, request: Request[T]) -> MemoryTable:
         return self.store.table(self.spec(request.head.table).name)
 
-    def _skip(self, request: Request[protocol.OfTable]) -> Message:
-        self._stored(request).skip()
-        return Message({})
-
-    def _evict(self, request: Request[protocol.Evict]) -> Message:
-        head = request.head
-        return Message({"rows": self._stored(request).evict(step=head.step, now=head.now)})
-
-    def _erase(self, request: Request[protocol.OfTable]) -> Message:
-        return Message({"rows": self._stored(request).erase(request.arrays[0])})
-
-    def _clear(self, request: Request[protocol.OfTable]) -> Message:
-        self._stored(request).clear()
-        return Message({})
-
-    def _version(self, request: Request[protocol.OfTable]) -> Message:
-        return Message({"version": self._stored(request).version})
+    def _about(
+        self, call: Call[T, Any], work: Callable[[MemoryTable, Request[T]], dict[str, int] | None]
+    ) -> Endpoint[Any]:
+        """The endpoint of a call about one table; work returns the answer, if there is any."""
+        return Endpoint(call, lambda request: Message(work(self._stored(request), request) or {}))
 
     def _evicted_since(self, request: Request[protocol.EvictedSince]) -> Message:
         return Message({}, [self._stored(request).evicted_since(request.head.version)])

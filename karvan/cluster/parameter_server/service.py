@@ -21,12 +21,17 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
+from karvan.cluster.parameter_server.batches import Batches, FixedBatches
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
-from karvan.cluster.parameter_server.elastic_requests import ElasticBatches
-from karvan.cluster.parameter_server.own_steps import OwnStepBatches
+from karvan.cluster.parameter_server.elastic_batches import ElasticBatches, OwnStepBatches
+from karvan.cluster.parameter_server.row_updates import (
+    BarrierUpdates,
+    JointUpdates,
+    RowUpdates,
+    SingleUpdates,
+)
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES
@@ -80,7 +85,7 @@ class ParameterServer(Service):
         self._tables = ServerTables(self._index, self._count, self._capacity)
         self._owner = Owner(self._tables.store)
         self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
-        self._batches: Batches | ElasticBatches | None = None
+        self._batches: Batches | None = None
         self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
 
@@ -160,17 +165,20 @@ class ParameterServer(Service):
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
 
-    def _make_batches(self, hello: protocol.ServerHello) -> Batches | ElasticBatches:
-        counts_skips = self._index == 0
+    def _make_batches(self, hello: protocol.ServerHello) -> Batches:
+        """The batches of a run, with the strategies that its mode asks for."""
+        mode = MODES[hello.mode]
+        kind: type[RowUpdates] = SingleUpdates
+        if mode.joint_rows and (hello.elastic or hello.trainers > 1):
+            kind = JointUpdates if hello.elastic else BarrierUpdates
+        rows = kind(self._owner, self._tables, hello, counts_skips=self._index == 0)
         if not hello.elastic:
-            return Batches(self._owner, self._tables, hello, counts_skips=counts_skips)
-        made: ElasticBatches
-        if MODES[hello.mode].dense_on_servers:
-            made = OwnStepBatches(self._owner, self._tables, hello, self._dense, counts_skips=counts_skips)
-        else:
-            made = ElasticBatches(self._owner, self._tables, hello, counts_skips=counts_skips)
-        made.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
-        return made
+            return FixedBatches(rows, hello)
+        elastic = (
+            OwnStepBatches(rows, hello, self._dense) if mode.dense_on_servers else ElasticBatches(rows, hello)
+        )
+        elastic.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
+        return elastic
 
     def _end(self, reason: str) -> None:
         if self._batches is not None:
@@ -183,16 +191,8 @@ class ParameterServer(Service):
         assert self._batches is not None
         self._batches.count_used(head.store, head.used)
         with self._batches.between_steps():
-            self._saving.capture(
-                head.capture,
-                head.tables,
-                head.parts,
-                head.since,
-                head.track,
-                self._batches.updates.record(head.store),
-                self._batches.log,
-                call.caller.hello.trainer,
-            )
+            updates = self._batches.updates.record(head.store)
+            self._saving.capture(head, updates, self._batches.log, call.caller.hello.trainer)
         return Message({})
 
     def _save(self, call: Request[protocol.Save]) -> Message:
@@ -277,31 +277,28 @@ class ParameterServer(Service):
             if declared.initial is not None:
                 self._tables.set_state(name, declared.initial, fresh=False)
 
+        empty: dict[str, dict[str, Any]] = {
+            name: {"keep": False, "initial": declared.initial or [], "extra": True}
+            for name, declared in tables.items()
+        }
+
         def fill(newest: Checkpoint) -> dict[str, dict[str, Any]]:
             saved = newest.manifest.tables
-            filled = {
-                name: {
-                    "keep": name in saved
-                    and saved[name].optimizer is not None
-                    and declared.initial is not None,
-                    "initial": declared.initial or [],
-                    "extra": True,
-                }
-                for name, declared in tables.items()
-            }
-            for name in tables:  # a newer, damaged one may have loaded some of its rows
-                self._tables.store.table(name).clear()
-            self._saving.fill(
-                newest.path, {name: request for name, request in filled.items() if name in saved}
-            )
+            filled = dict(empty)
+            for name, declared in tables.items():
+                if name in saved:
+                    keep = saved[name].optimizer is not None and declared.initial is not None
+                    filled[name] = {**empty[name], "keep": keep}
+                self._tables.store.table(
+                    name
+                ).clear()  # a newer, damaged one may have loaded some of its rows
+            self._saving.fill(newest.path, {name: filled[name] for name in tables if name in saved})
             return filled
 
         # Trainers rename damaged checkpoints when they resume.
         resumed = resume(folder, fill, rename=False)
         if resumed is None:
             _log.warning("%s is restarted without rows: nothing was saved yet.", self.name)
-            initial = {name: declared.initial or [] for name, declared in tables.items()}
-            empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
             return Restored(None, empty, self._updates_of(None))
         newest, filled = resumed
         _log.warning("%s is restarted with the rows of step %d.", self.name, newest.step)

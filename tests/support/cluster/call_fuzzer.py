@@ -37,7 +37,7 @@ from mutations import copied, mutated  # noqa: E402
 
 from karvan.checkpoint import CheckpointError  # noqa: E402
 from karvan.cluster.loader import service  # noqa: E402
-from karvan.cluster.parameter_server import training_requests  # noqa: E402
+from karvan.cluster.parameter_server import row_updates  # noqa: E402
 from karvan.wire import RefusedError, WireError, schema  # noqa: E402
 from karvan.wire.message import DTYPES  # noqa: E402
 
@@ -193,7 +193,7 @@ def main(seed, cases, folder):
     if UNCHECKED:
         check = schema.ArrayKind.check
         schema.ArrayKind.check = lambda kind, *told: None if kind.name == "gradients" else check(kind, *told)
-        training_requests._check_sizes = lambda answered, gradients: None
+        row_updates._check_sizes = lambda answered, gradients: None
     begun = time.monotonic()
     fuzz = Fuzz(seed, folder)
     fuzz.run(cases)
