@@ -218,7 +218,9 @@ def train(data, checkpoints, notes, epochs):
     os.chdir(data)  # checkpoints have the paths of files as they are given
     data = kv.data.read("*.parquet", 16)
     made = fit(checkpoints, data=data, epochs=int(epochs), half=None)
-    (Path(notes) / f"result-{os.getpid()}").write_text(json.dumps(made))
+    written = Path(notes) / f".new-{os.getpid()}"
+    written.write_text(json.dumps(made))
+    written.rename(Path(notes) / f"result-{os.getpid()}")  # whoever waits for it reads all of it
 
 
 if __name__ == "__main__":
