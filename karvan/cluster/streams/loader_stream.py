@@ -2,8 +2,8 @@
 
 For each loader a trainer has a few calls of `next` in flight; an answer that was not taken yet counts as one
 of them, so a slow trainer asks for nothing, and the loader's queue fills up.
-`karvan/cluster/loader/service.py` has the protocol, and what happens when a process dies. A trainer looks for
-a lost loader until `timeout` has passed.
+`karvan/cluster/loader/epoch_service.py` has the protocol, and what happens when a process dies. A trainer
+looks for a lost loader until `timeout` has passed.
 """
 
 from __future__ import annotations
