@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -76,9 +76,8 @@ class Start:
         return self.epoch, self.index
 
 
-@dataclass(eq=False)
 class TrainerQueue:
-    """What waits for one trainer of a run.
+    """What waits for one trainer of a run, from what its hello asks for.
 
     filled: all batches before it are in the queue, or not needed. taken: later batches that trainers of an
     earlier run have had. asked: the newest epoch that it has asked for. error_sent: whether it has received
@@ -86,36 +85,22 @@ class TrainerQueue:
     whose ids this loader has still to read, because it replaces the one that sent them.
     """
 
-    run: str
-    ids: list[str]
-    filled: EpochIndex
-    taken: frozenset[EpochIndex]
-    positions: list[Start]
-    asked: int = -1
-    items: deque[Message[protocol.EpochBatch | protocol.EndOfEpoch]] = field(default_factory=deque)
-    error_sent: bool = False
-    watches: bool = False
-    left: bool = False
-    unread: set[EpochIndex] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, hello: protocol.LoaderHello) -> TrainerQueue:
-        """The queue of a trainer, from what its hello asks for."""
+    def __init__(self, hello: protocol.LoaderHello) -> None:
         epoch = hello.epoch
-        queue = cls(
-            hello.run,
-            hello.ids,
-            (epoch, hello.next),
-            frozenset((epoch, index) for index in hello.taken),
-            [Start(epoch, index, position) for index, position in hello.positions],
-        )
+        self.run = hello.run
+        self.ids = hello.ids
+        self.filled: EpochIndex = (epoch, hello.next)
+        self.taken = frozenset((epoch, index) for index in hello.taken)
+        self.positions = [Start(epoch, index, position) for index, position in hello.positions]
+        self.asked = -1
+        self.items: deque[Message[protocol.EpochBatch | protocol.EndOfEpoch]] = deque()
+        self.error_sent = self.watches = self.left = False
+        self.unread = set(hello.unfinished)
         if hello.end is not None:
-            queue.end(epoch, *hello.end)
-            queue.positions.append(Start(*queue.filled, hello.end[1]))
-        queue.unread = set(hello.unfinished)
+            self.end(epoch, *hello.end)
+            self.positions.append(Start(*self.filled, hello.end[1]))
         if hello.before_unfinished is not None:
-            queue.positions.append(Start(*hello.before_unfinished))
-        return queue
+            self.positions.append(Start(*hello.before_unfinished))
 
     @property
     def oldest(self) -> EpochIndex:
@@ -190,7 +175,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         hello: protocol.LoaderHello = caller.hello
         trainer, world = hello.trainer, hello.trainers
         requested = hello.loader, hello.loaders
-        queue = TrainerQueue.of(hello) if hello.kind != "control" else None
+        queue = TrainerQueue(hello) if hello.kind != "control" else None
         if queue is not None and queue.unread and max(queue.unread) >= queue.filled:
             raise RefusedError(
                 f"expected unfinished batches before the next one, {queue.filled}, got {max(queue.unread)}."
@@ -502,7 +487,8 @@ def serve(service: EpochService, batches: Batches, statistics: LoaderStatistics 
                 if not service.send(as_batch(batch), source.position()):
                     break
             else:
-                if service.end(source.end()):
+                # Sources that are made for each epoch have positions of their own.
+                if service.end(None if callable(batches) else source.position()):
                     source.ended(start.epoch)
         finally:
             getattr(batches_of_epoch, "close", lambda: None)()
@@ -546,10 +532,6 @@ class _Iterated:
         """The position after the last batch; None if the source has none."""
         return getattr(self._source, "state_dict", lambda: None)()
 
-    def end(self) -> Any:
-        """The position at which the next epoch begins."""
-        return self.position()
-
     def ended(self, epoch: int) -> None:
         """An epoch was read to its end."""
         self._next = epoch + 1
@@ -572,10 +554,6 @@ class _PerEpoch:
     def position(self) -> Any:
         """The source's position, if it has one."""
         return getattr(self._source, "state_dict", lambda: None)()
-
-    def end(self) -> Any:
-        """Each epoch has a source of its own, so there is no position."""
-        return None
 
     def ended(self, epoch: int) -> None:
         """Nothing remains of an epoch."""
