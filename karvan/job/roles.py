@@ -132,7 +132,7 @@ Role.LOADER = add_role(
     Role(
         "loader",
         start=20,
-        factory="karvan.cluster.loader.builtin:make",
+        factory="karvan.cluster.loader.context:make",
         program="loader_entry",
         runs_user_code=True,
         holds_tasks=True,

@@ -1,4 +1,4 @@
-"""The calls of a loader; `karvan/cluster/loader/service.py` has the protocol."""
+"""The calls of a loader; `karvan/cluster/loader/epoch_service.py` has the protocol."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class TaskReadingHello(Head):
 
 
 class Description(Head):
-    """The data that loaders read; see `DataDescription` in `cluster/loader/task_service.py`."""
+    """The data that loaders read; and how they are cut into tasks and batches."""
 
     parts: Sequence[tuple[str, int]] = field(ListOf(TupleOf(PART_PATH, NUMBER)))
     records_per_task: int = field(Integer(1))

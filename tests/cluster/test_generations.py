@@ -8,7 +8,7 @@ from cluster_helpers import Processes
 from neighbour import needs_root, run_as_neighbour
 
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.loader.epoch_service import EpochService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.cluster.role_process import Generations
 from karvan.discovery.membership import Membership
@@ -23,7 +23,7 @@ NEEDS |= {"unfinished": [], "before_unfinished": None}
 SERVICES = {
     "parameter server": (ParameterServer, {**TRAINER, "server": 0}),
     "embedding worker": (EmbeddingWorker, {**TRAINER, "worker": 0}),
-    "loader": (LoaderService, {**WHO, "loader": 0, "loaders": 1, **NEEDS}),
+    "loader": (EpochService, {**WHO, "loader": 0, "loaders": 1, **NEEDS}),
 }
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import karvan as kv
-from karvan.cluster.loader.epoch_source import serve
+from karvan.cluster.loader.epoch_service import EpochService, serve
 from karvan.cluster.loader.id_forwarding import BatchName, SentIds
-from karvan.cluster.loader.service import LoaderService
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
 
@@ -69,7 +68,7 @@ def test_a_batch_without_an_id_feature_is_an_error_that_names_it():
 
 def test_a_stream_gets_references_and_has_ids_sent_again():
     workers = [Worker()]
-    service = LoaderService(workers=workers)
+    service = EpochService(workers=workers)
     reading = threading.Thread(target=serve, args=(service, [batch()] * 3), daemon=True)
     reading.start()
     with Server(service) as server:

@@ -10,8 +10,8 @@ import torch
 from role_loaders import Loaders, close_all, ids_of, in_threads, take, take_all
 
 import karvan as kv
-from karvan.cluster.loader.builtin import read_share
-from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.loader.context import read_share
+from karvan.cluster.loader.epoch_service import EpochService
 from karvan.data import DataError, synthetic
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.wire import RefusedError, Security, Server, WireError
@@ -252,7 +252,7 @@ def test_an_error_of_the_reading_program_comes_behind_its_batches_to_all_trainer
     ids=lambda each: str(each),
 )
 def test_trainers_end_with_the_code_of_what_a_loader_could_not_read(error, code):
-    service = LoaderService()
+    service = EpochService()
     with Server(service) as server:
         one = kv.data.from_loaders(loaders=[server.address])
         service.fail(error)
@@ -272,7 +272,7 @@ def test_unequal_rows_are_refused_where_they_are_sent():
 
 def test_a_wrong_token_is_refused_and_a_loader_that_never_comes_is_named(tmp_path, monkeypatch):
     (tmp_path / "other").write_text("guess")
-    with Server(LoaderService(), security=Security(token="secret")) as server:
+    with Server(EpochService(), security=Security(token="secret")) as server:
         monkeypatch.setenv("KARVAN_TOKEN_FILE", str(tmp_path / "other"))
         one = kv.data.from_loaders(loaders=[server.address])
         with pytest.raises(RefusedError, match="loader 0 refused: expected the job's token"):

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import karvan as kv
-from karvan.cluster.loader.epoch_source import serve
+from karvan.cluster.loader.epoch_service import EpochService, serve
 from karvan.cluster.loader.id_forwarding import BatchName
-from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
@@ -74,7 +73,7 @@ class ReplacedLoader:
 
     def start(self, make=None, statistics=None):
         self.worker, self.source = Worker(), (make or self._make)()
-        self._service = LoaderService(workers=[self.worker])
+        self._service = EpochService(workers=[self.worker])
         port = int(self._server.address.rpartition(":")[2]) if self._server else 0
         self._server = Server(self._service, port=port)
         threading.Thread(

@@ -14,7 +14,7 @@ from task_loaders import Numbers, shared_data, task_loaders
 import karvan as kv
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.statistics import LoaderStatistics
-from karvan.cluster.loader.task_service import TaskReadingService
+from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings
 from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done
 from karvan.data.loading.shuffle import permutation
@@ -108,14 +108,14 @@ def lists_of_tasks(draw):
 def test_batches_of_tasks_are_those_of_a_slow_reader(tasks, batch_size, seed, known, restarts):
     """However few tasks a call has, if they have a batch, and wherever another loader takes over."""
     data = shared_data(Numbers([50, 50, 50]), batch_size, seed)
-    service = TaskReadingService()
+    service = TaskService()
     service.offer(data)
     try:
         left, seen = tasks, []
         while left:
             if len(seen) in restarts:
                 service.close()
-                service = TaskReadingService()
+                service = TaskService()
                 service.offer(data)
             sent = known
             while sent < len(left) and not slowly(left[:sent], batch_size, seed):
@@ -134,7 +134,7 @@ def one_task(**changes):
 
 
 def test_tasks_of_other_data_are_refused():
-    service = TaskReadingService()
+    service = TaskService()
     service.offer(shared_data(Numbers([10])))
     for wrong in ({"path": "1"}, {"first": 1}, {"done": 10}, {"skipped": tuple(range(10))}):
         with pytest.raises(RefusedError, match="expected a task with unread records"):
@@ -144,7 +144,7 @@ def test_tasks_of_other_data_are_refused():
 
 def test_a_record_that_cannot_be_read_fails_its_task_and_can_be_tried_again(tmp_path):
     source = Numbers([10, 10], bad=1005)
-    service = TaskReadingService()
+    service = TaskService()
     service.offer(shared_data(source, batch_size=8))
     tasks = [TaskToRead(one_task()[0].task, False), *one_task(path="1", number=1)]
     assert ask(service, tasks).head.records == 8

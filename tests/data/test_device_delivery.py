@@ -9,7 +9,7 @@ from train_helpers import batches as train_batches
 from train_helpers import everything, model, trainer
 
 import karvan as kv
-from karvan.cluster.loader.epoch_source import serve
+from karvan.cluster.loader.epoch_service import serve
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.pipeline import DeviceDelivery
 from karvan.data.streaming.prefetch_stream import Stream

@@ -19,7 +19,7 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.dataset import report
 from karvan.data.leasing.leased_data import LeasedLoader, LeasedTasks, LeasePlan
 from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
-from karvan.data.leasing.task_records import places_of, records_done
+from karvan.data.leasing.task_records import TakenRecords, places_of, records_done
 from karvan.data.loading.pipeline import Closed
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.loading.shuffle import permutation
@@ -29,7 +29,7 @@ from karvan.ragged import Batch
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService
-from karvan.work.task import Task, TaskKind, WorkSpec
+from karvan.work.task import Task, TaskKind, TaskLease, WorkSpec
 
 _holders = itertools.count()
 
@@ -463,6 +463,47 @@ def test_a_missing_label_of_a_leased_record_is_an_error_that_names_it(tmp_path, 
         loader = data.lease(client, 0)
         with pytest.raises(DataError, match="record 6, column 'y': The label is missing"):
             [client.acknowledge(records_done(loader.hand_over())) for _ in loader]
+        loader.stop()
+        client.close()
+    work.close()
+
+
+class AwayOnce(Numbers):
+    """Its first read fails, with an error that only the source itself takes for an outage."""
+
+    def __init__(self, counts):
+        super().__init__(counts)
+        self.outages = self
+        self.failures = 0
+
+    def is_outage(self, error, path):
+        return isinstance(error, LookupError)
+
+    def read(self, split):
+        if not self.failures:
+            self.failures += 1
+            raise LookupError("away")
+        yield from super().read(split)
+
+
+def test_a_source_whose_records_are_checked_says_what_its_outages_are(tmp_path, monkeypatch):
+    for name, value in {"ROLE": "loader", "SHARDING": "dynamic"}.items():
+        monkeypatch.setenv(f"KARVAN_{name}", value)
+    source = AwayOnce([10])
+    data = read(source, 4, columns=[Fixed("id")])
+    work = WorkService(tmp_path / "ledger.db")
+    with Server(work) as server, data.require_values(["id"], []):
+        client = WorkClient(server.address, "holder")
+        client.open(data.spec())
+        loader, seen = data.lease(client, 0), []
+        for batch in loader:
+            seen += batch["id"].tolist()
+            client.acknowledge(records_done(loader.hand_over()))
+        assert (seen, source.failures) == (list(range(10)), 1)
+        source.failures = 0
+        taken = TakenRecords(TaskLease(1, "", Task(TaskKind.TRAIN, 0, 0, "0", 0, 10)), np.arange(10), 10)
+        assert data.search().find([taken]).record is None
+        assert source.failures == 1
         loader.stop()
         client.close()
     work.close()

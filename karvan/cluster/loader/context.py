@@ -1,4 +1,4 @@
-"""`LoaderContext`: the program of a loader.
+"""`LoaderContext`: the program of a loader; and the built-in one, which reads the `data` of the job.
 
     with kv.LoaderContext() as data:
         data.serve(data.read("clicks/*.parquet", batch_size=4096))
@@ -18,6 +18,9 @@ In a job with `sharding: dynamic` trainers lease their records, and a loader rea
 from __future__ import annotations
 
 import atexit
+import inspect
+import json
+import logging
 import signal
 import sys
 import threading
@@ -28,16 +31,21 @@ from typing import Any
 
 from karvan.checkpoint.transforms import has_state, name_of
 from karvan.cluster.embedding_worker.client import workers_from_environment
-from karvan.cluster.loader.epoch_source import Batches, as_batch, serve
+from karvan.cluster.loader.epoch_service import Batches, EpochService, as_batch, serve
 from karvan.cluster.loader.id_forwarding import ANSWER_WITHIN, IdReceiver, SplitIds, split_by_name
-from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
-from karvan.cluster.loader.task_service import TaskReadingService
+from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings, generations_of, listening
 from karvan.data import Loader, SharedData, read
+from karvan.data.columns.declarations import column_from_settings
 from karvan.data.columns.kinds import ColumnKind
+from karvan.data.read import is_leased
+from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.wire import Service
+
+_log = logging.getLogger("karvan.cluster")
 
 _REPORT_WITHIN = 30.0  # seconds for trainers to receive an error
 
@@ -71,20 +79,8 @@ class LoaderContext:
         self._settings = settings = settings or RoleSettings.from_environment(Role.LOADER)
         self.index = settings.index
         self.count = settings.count
-        self._reading: TaskReadingService | None = None
         leased = JobEnvironment.read().sharding == "dynamic"
-        if workers is None:
-            workers = workers_from_environment(ANSWER_WITHIN) if leased else workers_from_environment()
-        self._service = LoaderService(
-            settings.index,
-            settings.count,
-            queue=queue,
-            generations=generations_of(settings),
-            workers=workers,
-            split=split,
-        )
-        if leased:
-            self._reading = TaskReadingService(settings.index, workers=workers, split=split)
+        self._service = _service(settings, leased, queue, workers, split)
         self._transforms: list[object] = []  # with statistics
         self._columns: dict[str, ColumnKind] = {}
         self._saved = SavedStatistics(JobEnvironment.read().checkpoints)
@@ -96,7 +92,7 @@ class LoaderContext:
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._terminate)
             self._stack.callback(signal.signal, signal.SIGTERM, before)
-        self._stack.enter_context(listening(self._reading or self._service, settings, self._ended))
+        self._stack.enter_context(listening(self._service, settings, self._ended))
         atexit.register(self._leave)
 
     def read(self, data: Any, batch_size: int, **options: Any) -> Loader | SharedData:
@@ -117,7 +113,7 @@ class LoaderContext:
             The data, for `serve`.
         """
         self._use(options.get("transform"))
-        if self._reading is None:
+        if isinstance(self._service, EpochService):
             options |= {"rank": self.index, "world_size": self.count}
         opened = read(data, batch_size, **options)
         self._columns = {**opened.column_kinds(), **self._columns}
@@ -135,8 +131,16 @@ class LoaderContext:
                 it must be the result of `read`.
         """
         self._started = True
-        if self._reading is not None:
-            self._serve_tasks(self._reading, batches)
+        if isinstance(self._service, TaskService):
+            if not isinstance(batches, SharedData):
+                raise TypeError(
+                    "A loader of a job with sharding: dynamic reads the records that trainers have leased: "
+                    f"expected data.serve(data.read(…)), got {type(batches).__name__}. For batches that a "
+                    "program makes itself, use sharding: static."
+                )
+            self._use(batches.transform)
+            self._service.offer(batches, self._statistics())
+            self._service.wait_until_closed()
             return
         with self._reporting():
             self._use(getattr(batches, "transform", None))
@@ -154,9 +158,9 @@ class LoaderContext:
         Raises:
             RuntimeError: The epoch was begun by `serve`, from whose position such a program cannot continue.
         """
-        self._require_fixed_shares("epochs")
-        self._service.identify(None, self._statistics())
-        while (start := self._service.begin()) is not None:
+        service = self._epoch_service("epochs")
+        service.identify(None, self._statistics())
+        while (start := service.begin()) is not None:
             if start.index:  # the position is of a program that had positions
                 raise RuntimeError(
                     f"A loader with positions started epoch {start.epoch}. A program that sends batches "
@@ -178,11 +182,11 @@ class LoaderContext:
         Returns:
             False if further batches are not needed, because this or another epoch has to be sent again.
         """
-        self._require_fixed_shares("send")
+        service = self._epoch_service("send")
         checked = as_batch(batch)
         if not self._open:
-            self._begin_once()
-        if self._service.send(checked, None, meta):
+            self._begin_once(service)
+        if service.send(checked, None, meta):
             return True
         if self._once:
             self._require_restart()
@@ -190,12 +194,12 @@ class LoaderContext:
 
     def end(self) -> None:
         """End the epoch: it has no more batches."""
-        self._require_fixed_shares("end")
+        service = self._epoch_service("end")
         if not self._open and not self._once:
-            self._begin_once()
+            self._begin_once(service)
         if self._open:
             self._open = False
-            if not self._service.end() and self._once:
+            if not service.end() and self._once:
                 self._require_restart()
 
     def close(self) -> None:
@@ -204,7 +208,7 @@ class LoaderContext:
         Raises:
             ValueError: Nothing was served.
         """
-        if self._reading is not None:
+        if isinstance(self._service, TaskService):
             self._leave()
             if not self._started:
                 raise ValueError(
@@ -230,34 +234,23 @@ class LoaderContext:
         if error is None:
             self.close()
         else:
-            if isinstance(error, Exception):
-                self._report(error)
+            self._report(error)
             self._leave()
 
-    def _serve_tasks(self, reading: TaskReadingService, data: object) -> None:
-        if not isinstance(data, SharedData):
-            raise TypeError(
-                "A loader of a job with sharding: dynamic reads the records that trainers have leased: "
-                f"expected data.serve(data.read(…)), got {type(data).__name__}. For batches that a program "
-                "makes itself, use sharding: static."
-            )
-        self._use(data.transform)
-        reading.offer(data, self._statistics())
-        reading.wait_until_closed()
-
-    def _require_fixed_shares(self, method: str) -> None:
-        if self._reading is not None:
+    def _epoch_service(self, method: str) -> EpochService:
+        if isinstance(self._service, TaskService):
             raise ValueError(
                 f"data.{method} sends batches that a program makes itself, but trainers of a job with "
                 "sharding: dynamic lease records: expected data.serve(data.read(…)), or sharding: static."
             )
+        return self._service
 
     def _use(self, transform: object) -> None:
         """Load the checkpoint's statistics into a transform, and report them to trainers."""
         if not has_state(transform):
             return
         self._saved.give(transform)
-        known = (self._reading or self._service).statistics
+        known = self._service.statistics
         if known is None:
             if all(transform is not one for one in self._transforms):
                 self._transforms.append(transform)
@@ -280,18 +273,18 @@ class LoaderContext:
         return stack
 
     def _report(self, error: BaseException | None) -> None:
-        if self._reading is not None:
+        if isinstance(self._service, TaskService):
             return  # the launcher reports it: this process ends with it
         if isinstance(error, Exception) and not isinstance(error, _RestartRequiredError):
             self._service.fail(error)
             self._service.wait_until_reported(_REPORT_WITHIN)
 
-    def _begin_once(self) -> None:
+    def _begin_once(self, service: EpochService) -> None:
         if self._once:
             raise RuntimeError("expected batches of one epoch, got one after its end; see `epochs`.")
         self._started = self._once = self._open = True
-        self._service.identify(None, self._statistics())
-        self._service.begin_once()
+        service.identify(None, self._statistics())
+        service.begin_once()
 
     def _require_restart(self) -> None:
         if not self._ended.is_set():
@@ -311,3 +304,103 @@ class LoaderContext:
 
 class _RestartRequiredError(RuntimeError):
     """The program has to be restarted."""
+
+
+def _service(
+    settings: RoleSettings,
+    leased: bool,
+    queue: int = 8,
+    workers: Sequence[IdReceiver] | None = None,
+    split: SplitIds = split_by_name,
+) -> EpochService | TaskService:
+    """The service of a loader; workers: by default those of the launched job."""
+    if queue < 2:
+        raise ValueError(f"queue must be at least 2 batches for each trainer, got {queue}.")
+    if workers is None:
+        workers = workers_from_environment(ANSWER_WITHIN) if leased else workers_from_environment()
+    if leased:
+        return TaskService(settings.index, workers=workers, split=split)
+    index, count, generations = settings.index, settings.count, generations_of(settings)
+    return EpochService(index, count, queue=queue, generations=generations, workers=workers, split=split)
+
+
+# The built-in loader: reads the `data` of the job, for as many epochs as trainers ask for.
+#
+# | key of `data` | meaning | default |
+# |---|---|---|
+# | files, or train | paths, folders, globs, URLs | required |
+# | batch_size | | 4096 |
+# | columns | names, or mappings with `name`, `kind` (fixed, varlen, raw) and its arguments | all |
+# | others of `kv.data.read` | format, options, shuffle, seed, drop_remainder, workers, prefetch, … | |
+#
+# Keys that begin with `eval` are for trainers.
+
+
+_OF_LOADER = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transform", "filesystem", "device")
+
+
+def make(settings: RoleSettings) -> Service:
+    """The loader of a process; see `karvan/cluster/role_process.py`."""
+    source = read_share(_data(), settings.index, settings.count)
+    source.identity()  # reads a little of each file, so that an unreadable one is an error at once
+    statistics = LoaderStatistics.of((), source.column_kinds())
+    service = _service(settings, isinstance(source, SharedData))
+    if isinstance(service, TaskService):
+        assert isinstance(source, SharedData)
+        service.offer(source, statistics)
+        return service
+
+    def run() -> None:
+        while not service.closed:
+            try:
+                serve(service, source, statistics)
+            except Exception as error:
+                if code_of(error) in (DAMAGED, TEMPORARY):
+                    _log.error("%s could not continue reading: %s", service.name, text_of(error))
+                else:
+                    _log.exception("%s could not continue reading", service.name)
+                service.fail(error)
+
+    threading.Thread(target=run, name="karvan-reading", daemon=True).start()
+    return service
+
+
+def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader | SharedData:
+    """What loader `index` of `count` reads; a ValueError says what is wrong with `data`.
+
+    In a job with `sharding: dynamic` every loader can read all of it.
+    """
+    options = {name: value for name, value in data.items() if not name.startswith("eval")}
+    file_keys = [name for name in ("files", "train") if name in options]
+    if len(file_keys) != 1:
+        raise ValueError(f"data of a job with loaders expects files, or train, got: {', '.join(data)}.")
+    files = options.pop(file_keys[0])
+    batch_size = options.pop("batch_size", 4096)
+    allowed = [name for name in inspect.signature(read).parameters if name not in _OF_LOADER]
+    for name in options:
+        if name in ("features", "transform"):
+            raise ValueError(
+                f"data of a job has no '{name}': features are a part of the model, or of a loader's own "
+                "program, kv.LoaderContext().read(…, transform=engine); see docs/loaders.md."
+            )
+        if name not in allowed:
+            raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")
+    if options.get("columns") is not None:
+        options["columns"] = [column_from_settings(each) for each in options["columns"]]
+    try:
+        if is_leased():
+            return read(files, batch_size, **options)
+        return read(files, batch_size, rank=index, world_size=count, **options)
+    except TypeError as error:
+        raise ValueError(f"data: {error}") from error
+
+
+def _data() -> Mapping[str, Any]:
+    text = JobEnvironment.read().data
+    try:
+        data = json.loads(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"KARVAN_DATA expects JSON, got {text[:100]!r}.") from error
+    if not isinstance(data, dict):
+        raise ValueError("A loader without a program expects `data` of the job (KARVAN_DATA), got none.")
+    return data

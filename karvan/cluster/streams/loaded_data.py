@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from karvan import distributed
@@ -18,16 +18,20 @@ from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.loader.id_forwarding import require_ids
 from karvan.cluster.loader.statistics import ask_loaders
-from karvan.cluster.loader.task_service import DataDescription
 from karvan.cluster.streams.loader_connection import LoaderAccess, ask_all, ask_one
-from karvan.cluster.streams.task_queue import LeasedQueue, PlannedQueue, TaskQueue
-from karvan.cluster.streams.task_stream import LoadedRecordSearch, ReceivedBatch, TaskStream, resender
+from karvan.cluster.streams.task_stream import (
+    LeasedQueue,
+    LoadedRecordSearch,
+    PlannedQueue,
+    TaskStream,
+    resender,
+)
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import planned_numbers
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead
 from karvan.job.environment import JobEnvironment
-from karvan.protocol.loader import DESCRIBE, STATISTICS, Statistics, Whole
+from karvan.protocol.loader import DESCRIBE, STATISTICS, Description, Statistics, Whole
 from karvan.ragged import Batch
 from karvan.wire import Message
 from karvan.work.task import TaskPlan, WorkSpec
@@ -56,7 +60,6 @@ class LoadedBatches:
         self._in_turns = in_turns
         self._closed = False
         self._records: list[TakenRecords] = []
-        self._failed: TaskStream | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         count = len(self._streams)
@@ -67,14 +70,14 @@ class LoadedBatches:
             if taken is None:
                 return
             activity.advance()
-            self._records = taken.records
-            yield taken.batch
+            batch, self._records = taken
+            yield batch
 
     @property
     def idle(self) -> bool:
         """Whether a batch may take long to come, because others work on the last records of the epoch."""
         with self._changed:
-            return all(stream.idle for stream in self._streams)
+            return all(not stream.ready and stream.tasks.idle for stream in self._streams)
 
     def hand_over(self) -> list[TakenRecords]:
         """The records of the last batch, for whoever acknowledges them."""
@@ -82,7 +85,7 @@ class LoadedBatches:
 
     def suspects(self, error: Exception) -> list[TakenRecords]:
         """The records of which one may be the reason that the next batch raised this error."""
-        return self._failed.suspects if self._failed is not None and self._failed.error is error else []
+        return next((stream.suspects for stream in self._streams if stream.error is error), [])
 
     def stop(self) -> None:
         """End the streams; leases stay."""
@@ -91,15 +94,14 @@ class LoadedBatches:
             stream.close()
         due = clock.now() + _STOP_WITHIN
         for stream in self._streams:
-            stream.join(max(0.0, due - clock.now()))
+            stream.tasks.join(max(0.0, due - clock.now()))
 
-    def _take(self, streams: Sequence[TaskStream]) -> ReceivedBatch | None:
+    def _take(self, streams: Sequence[TaskStream]) -> tuple[Batch, list[TakenRecords]] | None:
         """The next batch of one of these streams; None if all of them have ended."""
         with self._changed:
             while not self._closed:
                 for stream in streams:
                     if stream.error is not None and not stream.ready:
-                        self._failed = stream
                         raise stream.error
                 for stream in streams:
                     if stream.ready:
@@ -126,7 +128,7 @@ class LoadedData:
         self._access = access
         self._prefetch = prefetch
         self._ids = list(ids or ())
-        self._known: tuple[DataDescription, list[int]] | None = None
+        self._known: tuple[Description, list[int]] | None = None
         self._identity: Identity | None = None
 
     @property
@@ -141,23 +143,17 @@ class LoadedData:
 
     def identity(self) -> Identity:
         """Distinguishes this data from other data."""
-        return self._identity or self._description.identity
+        return self._identity or Identity.from_state(self._description.identity)
 
     def call_data(self, name: str) -> None:
         """Give the data a name, which is its identity from now on."""
-        self._identity = Identity.named(name, self._description.identity.files)
+        self._identity = Identity.named(name, self.identity().files)
 
     def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
         """The work, as the master needs to know it."""
-        known = self._description
-        return WorkSpec(
-            known.parts,
-            known.records_per_task,
-            known.seed,
-            epochs=None,
-            most_tries=most_tries,
-            skip_bad_records=skip_bad_records,
-        )
+        data = self._description
+        work = WorkSpec(tuple(data.parts), data.records_per_task, data.seed, epochs=None)
+        return replace(work, most_tries=most_tries, skip_bad_records=skip_bad_records)
 
     def transform_states(self) -> dict[str, Any]:
         """The statistics of the loaders' transforms, by name; a Trainer saves them in checkpoints.
@@ -175,8 +171,8 @@ class LoadedData:
         """The batches of an epoch that this process leases, as they are ready."""
         group = distributed.current().group
         count = self._streams(1 if group is None else group.world_size)
-        make = partial(LeasedQueue, client, epoch, self.batch_size)
-        return self._batches([make] * count, in_turns=False)
+        size = self.batch_size
+        return self._batches([LeasedQueue(client, epoch, size) for _ in range(count)], in_turns=False)
 
     def search(self) -> LoadedRecordSearch:
         """Finds bad records of leased tasks."""
@@ -184,8 +180,8 @@ class LoadedData:
 
     def plan(self) -> TaskPlan:
         """The batches of every epoch, each a task, where steps have fixed batches."""
-        known = self._description
-        return TaskPlan(known.parts, known.batch_size, seed=known.seed)
+        data = self._description
+        return TaskPlan(tuple(data.parts), data.batch_size, seed=data.seed)
 
     def planned(
         self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
@@ -193,14 +189,12 @@ class LoadedData:
         """The batches of an epoch that one of `ranks` trainers computes, in order; see `PlannedLoader`."""
         count = self._streams(ranks)
 
-        def make(stream: int) -> PlannedQueue:
-            def numbers() -> Iterator[int]:
-                mine = planned_numbers(plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
-                return (number for place, number in enumerate(mine) if place % count == stream)
+        def tasks(stream: int) -> Iterator[tuple[int, TaskToRead]]:
+            mine = planned_numbers(plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
+            for number in itertools.islice(mine, stream, None, count):
+                yield number, TaskToRead(plan.task(epoch, number), ends=True)
 
-            return PlannedQueue((n, TaskToRead(plan.task(epoch, n), ends=True)) for n in numbers())
-
-        return self._batches([partial(make, stream) for stream in range(count)], in_turns=True)
+        return self._batches([PlannedQueue(tasks(stream)) for stream in range(count)], in_turns=True)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -212,42 +206,40 @@ class LoadedData:
         """How many streams each trainer has, so that together they ask all loaders."""
         return max(_LEAST_STREAMS, -(-self._access.count // trainers))
 
-    def _batches(self, queues: list[Callable[[], TaskQueue]], *, in_turns: bool) -> LoadedBatches:
+    def _batches(self, queues: Sequence[LeasedQueue | PlannedQueue], *, in_turns: bool) -> LoadedBatches:
+        digest = self._description.digest
         if (workers := distributed.current().workers) is not None:
-            workers.resend = resender(self._access, self._ids, self._description.digest)
+            workers.resend = resender(self._access, self._ids, digest)
         changed = threading.Condition()
         first = JobEnvironment.read().index * len(queues)  # trainers begin with different loaders
         streams = [
-            TaskStream(
-                make(),
-                self._access,
-                (first + number) % self._access.count,
-                ids=self._ids,
-                digest=self._description.digest,
-                prefetch=self._prefetch,
-                changed=changed,
-            )
-            for number, make in enumerate(queues)
+            TaskStream(queue, self._access, first + number, self._ids, digest, self._prefetch, changed)
+            for number, queue in enumerate(queues)
         ]
         return LoadedBatches(streams, changed, in_turns=in_turns)
 
     @property
-    def _description(self) -> DataDescription:
+    def _description(self) -> Description:
         return self._described()[0]
 
-    def _described(self) -> tuple[DataDescription, list[int]]:
+    def _described(self) -> tuple[Description, list[int]]:
         """The data as loaders describe it, and which of them have; others are lost for now."""
         if self._known is None:
-            found = {
-                loader: DataDescription.from_head(answer.head)
-                for loader, answer in ask_all(self._access, DESCRIBE).items()
-            }
+            found = {loader: answer.head for loader, answer in ask_all(self._access, DESCRIBE).items()}
             first = min(found)
             for loader, each in found.items():
-                if difference := found[first].difference(each):
+                if difference := _difference(found[first], each):
                     raise ValueError(
                         f"loader {first} and loader {loader} read data with different {difference}: expected "
                         "the same in all loaders, since any of them reads what trainers have leased."
                     )
             self._known = found[first], sorted(found)
         return self._known
+
+
+def _difference(first: Description, other: Description) -> str:
+    """What differs in the data of two loaders, in words; empty if nothing does."""
+    names = {"parts": "files", "identity": "content of the files"}
+    compared = ("parts", "batch_size", "seed", "records_per_task", "identity")
+    differ = (name for name in compared if getattr(first, name) != getattr(other, name))
+    return next((names.get(name, name) for name in differ), "")

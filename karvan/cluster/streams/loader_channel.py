@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from karvan.clock import clock
 from karvan.cluster.loader.id_forwarding import BatchName
+from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.loading.position import kind_of, mismatch, stream_of
 from karvan.protocol import loader as protocol
 from karvan.ragged import IdsReference
-from karvan.wire import Client, Message, RefusedError, Reply, Security, WireError
+from karvan.wire import Client, Message, RefusedError, Reply, WireError
 from karvan.wire.message import Sent
 from karvan.wire.schema import Call
 
@@ -159,13 +160,10 @@ class ChannelSettings:
 
     rank: int
     world_size: int
-    loaders: int
     generation: int
     ids: Sequence[str]
     prefetch: int
-    timeout: float
-    find: Callable[[int], str]
-    security: Security
+    access: LoaderAccess
 
 
 @dataclass(frozen=True)
@@ -182,17 +180,21 @@ class _Unfinished:
 
 
 class LoaderChannel:
-    """Batches of loader number `loader`; all but the calls happens under the stream's lock `changed`."""
+    """Batches of loader number `loader`, from a saved state on.
+
+    shape: the trainer's rank, how many trainers and how many loaders there are. All but the calls happens
+    under the stream's lock `changed`.
+    """
 
     def __init__(
         self,
         loader: int,
         changed: threading.Condition,
-        epoch: int = 0,
-        base: StreamBase | None = None,
-        next_index: int = 0,
-        positions: Iterable[Known] = (),
+        epoch: int,
+        state: Mapping[str, Any],
+        shape: tuple[int, int, int],
     ) -> None:
+        rank, world, loaders = shape
         self.loader = loader
         self.name = f"loader {loader}"
         self.epoch = epoch
@@ -201,9 +203,10 @@ class LoaderChannel:
         self.missing: list[int] = []  # trainers that the loader waits for
         self.error: Exception | None = None
         self._changed = changed
-        self._base = base or StreamBase()
-        self._next = next_index  # the index after the last batch that was handed out
-        self._received = next_index
+        self._base = base_of(state)
+        # The index after the last batch that was handed out, and that was received.
+        self._next = self._received = int(state["next"].get(str(rank), 0))
+        positions = ((int(index), position) for index, position in state["positions"][1:])
         self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
         # The last position received of the epoch, and the one before each batch that waits.
         self._last = self._positions[-1] if self._positions else self._base.position
@@ -214,34 +217,12 @@ class LoaderChannel:
         self._left = False
         self._caller: ChannelSettings | None = None
         self._clients: dict[str, Client] = {}
-
-    @classmethod
-    def of(
-        cls,
-        loader: int,
-        changed: threading.Condition,
-        epoch: int,
-        state: Mapping[str, Any],
-        shape: tuple[int, int, int],
-    ) -> LoaderChannel:
-        """The channel of a saved state; `shape` is the trainer's rank, the world size, the loader count."""
-        rank, world, loaders = shape
-        channel = cls(
-            loader,
-            changed,
-            epoch,
-            base_of(state),
-            int(state["next"].get(str(rank), 0)),
-            [(int(index), position) for index, position in state["positions"][1:]],
-        )
         if state["end"] is not None:
             total, position = state["end"]
-            mine = (
-                index for index in range(channel.first, total) if (index * loaders + loader) % world == rank
-            )
-            if not any(map(channel.wants, mine)):  # otherwise the end comes again, after what remains
-                channel.end = (int(total), position)
-        return channel
+            indices = range(self.first, total)
+            mine = (index for index in indices if (index * loaders + loader) % world == rank)
+            if not any(map(self.wants, mine)):  # otherwise the end comes again, after what remains
+                self.end = (int(total), position)
 
     def state(self, rank: int) -> dict[str, Any]:
         """The position, which `position.py` describes."""
@@ -307,13 +288,8 @@ class LoaderChannel:
 
         A loader that was replaced has to read the batch first. Returns the digest of its statistics.
         """
-        assert self._caller is not None
-        deadline = clock.now() + self._caller.timeout
         head = protocol.IdsOfBatch(reference=reference, worker=worker)
-        while isinstance(answer := self.call(protocol.RESEND, head).wait().head, protocol.NoAnswerYet):
-            if clock.now() > deadline:
-                raise WireError(f"{self.name} expected to read batch {reference} again in time.")
-        return answer.statistics
+        return self._answer(protocol.RESEND, head, f"to read batch {reference} again").head.statistics
 
     def check(self, late: bool) -> None:
         """Raise if no batch will come."""
@@ -334,20 +310,21 @@ class LoaderChannel:
             self.epoch += 1
             self.end = None
 
-    def identity(self, caller: ChannelSettings) -> dict[str, Any] | None:
-        """The identity of the loader's data."""
-        return self.ask_program(protocol.IDENTITY, caller).head.identity
-
     def ask_program(
         self, call: Call[Any, protocol.NoAnswerYet | A], caller: ChannelSettings, head: Sent | None = None
     ) -> Message[A]:
         """The loader's answer, which it has once its program starts to send batches."""
         with self._changed:
             self._caller = caller
-        deadline = clock.now() + caller.timeout
+        return self._answer(call, head, "its program to start sending batches")
+
+    def _answer(self, call: Call[Any, protocol.NoAnswerYet | A], head: Sent | None, what: str) -> Message[A]:
+        """The loader's answer, once it has one; what: it is expected to do before."""
+        assert self._caller is not None
+        deadline = clock.now() + self._caller.access.timeout
         while isinstance((answer := self.call(call, head).wait()).head, protocol.NoAnswerYet):
             if clock.now() > deadline:
-                raise WireError(f"{self.name} expected its program to start sending batches in time.")
+                raise WireError(f"{self.name} expected {what} in time.")
         return Message(answer.head, answer.arrays)
 
     def call(self, call: Call[Any, A], head: Sent | None = None, deadline: float | None = None) -> Reply[A]:
@@ -372,10 +349,10 @@ class LoaderChannel:
         if kind not in self._clients:
             self._clients[kind] = Client(
                 self.name,
-                partial(caller.find, self.loader),
-                caller.security,
+                partial(caller.access.find, self.loader),
+                caller.access.security,
                 hello=partial(self._hello, kind, caller),
-                deadline=caller.timeout,
+                deadline=caller.access.timeout,
                 forgetful=True,
             )
         return self._clients[kind]
@@ -389,7 +366,7 @@ class LoaderChannel:
             "trainer": caller.rank,
             "trainers": caller.world_size,
             "loader": self.loader,
-            "loaders": caller.loaders,
+            "loaders": caller.access.count,
         }
         with self._changed:
             received = [(each.head.index + 1, each.head.position) for each in self.waiting]

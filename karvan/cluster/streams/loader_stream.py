@@ -2,8 +2,8 @@
 
 For each loader a trainer has a few calls of `next` in flight; an answer that was not taken yet counts as one
 of them, so a slow trainer asks for nothing, and the loader's queue fills up.
-`karvan/cluster/loader/service.py` has the protocol, and what happens when a process dies. A trainer looks for
-a lost loader until `timeout` has passed.
+`karvan/cluster/loader/epoch_service.py` has the protocol, and what happens when a process dies. A trainer
+looks for a lost loader until `timeout` has passed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from karvan.cluster.streams.loader_channel import ChannelSettings, LoaderChannel
 from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
-from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
+from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
-from karvan.protocol.loader import DONE, STATISTICS, References, Statistics, Whole
+from karvan.protocol.loader import DONE, IDENTITY, STATISTICS, References, Statistics, Whole
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import Message, Security
 
@@ -125,19 +125,13 @@ def from_loaders(
                 "sharding: dynamic has trainers lease their records, in an order of their own: expected no "
                 f"ordered, rank and world_size, got {', '.join(names)}."
             )
-        return _leased(prefetch, timeout, loaders, ids)
+        check_counts(1, prefetch=prefetch)
+        security = Security.from_environment()
+        given_directory, count = _directory_of(loaders)
+        directory = given_directory or directory_from_environment(security=security)
+        find = partial(directory.find, Role.LOADER, timeout=_FOUND_SOON)
+        return LoadedData(LoaderAccess(count, find, security, timeout), prefetch, ids)
     return LoaderStream(ordered is not False, prefetch, timeout, ids, loaders, rank, world_size)
-
-
-def _leased(
-    prefetch: int, timeout: float, loaders: int | Sequence[str] | None, ids: Sequence[str] | None
-) -> LoadedData:
-    check_counts(1, prefetch=prefetch)
-    security = Security.from_environment()
-    given, count = _directory_of(loaders)
-    directory = given or directory_from_environment(security=security)
-    find = partial(directory.find, Role.LOADER, timeout=_FOUND_SOON)
-    return LoadedData(LoaderAccess(count, find, security, timeout), prefetch, ids)
 
 
 def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory | None, int]:
@@ -182,7 +176,10 @@ class LoaderStream:
         self._finished = False  # whether the epoch was read to its end, so that the next one follows
         self._released: deque[ragged.IdsReference] = deque()  # whose ids are not needed any more
         self._changed = threading.Condition()
-        self._channels = [LoaderChannel(loader, self._changed) for loader in range(count)]
+        self._channels = [
+            LoaderChannel(loader, self._changed, 0, state, (0, 1, count))
+            for loader, state in enumerate(loader_channel.start_of_epoch(count))
+        ]
         weakref.finalize(self, leave_all, self._channels).atexit = False  # connections end with the process
 
     @property
@@ -245,7 +242,7 @@ class LoaderStream:
     def identity(self) -> Identity | None:
         """The identity of the loaders' data; if they have none, that of the job's `data` section."""
         caller = self._caller()
-        states = [channel.identity(caller) for channel in self._channels]
+        states = [channel.ask_program(IDENTITY, caller).head.identity for channel in self._channels]
         first = states[0]
         if first is not None and all(state == first for state in states):
             return Identity.from_state(first)
@@ -274,16 +271,9 @@ class LoaderStream:
         placement = self._own_placement()
         self._epoch, self._finished = epoch, finished
         self._channels[:] = [
-            LoaderChannel.of(loader, self._changed, epoch, state, (*placement, len(states)))
+            LoaderChannel(loader, self._changed, epoch, state, (*placement, len(states)))
             for loader, state in enumerate(states)
         ]
-
-    def _done(self, references: Iterable[BatchName]) -> None:
-        by_loader: dict[int, list[BatchName]] = {}
-        for reference in references:
-            by_loader.setdefault(reference.number % len(self._channels), []).append(reference)
-        for loader, listed in by_loader.items():
-            self._channels[loader].call(DONE, References(references=listed))
 
     def _resend(self, ids: ragged.IdsReference) -> None:
         reference = BatchName.named(ids.name)
@@ -292,11 +282,12 @@ class LoaderStream:
 
     def _release(self) -> None:
         """Tell the loaders which ids they may release."""
-        released = []
+        by_loader: dict[int, list[BatchName]] = {}
         while self._released:
-            released.append(BatchName.named(self._released.popleft().name))
-        if released:
-            self._done(released)
+            reference = BatchName.named(self._released.popleft().name)
+            by_loader.setdefault(reference.number % len(self._channels), []).append(reference)
+        for loader, references in by_loader.items():
+            self._channels[loader].call(DONE, References(references=references))
 
     def _own_placement(self) -> tuple[int, int]:
         """This trainer's rank, and the number of trainers."""
@@ -316,19 +307,10 @@ class LoaderStream:
         security = Security.from_environment()
         if self._directory is None:
             self._directory = directory_from_environment(security=security)
-        find = partial(_find, self._directory)
+        find = partial(self._directory.find, Role.LOADER, timeout=_FOUND_WITHIN)
+        access = LoaderAccess(len(self._channels), find, security, self._timeout)
         generation = JobEnvironment.read().generation
-        return ChannelSettings(
-            rank,
-            world,
-            len(self._channels),
-            generation,
-            self._ids,
-            self._prefetch,
-            self._timeout,
-            find,
-            security,
-        )
+        return ChannelSettings(rank, world, generation, self._ids, self._prefetch, access)
 
     def _by_number(self, caller: ChannelSettings) -> Iterator[LoaderChannel]:
         rank, world, count = caller.rank, caller.world_size, len(self._channels)
@@ -377,20 +359,16 @@ class LoaderStream:
             for channel in channels:
                 if not channel.ready():
                     waits.enter_context(activity.waiting(f"loader-{channel.loader}"))
-            self._wait_long(channels, ready)
-
-    def _wait_long(self, channels: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
-        started = clock.now()
-        warned = False
-        while not ready():
-            waited = clock.now() - started
-            for channel in channels:
-                channel.check(waited > self._timeout)
-            if waited > _LONG and not warned:
-                warned = True
-                names = ", ".join(channel.name for channel in channels if not channel.ready())
-                _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
-            self._changed.wait(_WAKE)
+            started, warned = clock.now(), False
+            while not ready():
+                waited = clock.now() - started
+                for channel in channels:
+                    channel.check(waited > self._timeout)
+                if waited > _LONG and not warned:
+                    warned = True
+                    names = ", ".join(channel.name for channel in channels if not channel.ready())
+                    _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
+                self._changed.wait(_WAKE)
 
     def _take(self, channel: LoaderChannel) -> LoadedBatch:
         answer, reference = channel.take()
@@ -423,7 +401,3 @@ class LoaderStream:
         self._epoch += 1
         for channel in self._channels:
             channel.next_epoch()
-
-
-def _find(addresses: Addresses, loader: int) -> str:
-    return addresses.find(Role.LOADER, loader, _FOUND_WITHIN)

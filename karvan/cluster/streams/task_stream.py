@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +24,19 @@ from karvan.cluster.streams.loader_connection import (
     LoaderLostError,
     read_batch,
 )
-from karvan.cluster.streams.task_queue import TaskQueue
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_data import LeasedTasks, planned_records
 from karvan.data.leasing.record_search import SearchResult, search_with
-from karvan.data.leasing.task_records import TakenRecords, TaskToRead, after, places_of
+from karvan.data.leasing.task_records import TakenRecords, TaskToRead, places_of, rest_of
 from karvan.data.loading.read_jobs import Order
+from karvan.data.source import Split
 from karvan.outages import mark
 from karvan.protocol import loader as protocol
+from karvan.protocol.loader import NoAnswerYet
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import Message, WireError
+
+_log = logging.getLogger("karvan.cluster")
 
 # Finds the record that makes a batch raise an error, where loaders read the records.
 
@@ -61,7 +66,7 @@ class LoadedRecordSearch:
             batch = Batch.trusted(dict(unpack(answer.head.batch, answer.arrays)), answer.head.samples)
             if batch.samples:  # a transform may drop records
                 check(batch)
-            left = _rest(left, answer.head.records)
+            left = rest_of(left, answer.head.records)
 
 
 def tasks_head(
@@ -94,18 +99,6 @@ def _tasks_of(suspects: Sequence[TakenRecords], few: Order) -> list[TaskToRead]:
             made.append(TaskToRead(task, ends=False))
     made[-1] = made[-1]._replace(ends=True)
     return made
-
-
-def _rest(tasks: Sequence[TaskToRead], records: int) -> list[TaskToRead]:
-    """What is left of tasks after this many records."""
-    left = list(tasks)
-    while records:
-        task, ends = left.pop(0)
-        rest = after(task, records)
-        records -= min(records, len(places_of(task)))
-        if rest is not None:
-            left.insert(0, TaskToRead(rest, ends))
-    return left
 
 
 # `LeasedIds`: refers to the ids of a batch of leased records, which any loader can send again.
@@ -161,45 +154,158 @@ def resender(access: LoaderAccess, ids: Sequence[str], digest: str) -> Callable[
     return resend
 
 
-_log = logging.getLogger("karvan.cluster")
+# Where the tasks of a `TaskStream` come from: leases, or the plan of an epoch.
+
+
+_TASKS = 2  # that are known in advance, so that a loader reads one while batches of the other are sent
+
+
+class LeasedQueue:
+    """Tasks of an epoch that are leased in the background, so much that the next two batches are known."""
+
+    def __init__(self, client: WorkClient, epoch: int, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._tasks = LeasedTasks(client, tasks_ahead=1, epoch=epoch)
+        self._changed = threading.Condition()
+        self._over = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._lease, name="karvan-leases", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to read for now."""
+        return self._tasks.idle
+
+    def left(self) -> list[TaskToRead]:
+        """The tasks that were not received, each from its next record on; waits until they have a batch.
+
+        Empty: the end.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._has_batch())
+            if self._error is not None:
+                raise self._error
+            return self._tasks.left()
+
+    def take(self, records: int) -> list[TakenRecords]:
+        """A batch of this many records was received: which ones of each task."""
+        with self._changed:
+            taken = self._tasks.take(records)
+            self._changed.notify_all()
+            return taken
+
+    def suspects(self, task: int | None) -> list[TakenRecords]:
+        """The records of the task that could not be read, by its index in `left`; None: of the next batch."""
+        split = None
+        if task is not None:
+            failed = self._tasks.left()[task].task
+            split = Split(failed.path, failed.first, failed.records)
+        return self._tasks.suspects(split, self._batch_size)
+
+    def close(self) -> None:
+        """Stop; no batch is taken any more."""
+        self._tasks.close()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait after `close` until no task is leased any more."""
+        self._thread.join(seconds)
+
+    def _lease(self) -> None:
+        try:
+            for _ in self._tasks:
+                with self._changed:
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._over or not self._has_enough())
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+
+    def _has_batch(self) -> bool:
+        left = self._tasks.left()
+        return _records_of(left) >= self._batch_size or any(each.ends for each in left)
+
+    def _has_enough(self) -> bool:
+        left = self._tasks.left()
+        return len(left) >= _TASKS and _records_of(left) >= 2 * self._batch_size
+
+
+def _records_of(tasks: list[TaskToRead]) -> int:
+    """How many records have to be read."""
+    return sum(len(places_of(each.task)) if each.task.skipped else each.task.left for each in tasks)
+
+
+class PlannedQueue:
+    """Tasks of a plan, each of which is a batch, with their numbers in the epoch in place of tokens."""
+
+    idle = False
+
+    def __init__(self, tasks: Iterator[tuple[int, TaskToRead]]) -> None:
+        self._tasks = tasks
+        self._left: deque[tuple[int, TaskToRead]] = deque()
+        self._closed = False
+
+    def left(self) -> list[TaskToRead]:
+        """The tasks that were not received; empty: the end."""
+        while len(self._left) < 2 * _TASKS and (following := next(self._tasks, None)) is not None:
+            self._left.append(following)
+        return [] if self._closed else [each for _, each in self._left]
+
+    def take(self, records: int) -> list[TakenRecords]:
+        """A batch of this many records was received: those of the first task."""
+        number, (task, _) = self._left.popleft()
+        if records != task.left:
+            raise RuntimeError(f"Expected a batch of {task.left} records, got one of {records}.")
+        return planned_records(number, task)
+
+    def suspects(self, task: int | None) -> list[TakenRecords]:
+        """The records of the task that could not be read, by its index in `left`; None: of the next batch."""
+        number, (failed, _) = self._left[task or 0]
+        return planned_records(number, failed)
+
+    def close(self) -> None:
+        """Stop; there is no further task."""
+        self._closed = True
+
+    def join(self, seconds: float) -> None:
+        """Nothing is leased."""
+
 
 _RETURN_AFTER = 5.0  # seconds after which a stream tries its own loader again
 _PAUSE = 0.2  # seconds after all loaders were lost
 _LONG = 60.0  # seconds without a batch after which a warning is logged
 
 
-class ReceivedBatch(NamedTuple):
-    """A batch, and its records of leased tasks."""
-
-    batch: Batch
-    records: list[TakenRecords]
-
-
 class TaskStream:
     """Takes batches in the background, up to `prefetch` of them, until its tasks have ended.
 
-    loader: its own. ids: the features that embedding workers get. digest: what batches must say of their
-    data. changed: the lock of all that is public here, which is notified of every change.
+    loader: its own, modulo their number. ids: the features that embedding workers get. digest: what batches
+    must say of their data. changed: the lock of all that is public here, which is notified of every change.
     """
 
     def __init__(
         self,
-        tasks: TaskQueue,
+        tasks: LeasedQueue | PlannedQueue,
         access: LoaderAccess,
         loader: int,
-        *,
-        ids: Sequence[str] = (),
+        ids: Sequence[str],
         digest: str,
         prefetch: int,
         changed: threading.Condition,
     ) -> None:
-        self.ready: deque[ReceivedBatch] = deque()
+        self.tasks = tasks
+        self.ready: deque[tuple[Batch, list[TakenRecords]]] = deque()  # batches with their records
         self.ended = False
         self.error: BaseException | None = None
         self.suspects: list[TakenRecords] = []  # of which one may be the reason of the error
-        self._tasks = tasks
         self._access = access
-        self._own = self._loader = loader
+        self._own = self._loader = loader % access.count
         self._return_at = 0.0
         self._ids = ids
         self._digest = digest
@@ -207,28 +313,18 @@ class TaskStream:
         self._changed = changed
         self._closed = threading.Event()
         self._connection: LoaderConnection | None = None
-        self._thread = threading.Thread(target=self._run, name=f"karvan-stream {loader}", daemon=True)
-        self._thread.start()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has no batch, and nothing to read for now."""
-        return not self.ready and self._tasks.idle
-
-    def join(self, seconds: float) -> None:
-        """Wait after `close` until no task is leased any more."""
-        self._tasks.join(seconds)
+        threading.Thread(target=self._run, name=f"karvan-stream {self._own}", daemon=True).start()
 
     def close(self) -> None:
         """End; the thread disconnects on its own."""
         self._closed.set()
-        self._tasks.close()
+        self.tasks.close()
         with self._changed:
             self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            while tasks := self._tasks.left():
+            while tasks := self.tasks.left():
                 answer = self._read(tasks)
                 if answer is None:
                     return
@@ -236,7 +332,7 @@ class TaskStream:
                 received = Batch.trusted(dict(unpack(head.batch, answer.arrays)), head.samples)
                 batch = with_tasks(received, tasks, records)
                 with self._changed:
-                    self.ready.append(ReceivedBatch(batch, self._tasks.take(records)))
+                    self.ready.append((batch, self.tasks.take(records)))
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._closed.is_set() or len(self.ready) < self._prefetch)
         except BaseException as error:
@@ -250,67 +346,53 @@ class TaskStream:
 
     def _read(self, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
         """The first batch of these tasks, by whichever loader; None after `close`."""
-        losses, since = 0, clock.now()
+        losses, since, count = 0, clock.now(), self._access.count
         while not self._closed.is_set():
-            loader = self._choose()
+            if self._loader != self._own and clock.now() > self._return_at:
+                self._change_to(self._own)
             try:
-                return self._ask(loader, tasks)
+                return self._ask(tasks)
             except LoaderLostError as error:
                 losses += 1
                 since = clock.now() if losses == 1 else since
-                self._lose(error)
+                if self._loader == self._own:
+                    self._return_at = clock.now() + _RETURN_AFTER
+                self._change_to((self._loader + 1) % count)
+                _log.info("%s; loader %d is asked.", error, self._loader)
                 if clock.now() - since > self._access.timeout:
                     raise WireError(
-                        f"Expected one of {self._access.count} loaders to read {tasks[0].task} within "
+                        f"Expected one of {count} loaders to read {tasks[0].task} within "
                         f"{self._access.timeout:.0f} s, got: {error}."
                     ) from error
-                if losses % self._access.count == 0:
+                if losses % count == 0:
                     self._closed.wait(_PAUSE)
         return None
 
-    def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
-        head = tasks_head(tasks, self._ids)
+    def _ask(self, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
+        loader, head = self._loader, tasks_head(tasks, self._ids)
         began = warn_at = clock.now()
-        if self._connection is None:
-            self._connection = LoaderConnection(loader, self._access)
+        connection = self._connection = self._connection or LoaderConnection(loader, self._access)
         with activity.waiting(f"loader-{loader}"):
-            while isinstance(
-                (answer := self._connection.call(protocol.READ_BATCH, head)).head, protocol.NoAnswerYet
-            ):
+            while isinstance((answer := connection.call(protocol.READ_BATCH, head)).head, NoAnswerYet):
                 if self._closed.is_set():
                     return None
                 if clock.now() - warn_at > _LONG:
                     warn_at = clock.now()
-                    seconds = clock.now() - began
-                    _log.warning(
-                        "No batch from loader %d for %.0f seconds: %s", loader, seconds, tasks[0].task
-                    )
+                    what, seconds = tasks[0].task, warn_at - began
+                    _log.warning("No batch from loader %d for %.0f seconds: %s", loader, seconds, what)
         return Message(self._checked(loader, answer.head), answer.arrays)
 
-    def _choose(self) -> int:
-        """The loader to ask."""
-        if self._loader != self._own and clock.now() > self._return_at:
-            self._disconnect()
-            self._loader = self._own
-        return self._loader
-
-    def _lose(self, error: LoaderLostError) -> None:
-        """Go to the next loader."""
-        self._disconnect()
-        if self._loader == self._own:
-            self._return_at = clock.now() + _RETURN_AFTER
-        self._loader = (self._loader + 1) % self._access.count
-        _log.info("%s; loader %d is asked.", error, self._loader)
-
-    def _disconnect(self) -> None:
+    def _change_to(self, loader: int) -> None:
+        """Disconnect, and ask this loader from now on."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+        self._loader = loader
 
     def _checked(self, loader: int, head: protocol.FailedTask | protocol.TaskBatch) -> protocol.TaskBatch:
         if isinstance(head, protocol.FailedTask):
             if head.kind != "temporary":
-                self.suspects = self._tasks.suspects(head.task)
+                self.suspects = self.tasks.suspects(head.task)
             raise reading_error(loader, head)
         if head.digest != self._digest:
             raise ValueError(

@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from typing_extensions import override
 
+from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.record_search import SearchResult
@@ -313,9 +314,11 @@ def planned_records(number: int, task: Task) -> list[TakenRecords]:
 class LeasedLoader(LeasedBatches):
     """Iterates once over the batches of a plan of tasks, which are read from now on."""
 
-    def __init__(self, settings: ReadSettings, plan: LeasePlan | FixedPlan) -> None:
+    def __init__(
+        self, settings: ReadSettings, plan: LeasePlan | FixedPlan, checks: ValueChecks | None = None
+    ) -> None:
         self._plan = plan
-        self._pipeline = Pipeline(settings, plan)
+        self._pipeline = Pipeline(settings, plan, checks=checks)
 
     @override
     def __iter__(self) -> Iterator[Batch]:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import torch
 
 from karvan.activity import activity
+from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.leasing.task_records import TakenRecords, numbers_of, place_of, splits_of
 from karvan.data.loading.pipeline import Closed
 from karvan.data.loading.read_jobs import Order, joined
@@ -94,9 +95,10 @@ def blaming(
 class RecordSearch:
     """Reads records of leased tasks again, as their loader reads them."""
 
-    def __init__(self, settings: ReadSettings, seed: int | None) -> None:
+    def __init__(self, settings: ReadSettings, seed: int | None, checks: ValueChecks | None = None) -> None:
         self._settings = settings
         self._seed = seed
+        self._checks = checks
 
     def find(self, suspects: Sequence[TakenRecords], checks: Sequence[Check] = ()) -> SearchResult:
         """The record among these that raises an error; checks: tried in turn until one finds it."""
@@ -122,7 +124,8 @@ class RecordSearch:
         return rows.take(pa.array(np.searchsorted(numbers, wanted)))
 
     def _rows(self, path: str, numbers: Order) -> pa.RecordBatch:
-        source = RetryingSource(self._settings.source, self._settings.retry_seconds)
+        retrying = RetryingSource(self._settings.source, self._settings.retry_seconds)
+        source = retrying if self._checks is None else self._checks.over(retrying)
         return joined([rows for split in splits_of(path, numbers) for rows in source.read(split)])
 
     def _unreadable(self, records: TakenRecords) -> BadRecord | None:

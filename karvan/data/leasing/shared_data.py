@@ -9,7 +9,6 @@ epoch by epoch, and acknowledges those of every step. Its evaluations lease thei
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from karvan.data.leasing.client import WorkClient
@@ -59,11 +58,6 @@ class SharedData(SourceData):
             if group and self.seed is not None
             else min(usual, max(self.batch_size, self.records // _TASKS))
         )
-
-    @property
-    def _checked(self) -> ReadSettings:
-        """The settings, for records that are checked for missing values."""
-        return replace(self._settings, source=self._checks.over(self._settings.source))
 
     @property
     def records(self) -> int:
@@ -137,7 +131,7 @@ class SharedData(SourceData):
         return self._leased(LeasedTasks(client, tasks_ahead=1, epoch=number, kind=TaskKind.PREDICT))
 
     def _leased(self, tasks: LeasedTasks, seed: int | None = None) -> LeasedLoader:
-        return LeasedLoader(self._checked, LeasePlan(tasks, self.batch_size, seed))
+        return LeasedLoader(self._settings, LeasePlan(tasks, self.batch_size, seed), self._checks)
 
     @property
     def _whole_batches(self) -> int:
@@ -154,7 +148,7 @@ class SharedData(SourceData):
         Returns:
             The search.
         """
-        return RecordSearch(self._checked, None if in_order else self.seed)
+        return RecordSearch(self._settings, None if in_order else self.seed, self._checks)
 
     def plan(self) -> TaskPlan:
         """Return the batches of every epoch, each a task, where steps have fixed batches.
@@ -181,7 +175,7 @@ class SharedData(SourceData):
             An iterable of batches.
         """
         numbers = partial(planned_numbers, plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
-        return LeasedLoader(self._checked, FixedPlan(plan, epoch, numbers, self.seed))
+        return LeasedLoader(self._settings, FixedPlan(plan, epoch, numbers, self.seed), self._checks)
 
     def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> Pipeline:
         """Read the batches of tasks, whoever has leased them.
@@ -192,7 +186,7 @@ class SharedData(SourceData):
         Returns:
             An iterable of batches.
         """
-        return Pipeline(self._checked, TaskReads(tasks, self.seed))
+        return Pipeline(self._settings, TaskReads(tasks, self.seed), checks=self._checks)
 
     def share(self, rank: int, ranks: int) -> Loader:
         """Return a fixed share of the records, for an evaluation.

@@ -104,3 +104,15 @@ def after(task: Task, records: int) -> Task | None:
     """What is left of a task when this many of the records that were left have been read; None: nothing."""
     rest = places_of(task)[records:]
     return task._replace(done=int(rest[0])) if len(rest) else None
+
+
+def rest_of(tasks: Iterable[TaskToRead], records: int) -> list[TaskToRead]:
+    """What is left of tasks after this many of the records that were left have been read."""
+    rest = list(tasks)
+    while records:
+        task, ends = rest.pop(0)
+        remaining = after(task, records)
+        records -= min(records, len(places_of(task)))
+        if remaining is not None:
+            rest.insert(0, TaskToRead(remaining, ends))
+    return rest

@@ -36,7 +36,7 @@ from malformed_calls import SUBJECTS  # noqa: E402
 from mutations import copied, mutated  # noqa: E402
 
 from karvan.checkpoint import CheckpointError  # noqa: E402
-from karvan.cluster.loader import service  # noqa: E402
+from karvan.cluster.loader.epoch_service import EpochService  # noqa: E402
 from karvan.cluster.parameter_server import row_updates  # noqa: E402
 from karvan.wire import RefusedError, WireError, schema  # noqa: E402
 from karvan.wire.message import DTYPES  # noqa: E402
@@ -189,7 +189,7 @@ def _short(head):
 
 def main(seed, cases, folder):
     logging.disable(logging.CRITICAL)
-    service._WAIT = service._STAY = 0.001
+    EpochService.wait = EpochService.stay = 0.001
     if UNCHECKED:
         check = schema.ArrayKind.check
         schema.ArrayKind.check = lambda kind, *told: None if kind.name == "gradients" else check(kind, *told)

@@ -12,8 +12,8 @@ from task_loaders import Numbers, shared_data
 
 from karvan.cluster.batch_messages import pack as pack_batch
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.loader.task_service import TaskReadingService
+from karvan.cluster.loader.epoch_service import EpochService
+from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.discovery.registry import Registry
 from karvan.launch.job_spec import JobSpec
@@ -125,7 +125,7 @@ class LoaderSubject(Subject):
         hello = {"generation": 0, "run": "run", "trainer": 0, "trainers": 1, "kind": "batches", "loader": 0}
         hello |= {"loaders": 1, "ids": ["id"], "epoch": 0, "next": 1, "taken": [3], "end": None}
         hello |= {"positions": [[0, None]], "unfinished": [[0, 0]], "before_unfinished": [0, 0, None]}
-        service = LoaderService(workers=[_Workers()])
+        service = EpochService(workers=[_Workers()])
         super().__init__("loader", service, hello)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -173,7 +173,7 @@ class TaskReadingSubject(Subject):
     """A loader that reads leased tasks."""
 
     def __init__(self, folder):
-        super().__init__("loader", TaskReadingService(), {"loader": 0})
+        super().__init__("loader", TaskService(), {"loader": 0})
         self.service.offer(shared_data(Numbers([40])))
         task = {"kind": "train", "epoch": 0, "number": 0, "path": "0", "first": 0, "records": 8, "done": 2}
         task |= {"tries": 0, "skipped": [3]}

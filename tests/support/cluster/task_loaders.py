@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from karvan.cluster.loader.task_service import TaskReadingService
+from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.streams.loaded_data import LoadedData
 from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.errors import DataError
@@ -84,7 +84,7 @@ class TaskLoaders:
             self.start(index, statistics and statistics[index])
 
     def start(self, index, statistics=None):
-        service = self.services[index] = TaskReadingService(index, workers=self.workers)
+        service = self.services[index] = TaskService(index, workers=self.workers)
         service.offer(self.datas[index], statistics)
         self.servers[index] = Server(service)
 

@@ -27,7 +27,6 @@ _MODULES = [
     "karvan.cli.commands.launch",
     "karvan.cli.commands.role",
     "karvan.cluster.loader.context",
-    "karvan.cluster.loader.builtin",
     "karvan.cluster.embedding_worker.service",
     "karvan.cluster.parameter_server.service",
     "karvan.launch.job_spec",
