@@ -137,12 +137,14 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
 def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and SIGINT set while inside; only on the process's main thread."""
     ended = threading.Event()
-    before = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        signum: signal.signal(signum, lambda *_: ended.set()) for signum in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield ended
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager
@@ -231,7 +233,7 @@ class Generations:
         self,
         registry: str | MasterAddress = "",
         security: Security | None = None,
-        own: int = 0,
+        requested: int = 0,
         *,
         patience: float = _PATIENCE,
     ) -> None:
@@ -239,7 +241,7 @@ class Generations:
         self._security = security
         self._patience = patience
         self._lock = threading.Lock()
-        self.newest = own
+        self.newest = requested
 
     def check(self, value: Any) -> int:
         """The generation that a trainer names, if it is the job's; a RefusedError otherwise."""

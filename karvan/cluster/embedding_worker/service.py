@@ -209,11 +209,11 @@ class EmbeddingWorker(Service):
         hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
         if isinstance(hello, protocol.IdSenderHello):
             return {"worker": self._index}
-        given, run, worker = hello.generation, hello.run, hello.worker
+        its_generation, run, worker = hello.generation, hello.run, hello.worker
         if worker != self._index:
             raise RefusedError(f"expected to be asked for as worker {self._index}, got {worker}.")
         expect_trainer(hello)
-        generation = self._generations.check(given)
+        generation = self._generations.check(its_generation)
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -260,7 +260,7 @@ class EmbeddingWorker(Service):
             session = self._open(hello)
             session.begin_call()
             if hello.elastic:
-                self._drop([each for each, its in self._sessions.items() if its.silence > self._ids.expire])
+                self._drop([name for name, its in self._sessions.items() if its.silence > self._ids.expire])
         try:
             yield session
         finally:
@@ -321,7 +321,7 @@ class EmbeddingWorker(Service):
         if head.training:
             session.add(head.store, head.batch, embedded)
         self.claims += 1
-        layouts, arrays = pack_layouts([one.layout() for one in embedded.inputs])
+        layouts, arrays = pack_layouts([input_.layout() for input_ in embedded.inputs])
         vectors = torch.cat([out.reshape(-1) for out in outs])
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])
@@ -361,9 +361,9 @@ class EmbeddingWorker(Service):
         self.backwards += 1
         return Message({"restarted_servers": session.take_restarted()})
 
-    def _release(self, store: int, done: list[int], gone: list[str], session: TrainerSession) -> None:
+    def _release(self, store: int, done: list[int], lost: list[str], session: TrainerSession) -> None:
         session.forget(store, done)
-        self._ids.forget(gone)
+        self._ids.forget(lost)
 
     def _needs_ids(self, name: str) -> Message:
         text = f"expected the ids of reference {name!r}, got a claim without: {self._ids.why_missing(name)}."
@@ -391,9 +391,9 @@ class EmbeddingWorker(Service):
 
 def _servers_for(hello: protocol.WorkerHello) -> Servers:
     """The parameter servers, connected as the trainer would connect to them."""
-    own = {name: value for name, value in hello.as_json().items() if name not in ("worker", "line")}
+    settings = {name: value for name, value in hello.as_json().items() if name not in ("worker", "line")}
     try:
-        servers = find_servers(None, own, _SERVER_WITHIN, hello.reload)
+        servers = find_servers(None, settings, _SERVER_WITHIN, hello.reload)
     except (RuntimeError, ValueError) as error:
         raise RefusedError(f"expected parameter servers in the environment, got none: {error}") from error
     if len(servers) != hello.servers:
@@ -405,8 +405,8 @@ def _servers_for(hello: protocol.WorkerHello) -> Servers:
 
 def _engine_of(head: protocol.OfEngine, session: TrainerSession) -> Embedding | None:
     """The engine; None if the trainer has to send it or newer declarations of its tables first."""
-    known = session.declarations >= head.declarations
-    return session.engines.get(head.engine) if known else None
+    declared = session.declarations >= head.declarations
+    return session.engines.get(head.engine) if declared else None
 
 
 def _needs_engine() -> Message:

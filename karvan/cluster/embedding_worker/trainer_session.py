@@ -93,8 +93,8 @@ class TrainerSession:
 
     def take_restarted(self) -> list[tuple[int, str]]:
         """The servers that have restarted, as far as the trainer does not know yet."""
-        taken, self._restarted = self._restarted, []
-        return taken
+        restarted, self._restarted = self._restarted, []
+        return restarted
 
     def close(self) -> None:
         """Disconnect from the servers."""
@@ -170,14 +170,14 @@ class Embedded:
                     f"Feature '{feature}' of table '{name}' is not in the batch, "
                     f"which has: {', '.join(map(str, ids)) or 'nothing'}."
                 )
-            made = FeatureInput(feature, name, table, entry)
-            if made.lists is not None:
+            input_ = FeatureInput(feature, name, table, entry)
+            if input_.lists is not None:
                 raise ValueError(
                     f"Feature '{feature}' of table '{name}': expected a list of ids for each sample, as "
                     "embedding workers take them, got lists of lists; run the job without embedding workers."
                 )
-            self.inputs.append(made)
-        plan = _native.prepare(engine.program.native, [one.arrays() for one in self.inputs])
+            self.inputs.append(input_)
+        plan = _native.prepare(engine.program.native, [input_.arrays() for input_ in self.inputs])
         self.pull = ServerLookup(
             engine.program,
             plan,
@@ -187,12 +187,12 @@ class Embedded:
             wire=engine.wire,
             send=partial(engine.send_pull, store),
         )
-        self._sizes = [one.numel() for one in self.inputs]
+        self._sizes = [input_.numel() for input_ in self.inputs]
 
     def finish(self) -> list[Tensor]:
         """The outputs of all features, once the servers have answered."""
         self.pull.finish()
-        return [one.take_out() for one in self.inputs]
+        return [input_.take_out() for input_ in self.inputs]
 
     def sum(self, array: Array, positions: Sequence[int], complete: bool) -> tuple[Tensor, ...]:
         """Sum gradients of outputs by key: for each server, those of its keys.

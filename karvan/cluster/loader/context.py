@@ -250,11 +250,11 @@ class LoaderContext:
         if not has_state(transform):
             return
         self._saved.give(transform)
-        known = self._service.statistics
-        if known is None:
-            if all(transform is not one for one in self._transforms):
+        statistics = self._service.statistics
+        if statistics is None:
+            if all(transform is not transform_ for transform_ in self._transforms):
                 self._transforms.append(transform)
-        elif LoaderStatistics.of([transform]).digests.items() - known.digests.items():
+        elif LoaderStatistics.of([transform]).digests.items() - statistics.digests.items():
             raise ValueError(
                 f"Trainers do not know the statistics of transform '{name_of(transform)}': expected "
                 "data.read(…, transform=…) with it before data.serve, data.epochs or the first data.send, so "
@@ -386,7 +386,7 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader | Shar
         if name not in allowed:
             raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")
     if options.get("columns") is not None:
-        options["columns"] = [column_from_settings(each) for each in options["columns"]]
+        options["columns"] = [column_from_settings(column) for column in options["columns"]]
     try:
         if is_leased():
             return read(files, batch_size, **options)

@@ -197,16 +197,16 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         if job != (self._generation, self._world):
             if self._world:  # otherwise no trainer has received the error yet
                 self._error = ""
-            self._gone |= {each.run for each in self._trainers.values()}
+            self._gone |= {trainer_.run for trainer_ in self._trainers.values()}
             self._generation, self._world = job
             self._trainers = {}
             self._cursor = None  # the reading thread starts again
             self._sent.forget()
-        known = self._trainers.get(trainer)
-        if known is not None and known.run != queue.run:
-            self._gone.add(known.run)
+        connected = self._trainers.get(trainer)
+        if connected is not None and connected.run != queue.run:
+            self._gone.add(connected.run)
             self._sent.forget(trainer)
-        if known is None or known.run != queue.run:
+        if connected is None or connected.run != queue.run:
             self._trainers[trainer] = queue
         self._changed.notify_all()
 
@@ -225,7 +225,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         with self._changed:
             trainer = self._trainers.get(number)
             if trainer is not None:
-                trainer.unread -= {(epoch, each // self._count) for _, epoch, each in references}
+                trainer.unread -= {(epoch, index // self._count) for _, epoch, index in references}
         self._sent.done(number, references)
         return Message({})
 
@@ -391,8 +391,8 @@ class EpochService(LoaderService[protocol.DataIdentity]):
                 if cursor not in self._trainers[owner].unread:  # the trainer is done with it since
                     self._sent.done(owner, [reference])
                 self._trainers[owner].unread.discard(cursor)
-            for each in self._trainers.values():
-                each.filled = max(each.filled, (epoch, index + 1))
+            for trainer_ in self._trainers.values():
+                trainer_.filled = max(trainer_.filled, (epoch, index + 1))
             self._cursor = (epoch, index + 1)
             self._positions.append(Start(*self._cursor, position))
             self._changed.notify_all()
@@ -406,17 +406,17 @@ class EpochService(LoaderService[protocol.DataIdentity]):
                 return False
             assert self._cursor is not None
             epoch, total = self._cursor
-            for each in self._trainers.values():
-                had = max((index + 1 for begun, index in each.unread if begun == epoch), default=0)
-                if each.filled[0] == epoch:
-                    had = max(had, each.filled[1])
+            for trainer_ in self._trainers.values():
+                had = max((index + 1 for begun, index in trainer_.unread if begun == epoch), default=0)
+                if trainer_.filled[0] == epoch:
+                    had = max(had, trainer_.filled[1])
                 if had > total:
                     raise RuntimeError(
                         f"Epoch {epoch} expected {had} batches, as before, got {total}: "
                         "a source without positions must give the same batches every time."
                     )
-                if each.filled[0] == epoch:
-                    each.end(epoch, total, position)
+                if trainer_.filled[0] == epoch:
+                    trainer_.end(epoch, total, position)
             self._cursor = (epoch + 1, 0)
             self._positions.append(Start(*self._cursor, position))
             self._changed.notify_all()
@@ -432,7 +432,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         """Wait until all trainers have received the error."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._all(lambda one: one.error_sent or one.left), seconds
+                lambda: self._closed or self._all(lambda trainer: trainer.error_sent or trainer.left), seconds
             )
 
     def wait_until_left(self) -> bool:
@@ -441,7 +441,11 @@ class EpochService(LoaderService[protocol.DataIdentity]):
             activity.wait_for(
                 self._changed,
                 TRAINERS,
-                lambda: self._closed or self._all(lambda one: one.left) or (self._world and self._behind()),
+                lambda: (
+                    self._closed
+                    or self._all(lambda trainer: trainer.left)
+                    or (self._world and self._behind())
+                ),
             )
             return self._closed or not self._behind()
 
@@ -450,16 +454,16 @@ class EpochService(LoaderService[protocol.DataIdentity]):
 
     def _target(self) -> EpochIndex | None:
         """The oldest batch that trainers need, if one of them has asked for its epoch or has it."""
-        if self._error or not self._all(lambda one: True):
+        if self._error or not self._all(lambda trainer: True):
             return None
-        target = min(each.oldest for each in self._trainers.values())
-        asked = max(each.asked for each in self._trainers.values()) >= target[0]
-        return target if asked or any(each.unread for each in self._trainers.values()) else None
+        target = min(trainer.oldest for trainer in self._trainers.values())
+        asked = max(trainer.asked for trainer in self._trainers.values()) >= target[0]
+        return target if asked or any(trainer.unread for trainer in self._trainers.values()) else None
 
     def _behind(self) -> bool:
         if len(self._trainers) < self._world or self._cursor is None:
             return True
-        return min(each.oldest for each in self._trainers.values()) < self._cursor
+        return min(trainer.oldest for trainer in self._trainers.values()) < self._cursor
 
     def _stopped(self) -> bool:
         return self._closed or self._behind()
@@ -478,8 +482,8 @@ def serve(service: EpochService, batches: Batches, statistics: LoaderStatistics 
     """
     require_cpu_batches(batches)
     source = _PerEpoch(batches) if callable(batches) else _Iterated(batches)
-    known = getattr(batches, "identity", lambda: None)()
-    service.identify(None if known is None else known.state(), statistics)
+    describe = getattr(batches, "identity", lambda: None)()
+    service.identify(None if describe is None else describe.state(), statistics)
     while (start := service.begin()) is not None:
         batches_of_epoch = source.batches(start)
         try:

@@ -116,18 +116,18 @@ class SentIds:
     def resend(self, reference: BatchName, worker: int) -> None:
         """Send the ids of a batch to a worker again."""
         with self._lock:
-            held = self._held.get(reference)
-        if held is None:
+            ids = self._held.get(reference)
+        if ids is None:
             raise RefusedError(f"expected a batch that its trainer is not done with, got {reference}.")
         if not 0 <= worker < len(self._workers):
             raise RefusedError(f"expected a worker from 0 to {len(self._workers) - 1}, got {worker}.")
-        self._workers[worker].put(reference.name, held[1])
+        self._workers[worker].put(reference.name, ids[1])
 
     def done(self, trainer: int, references: Sequence[Sequence[int]]) -> None:
         """A trainer is done with these batches."""
         with self._lock:
-            for each in references:
-                reference = BatchName(*each)
+            for reference_ in references:
+                reference = BatchName(*reference_)
                 if reference in self._held and self._held[reference][0] == trainer:
                     del self._held[reference]
 
@@ -135,9 +135,9 @@ class SentIds:
         """Release the ids held for a trainer that restarts, or for all."""
         with self._lock:
             self._held = {
-                reference: held
-                for reference, held in self._held.items()
-                if trainer is not None and held[0] != trainer
+                reference: ids
+                for reference, ids in self._held.items()
+                if trainer is not None and ids[0] != trainer
             }
 
 
@@ -215,14 +215,14 @@ class TaskIds:
     def forget(self, references: Iterable[IdsReference]) -> None:
         """Nobody will claim these."""
         by_worker: dict[int, list[str]] = {}
-        for each in references:
-            by_worker.setdefault(each.worker, []).append(each.name)
+        for reference in references:
+            by_worker.setdefault(reference.worker, []).append(reference.name)
         for worker, names in by_worker.items():
             self._workers[worker].begin_forget(names)
 
 
 def _checksum(ids: Mapping[str, Any]) -> str:
-    found = 0
+    count = 0
     for array in pack(ids).arrays:
-        found = zlib.crc32(array.tobytes(), found)
-    return f"{found:08x}"
+        count = zlib.crc32(array.tobytes(), count)
+    return f"{count:08x}"

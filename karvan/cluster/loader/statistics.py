@@ -133,8 +133,10 @@ class SavedStatistics:
 
     def _read(self) -> dict[str, Any]:
         # Trainers rename damaged checkpoints when they resume.
-        found = resume(local_path(self._folder), lambda one: dict(one.state().get(KEY, {})), rename=False)
-        if found is None:
+        statistics_ = resume(
+            local_path(self._folder), lambda checkpoint: dict(checkpoint.state().get(KEY, {})), rename=False
+        )
+        if statistics_ is None:
             return {}
-        self._path = found[0].path
-        return found[1]
+        self._path = statistics_[0].path
+        return statistics_[1]

@@ -258,7 +258,7 @@ class TaskService(LoaderService[protocol.Description]):
         if description is None:
             return Message(protocol.NoAnswerYet(wait=True))
         assert self._data is not None
-        tasks = [TaskToRead(task_from(each.task), each.ends) for each in call.head.tasks]
+        tasks = [TaskToRead(task_from(task.task), task.ends) for task in call.head.tasks]
         for task, _ in tasks:
             self._check(task)
         session, to = call.caller.session, call.head.to
@@ -269,13 +269,13 @@ class TaskService(LoaderService[protocol.Description]):
             reading = TaskReading(self._data, self._ids, wanted, description.digest)
             self._add(session, reading)
             reading.extend(tasks)
-        taken = reading.take(self.wait)
-        if taken is None:
+        batches = reading.take(self.wait)
+        if batches is None:
             return Message(protocol.NoAnswerYet(wait=True))
-        if isinstance(taken, ReadFailure):
+        if isinstance(batches, ReadFailure):
             self._drop(session)
-            return self._failed(taken)
-        return taken
+            return self._failed(batches)
+        return batches
 
     def _check(self, task: Task) -> None:
         records = self._records.get(task.path)
@@ -290,7 +290,9 @@ class TaskService(LoaderService[protocol.Description]):
             if self._closed:
                 reading.close()
                 raise RefusedError("expected to be running, but it is closed.")
-            self._readings = {name: each for name, each in self._readings.items() if not each.over}
+            self._readings = {
+                name: reading_ for name, reading_ in self._readings.items() if not reading_.over
+            }
             self._readings[session] = reading
 
     def _drop(self, session: str) -> None:

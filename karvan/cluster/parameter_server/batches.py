@@ -272,12 +272,12 @@ class Batches(ABC):
         self._rows.trained(lookup for lookup in lookups if not self._is_staged(lookup))
 
     def _take(self, member: int, store: int, batches: Iterable[int]) -> list[HeldLookup]:
-        taken = []
+        lookups = []
         with self._lock:
             for batch in batches:
-                taken.append(self._lookups.pop((member, store, batch), None))
+                lookups.append(self._lookups.pop((member, store, batch), None))
                 self._over.remember(who_of(member, store), batch, True)
-        return [lookup for lookup in taken if lookup is not None]
+        return [lookup for lookup in lookups if lookup is not None]
 
 
 class _Received(NamedTuple):

@@ -134,12 +134,12 @@ class SavedShare(Capture):
     def part(self, table: str, part: int) -> Rows:
         mine = pieces(int(self._tables[table]["parts"]), self._share)
         restored = self._restored_tables.get(table, {"initial": (), "keep": False})
-        found: list[Rows] = []
+        rows_: list[Rows] = []
         if part in mine and self._saved(table) and not self._tables[table]["delta"]:
             assert self._checkpoint is not None
-            found = list(self._checkpoint.parts(table, mine[part]))
-        rows = join(found) if found else self._no_rows(table)
-        return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(found))
+            rows_ = list(self._checkpoint.parts(table, mine[part]))
+        rows = join(rows_) if rows_ else self._no_rows(table)
+        return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(rows_))
 
     @override
     def erased(self, table: str) -> Keys:
@@ -151,8 +151,8 @@ class SavedShare(Capture):
             return {}
         assert self._checkpoint is not None
         files = self._checkpoint.manifest.tables[table].extras
-        found = read_extras(self._checkpoint.path, files, self._share)
-        return own_extra(found, self._server, self._servers)
+        extras = read_extras(self._checkpoint.path, files, self._share)
+        return own_extra(extras, self._server, self._servers)
 
     @override
     def close(self) -> None:
@@ -185,42 +185,42 @@ class ServerFolder:
 
     def target(self, folder: str, tables: Iterable[str]) -> Path:
         """The folder of a save, with links resolved; a ValueError if it, or a table's, leads outside."""
-        found = self._inside(folder)
-        if found == self._existing_root():
+        step_folder = self._inside(folder)
+        if step_folder == self._existing_root():
             raise self._refusal(folder)
         for table in tables:
-            path = found / folder_of(table)
-            if not path.resolve().is_relative_to(found):
+            path = step_folder / folder_of(table)
+            if not path.resolve().is_relative_to(step_folder):
                 raise self._refusal(str(path))
-        return found
+        return step_folder
 
     def check(self, folder: str) -> Path:
         """The folder of a run, with links resolved; a ValueError says why this server cannot save into it."""
-        found = self._inside(folder)
-        if url_of(found) is not None:
+        step_folder = self._inside(folder)
+        if url_of(step_folder) is not None:
             try:
-                try_writing(found)
+                try_writing(step_folder)
             except CheckpointError as error:
                 raise ValueError(f"{self._name}: {error}") from error
-            return found
-        if not found.is_dir():
+            return step_folder
+        if not step_folder.is_dir():
             raise ValueError(
                 f"{self._name} expected to see {folder} of the trainer, got nothing: checkpoints must be "
                 "on storage that all roles share."
             )
-        if not os.access(found, os.W_OK | os.X_OK):
+        if not os.access(step_folder, os.W_OK | os.X_OK):
             raise ValueError(f"{self._name} expected to be allowed to write into {folder}, but it is not.")
-        return found
+        return step_folder
 
     def _inside(self, folder: str) -> Path:
         if not isinstance(folder, str) or not folder or "\0" in folder:
             raise ValueError(f"{self._name} expected the path of a folder, got {folder!r}.")
         if "://" in folder and url_of(self._existing_root()) is None:
             raise self._refusal(folder)
-        found = local_path(folder).resolve()
-        if not found.is_relative_to(self._existing_root()):
+        path = local_path(folder).resolve()
+        if not path.is_relative_to(self._existing_root()):
             raise self._refusal(folder)
-        return found
+        return path
 
     def _existing_root(self) -> Path:
         if self._root is None:
@@ -296,14 +296,14 @@ class Saving:
     def close(self, number: int) -> None:
         """Release a capture."""
         with self._lock:
-            held = self._open.pop(number, None)
-        if held is not None:
-            held.capture.close()
+            save = self._open.pop(number, None)
+        if save is not None:
+            save.capture.close()
 
     def close_of(self, trainer: int) -> None:
         """Release the captures of a trainer that is gone."""
-        for number, held in list(self._open.items()):
-            if held.trainer == trainer:
+        for number, save in list(self._open.items()):
+            if save.trainer == trainer:
                 self.close(number)
 
     def close_all(self) -> None:
@@ -322,8 +322,8 @@ class Saving:
                 f"expected to see {folder} of the trainer, got nothing: checkpoints must be on storage "
                 "that all roles share."
             )
-        held = self._open[number]
-        if missing := [name for name in tables if name not in held.extras]:
+        save = self._open[number]
+        if missing := [name for name in tables if name not in save.extras]:
             raise ValueError(f"expected tables that were captured, got '{missing[0]}'.")
         pace, writers = Throttle(), Writers(writer_count)
 
@@ -336,16 +336,16 @@ class Saving:
                 source = ShareSource(
                     self._specs[name],
                     request["optimizer"],
-                    held.capture,
+                    save.capture,
                     int(request["parts"]),
-                    held.extras[name],
+                    save.extras[name],
                     bool(request["delta"]),
                     self._server,
                     self._servers,
                 )
                 shares[name] = put_table(source, folder, put, pace)
             writers.finish()
-            return {name: {**share(), "updates": held.updates} for name, share in shares.items()}
+            return {name: {**share(), "updates": save.updates} for name, share in shares.items()}
         finally:
             writers.end()
 

@@ -72,14 +72,14 @@ def check_state(state: Mapping[str, Any]) -> None:
         gradients = push.get("gradients") if isinstance(push, Mapping) else None
         if not isinstance(gradients, Mapping) or not _is_tensors(gradients):
             raise ValueError("Expected the gradients of each push that waits, by name.")
-        WAITING.check({name: each for name, each in push.items() if name != "gradients"}, "waiting")
+        WAITING.check({name: value_ for name, value_ in push.items() if name != "gradients"}, "waiting")
         expect_gradients(parameters, gradients)
 
 
 def _check_slots(
     optimizer: Mapping[str, Any], parameters: Mapping[str, Tensor], slots: Mapping[str, Any]
 ) -> None:
-    known: dict[torch.Size, dict[str, str]] = {}
+    names_by_shape: dict[torch.Size, dict[str, str]] = {}
     for name, its in slots.items():
         if name not in parameters:
             raise ValueError(f"Slots for '{name}', which is not a parameter.")
@@ -88,12 +88,12 @@ def _check_slots(
         if not its:  # no step has been made yet
             continue
         shape = parameters[name].shape
-        if shape not in known:
-            known[shape] = _made_slots(optimizer, shape)
+        if shape not in names_by_shape:
+            names_by_shape[shape] = _made_slots(optimizer, shape)
         received = {slot: _kind(value) for slot, value in its.items()}
-        if received != known[shape]:
+        if received != names_by_shape[shape]:
             raise ValueError(
-                f"Expected the slots of '{name}' to be {_text(known[shape])}, got {_text(received)}."
+                f"Expected the slots of '{name}' to be {_text(names_by_shape[shape])}, got {_text(received)}."
             )
         # torch uses it as an exponent.
         if "step" in its and not 0 <= float(its["step"]) <= _MOST_STEPS:
@@ -103,9 +103,9 @@ def _check_slots(
 def _made_slots(optimizer: Mapping[str, Any], shape: torch.Size) -> dict[str, str]:
     parameter = torch.zeros(shape)
     parameter.grad = torch.zeros(shape)
-    made = make_optimizer(optimizer, [parameter])
-    made.step()
-    return {slot: _kind(value) for slot, value in made.state.get(parameter, {}).items()}
+    built = make_optimizer(optimizer, [parameter])
+    built.step()
+    return {slot: _kind(value) for slot, value in built.state.get(parameter, {}).items()}
 
 
 def _kind(value: Any) -> str:
@@ -120,15 +120,15 @@ def _text(slots: Mapping[str, str]) -> str:
 
 def _is_tensors(values: Any) -> bool:
     return isinstance(values, Mapping) and all(
-        isinstance(name, str) and isinstance(each, Tensor) for name, each in values.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in values.items()
     )
 
 
 def _listed(value: Any) -> Any:
     """As decoded from JSON: tuples become lists."""
     if isinstance(value, Mapping):
-        return {name: _listed(each) for name, each in value.items()}
-    return [_listed(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _listed(item) for name, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass
@@ -194,10 +194,10 @@ class DenseParameters:
     def pull(self, version: int | None = None) -> tuple[int, dict[str, Tensor] | None]:
         """The version, and copies of its parameters unless it is the one the caller has."""
         with self._lock:
-            held = self._held()
-            if version == held.version:
+            model = self._held()
+            if version == model.version:
                 return version, None
-            return held.version, {name: each.clone() for name, each in held.parameters.items()}
+            return model.version, {name: parameter.clone() for name, parameter in model.parameters.items()}
 
     def expect(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise if `push_gradients` would not accept them."""
@@ -221,29 +221,29 @@ class DenseParameters:
         if lr is not None and not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"lr must be finite and not negative, got {lr}.")
         waits = self._policy.grads_to_wait > 1
-        own = {name: dense_tensor(name, gradients[name], copy=waits) for name in sorted(gradients)}
-        finite = all_finite(own.values())
+        copies = {name: dense_tensor(name, gradients[name], copy=waits) for name in sorted(gradients)}
+        finite = all_finite(copies.values())
         with self._lock:
-            held = self._held()
-            expect_gradients(held.parameters, own)
-            staleness = held.version - version
-            if (known := self._repeats.find(trainer, sequence)) is not None:
+            model = self._held()
+            expect_gradients(model.parameters, copies)
+            staleness = model.version - version
+            if (former := self._repeats.find(trainer, sequence)) is not None:
                 self._counts.repeated += 1
-                return known
+                return former
             if self._repeats.forgotten(trainer, sequence):
                 self._counts.forgotten += 1
-                return Answer(False, held.version, False, staleness, "forgotten")
+                return Answer(False, model.version, False, staleness, "forgotten")
             if not finite:
                 self._counts.not_finite += 1
-                answer = Answer(False, held.version, False, staleness, "not finite")
+                answer = Answer(False, model.version, False, staleness, "not finite")
             elif staleness < 0 or self._policy.rejects(staleness):
                 self._counts.rejected += 1
-                return Answer(False, held.version, False, staleness, "ahead" if staleness < 0 else "stale")
+                return Answer(False, model.version, False, staleness, "ahead" if staleness < 0 else "stale")
             else:
-                held.waiting.append(_Push(trainer, sequence, staleness, lr, own))
+                model.waiting.append(_Push(trainer, sequence, staleness, lr, copies))
                 applied = self._apply_full()
                 self._counts.accepted += 1
-                answer = Answer(True, held.version, applied, staleness)
+                answer = Answer(True, model.version, applied, staleness)
             self._repeats.remember(trainer, sequence, answer)
             return answer
 
@@ -260,26 +260,26 @@ class DenseParameters:
     def flush(self) -> int:
         """Make a step of the waiting pushes, however few; returns the version. For the end of training."""
         with self._lock:
-            held = self._held()
-            if held.waiting:
+            model = self._held()
+            if model.waiting:
                 self._apply()
-            return held.version
+            return model.version
 
     def state(self) -> dict[str, Any]:
         """All that later steps depend on, copied: dicts and lists of tensors and JSON values."""
         with self._lock:
-            held = self._held()
+            model = self._held()
             return {
-                "version": held.version,
-                "optimizer": describe(held.optimizer),
-                "parameters": {name: each.clone() for name, each in held.parameters.items()},
+                "version": model.version,
+                "optimizer": describe(model.optimizer),
+                "parameters": {name: parameter.clone() for name, parameter in model.parameters.items()},
                 "slots": {
-                    name: _cloned(held.optimizer.state.get(each, {}))
-                    for name, each in held.parameters.items()
+                    name: _cloned(model.optimizer.state.get(parameter, {}))
+                    for name, parameter in model.parameters.items()
                 },
-                "waiting": [_cloned(vars(push)) for push in sorted(held.waiting, key=_order)],
+                "waiting": [_cloned(vars(push)) for push in sorted(model.waiting, key=_order)],
                 "answers": {
-                    trainer: [[sequence, *astuple(each)] for sequence, each in sorted(its.items())]
+                    trainer: [[sequence, *astuple(outcome)] for sequence, outcome in sorted(its.items())]
                     for trainer, its in sorted(self._repeats.all().items())
                 },
             }
@@ -319,19 +319,19 @@ class DenseParameters:
 
     def _apply(self) -> None:
         """Make a step with the mean of all waiting pushes."""
-        held = self._held()
-        pushes, held.waiting = sorted(held.waiting, key=_order), []
-        usual = rate_of(held.optimizer)
+        model = self._held()
+        pushes, model.waiting = sorted(model.waiting, key=_order), []
+        usual = rate_of(model.optimizer)
         rates = [self._policy.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
-        for name, parameter in held.parameters.items():
+        for name, parameter in model.parameters.items():
             parameter.grad = _mean([p.gradients[name] for p in pushes if name in p.gradients], len(pushes))
         try:
-            _set_rate(held.optimizer, mean(rates))
-            held.optimizer.step()
+            _set_rate(model.optimizer, mean(rates))
+            model.optimizer.step()
         finally:
-            _set_rate(held.optimizer, usual)
-            held.optimizer.zero_grad()
-        held.version += 1
+            _set_rate(model.optimizer, usual)
+            model.optimizer.zero_grad()
+        model.version += 1
 
 
 def _order(push: _Push) -> tuple[str, int]:

@@ -243,8 +243,8 @@ class ElasticBatches(Batches):
 
     def _release(self, dropped: Iterable[WholePush]) -> None:
         """Undo the lookups of dropped pushes, except those that can still be pushed again."""
-        held = set(self._lookups.values())
-        lookups = [lookup for push in dropped for lookup in push.lookups if lookup not in held]
+        open_lookups = set(self._lookups.values())
+        lookups = [lookup for push in dropped for lookup in push.lookups if lookup not in open_lookups]
         self._rows.withdraw(lookup for lookup in lookups if not self._staged.uses(lookup))
 
     def _fence(self, member: int, call: Request[protocol.OfMember]) -> Message:
@@ -262,17 +262,17 @@ class ElasticBatches(Batches):
 
     def _abandon(self, member: int, call: Request[protocol.OfMember]) -> Message:
         """A member is gone; it may be the caller itself, which leaves."""
-        gone = call.head.member
-        self._members.abandon(gone)
-        self.on_abandon(gone)
-        dropped = self._staged.drop(lambda push: push.member == gone)
-        names = [name for name in self._lookups if name[0] == gone]
-        held = [self._lookups.pop(name) for name in names]
-        self._rows.withdraw([*held, *(lookup for push in dropped for lookup in push.lookups)])
-        self._staged.forget(gone)
-        self._committed.pop(gone, None)
+        number = call.head.member
+        self._members.abandon(number)
+        self.on_abandon(number)
+        dropped = self._staged.drop(lambda push: push.member == number)
+        names = [name for name in self._lookups if name[0] == number]
+        lookups = [self._lookups.pop(name) for name in names]
+        self._rows.withdraw([*lookups, *(lookup for push in dropped for lookup in push.lookups)])
+        self._staged.forget(number)
+        self._committed.pop(number, None)
         for store in {store for _, store, _ in names}:
-            self._over.forget(who_of(gone, store))
+            self._over.forget(who_of(number, store))
         return Message({})
 
     def _progress(self, member: int, call: Request[protocol.ProgressOf]) -> Message:

@@ -85,7 +85,7 @@ class TableReads:
 
     def _fill(self, zeros: Mapping[str, _Zeros]) -> None:
         """Write initial vectors where keys have no row; lookups have left zeros there."""
-        present = self._owner.present({table: each.keys for table, each in zeros.items()})
+        present = self._owner.present({table: vectors.keys for table, vectors in zeros.items()})
         for table, (keys, vectors, places) in zeros.items():
             absent = ~present[table]
             if absent.any():
@@ -96,8 +96,8 @@ class TableReads:
         if spec.admit[0] == "always" and spec.dtype == "float32":
             return spec.initial_vectors(keys)
         # As the native table itself admits and rounds: a table of the same name, emptied each time.
-        known, table = self._scratch.get(spec.name, (None, None))
-        if known != spec or table is None:
+        initial, table = self._scratch.get(spec.name, (None, None))
+        if initial != spec or table is None:
             table = _native.Table(
                 spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, ("never", 0.0, 1), 1
             )
@@ -105,8 +105,8 @@ class TableReads:
         unique, inverse = np.unique(keys, return_inverse=True)
         vectors, _ = table.lookup(unique, np.ones(len(unique), np.uint32), True, 0, 0.0)
         table.clear()
-        made: Vectors = vectors[inverse]
-        return made
+        result: Vectors = vectors[inverse]
+        return result
 
 
 # What a trainer has looked up and pushed, until the server is done with it.
@@ -319,12 +319,12 @@ class JointUpdates(RowUpdates):
                             f"member {part.member}."
                         )
             for table, rule in part.head.rules.items():
-                given = (rule, part.head.steps[table])
-                first, expected = rules.setdefault((_engine_of(part), table), (part, given))
-                if given != expected:
+                setting = (rule, part.head.steps[table])
+                first, expected = rules.setdefault((_engine_of(part), table), (part, setting))
+                if setting != expected:
                     raise RefusedError(
                         f"expected all parts of step {part.step} to have one rule and step for table "
-                        f"'{table}', got step {expected[1]} of member {first.member} and step {given[1]} of "
+                        f"'{table}', got step {expected[1]} of member {first.member} and step {setting[1]} of "
                         f"member {part.member}, or other settings of their optimizers."
                     )
 
@@ -378,8 +378,8 @@ def scaled(gradients: Vectors, scale: float) -> Vectors:
     """Gradients times scale, in float32, as a trainer would send them."""
     if scale == 1.0:
         return gradients
-    made: Vectors = output_buffers.empty(len(gradients)).numpy()
-    return np.multiply(gradients, np.float32(scale), out=made)
+    result: Vectors = output_buffers.empty(len(gradients)).numpy()
+    return np.multiply(gradients, np.float32(scale), out=result)
 
 
 def _engine_of(part: WholePush) -> _Engine:
@@ -391,7 +391,7 @@ def _by_shared_tables(parts: Sequence[WholePush]) -> list[list[WholePush]]:
     groups: list[tuple[set[str], list[WholePush]]] = []
     for part in parts:
         tables, members = {*part.head.rules, *part.head.skipped}, [part]
-        for group in [each for each in groups if each[0] & tables]:
+        for group in [group_ for group_ in groups if group_[0] & tables]:
             groups.remove(group)
             tables |= group[0]
             members = group[1] + members

@@ -64,8 +64,8 @@ class ServerTables:
         """The spec of a table; a RefusedError if there is none of that name."""
         spec = self.specs.get(table)
         if spec is None:
-            known = ", ".join(sorted(self.specs)[:8]) or "none"
-            raise RefusedError(f"expected one of the tables here ({known}), got '{table}'.")
+            names = ", ".join(sorted(self.specs)[:8]) or "none"
+            raise RefusedError(f"expected one of the tables here ({names}), got '{table}'.")
         return spec
 
     def check_tables(self, tables: Sequence[str]) -> None:
@@ -145,8 +145,8 @@ class ServerTables:
         tables = head.tables
         self.check_tables(tables)
         keys = {table: (arrays[2 * at], arrays[2 * at + 1]) for at, table in enumerate(tables)}
-        found = self.store.lookup(keys, LookupContext(head.training, head.step, head.now))
-        return Message({}, [found[table].vectors for table in tables])
+        rows = self.store.lookup(keys, LookupContext(head.training, head.step, head.now))
+        return Message({}, [rows[table].vectors for table in tables])
 
     def _apply(self, request: Request[protocol.Apply]) -> Message:
         head, arrays = request.head, iter(request.arrays)

@@ -153,11 +153,11 @@ class ParameterServer(Service):
             if run in self._past_runs:
                 raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
             if run != self._run:
-                made = self._make_batches(hello)
+                batches = self._make_batches(hello)
                 self._end("the job's trainers have restarted")
                 self._past_runs.add(self._run)
                 self._run = run
-                self._batches = made
+                self._batches = batches
                 self._dense.begin(dense)
                 self._by_name = self._methods()
             assert self._batches is not None

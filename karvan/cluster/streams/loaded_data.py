@@ -66,11 +66,11 @@ class LoadedBatches:
         for number in itertools.count():
             turn = number % count
             candidates = 1 if self._in_turns else count
-            taken = self._take([self._streams[(turn + each) % count] for each in range(candidates)])
-            if taken is None:
+            received = self._take([self._streams[(turn + offset) % count] for offset in range(candidates)])
+            if received is None:
                 return
             activity.advance()
-            batch, self._records = taken
+            batch, self._records = received
             yield batch
 
     @property
@@ -105,9 +105,9 @@ class LoadedBatches:
                         raise stream.error
                 for stream in streams:
                     if stream.ready:
-                        taken = stream.ready.popleft()
+                        batch = stream.ready.popleft()
                         self._changed.notify_all()
-                        return taken
+                        return batch
                 if all(stream.ended for stream in streams):
                     return None
                 self._changed.wait(_WAKE)
@@ -225,15 +225,15 @@ class LoadedData:
     def _described(self) -> tuple[Description, list[int]]:
         """The data as loaders describe it, and which of them have; others are lost for now."""
         if self._known is None:
-            found = {loader: answer.head for loader, answer in ask_all(self._access, DESCRIBE).items()}
-            first = min(found)
-            for loader, each in found.items():
-                if difference := _difference(found[first], each):
+            descriptions = {loader: answer.head for loader, answer in ask_all(self._access, DESCRIBE).items()}
+            first = min(descriptions)
+            for loader, description in descriptions.items():
+                if difference := _difference(descriptions[first], description):
                     raise ValueError(
                         f"loader {first} and loader {loader} read data with different {difference}: expected "
                         "the same in all loaders, since any of them reads what trainers have leased."
                     )
-            self._known = found[first], sorted(found)
+            self._known = descriptions[first], sorted(descriptions)
         return self._known
 
 

@@ -70,7 +70,7 @@ def loader_state(
     return {
         "begin": base.begin,
         "taken": sorted(base.taken),
-        "positions": [list(known) for known in (base.position, *positions)],
+        "positions": [list(pair) for pair in (base.position, *positions)],
         "end": None if end is None else list(end),
         "next": {str(rank): index for rank, index in next_of.items()},
     }
@@ -131,10 +131,10 @@ def start_of_epoch(loaders: int) -> list[dict[str, Any]]:
 
 
 def _merged(states: list[Mapping[str, Any]], loader: int, loaders: int, trainers: int) -> dict[str, Any]:
-    bases = [base_of(each) for each in states]
+    bases = [base_of(state) for state in states]
     if any((base.begin, base.taken) != (bases[0].begin, bases[0].taken) for base in bases):
         raise ValueError("States to merge must come from trainers that started together.")
-    next_of = {int(rank): index for each in states for rank, index in each["next"].items()}
+    next_of = {int(rank): index for state in states for rank, index in state["next"].items()}
 
     def has(index: int) -> bool:
         return bases[0].has(index) or index < next_of.get((index * loaders + loader) % trainers, 0)
@@ -143,11 +143,11 @@ def _merged(states: list[Mapping[str, Any]], loader: int, loaders: int, trainers
     begin = bases[0].begin
     while begin < last and has(begin):
         begin += 1
-    known = [(int(index), position) for each in states for index, position in each["positions"]]
-    best = max((one for one in known if one[0] <= begin), key=lambda one: one[0])
-    taken = frozenset(index for index in range(begin, last) if has(index))
-    end = next((tuple(each["end"]) for each in states if each["end"] is not None), None)
-    return loader_state(StreamBase(begin, taken, best), (), end, {})
+    positions = [(int(index), position) for state in states for index, position in state["positions"]]
+    best = max((pair for pair in positions if pair[0] <= begin), key=lambda pair: pair[0])
+    trained = frozenset(index for index in range(begin, last) if has(index))
+    end = next((tuple(state["end"]) for state in states if state["end"] is not None), None)
+    return loader_state(StreamBase(begin, trained, best), (), end, {})
 
 
 _LEAVE_WITHIN = 2.0  # seconds
@@ -236,8 +236,8 @@ class LoaderChannel:
 
     def wants(self, index: int) -> bool:
         """Whether a batch of this trainer has not been taken yet, as far as is known."""
-        taken = index < self._next or self._base.has(index)
-        return not taken and (self.end is None or index < self.end[0])
+        is_trained = index < self._next or self._base.has(index)
+        return not is_trained and (self.end is None or index < self.end[0])
 
     def ready(self) -> bool:
         """Whether there is a batch or the end."""
@@ -277,7 +277,7 @@ class LoaderChannel:
             self._positions.append((self._next, head.position))
             if head.reference is not None and head.worker is not None:
                 reference = IdsReference(head.worker, BatchName(*head.reference).name, head.rows)
-                self._unfinished = [each for each in self._unfinished if each.alive() is not None]
+                self._unfinished = [batch for batch in self._unfinished if batch.alive() is not None]
                 alive = weakref.ref(reference)
                 self._unfinished.append(_Unfinished(self.epoch, head.index, before, alive))
         self.ask()
@@ -369,9 +369,9 @@ class LoaderChannel:
             "loaders": caller.access.count,
         }
         with self._changed:
-            received = [(each.head.index + 1, each.head.position) for each in self.waiting]
-            unfinished = [each for each in self._all_unfinished() if each.alive() is not None]
-            oldest = min(unfinished, key=lambda each: (each.epoch, each.index), default=None)
+            received = [(batch.head.index + 1, batch.head.position) for batch in self.waiting]
+            unfinished = [batch for batch in self._all_unfinished() if batch.alive() is not None]
+            oldest = min(unfinished, key=lambda batch: (batch.epoch, batch.index), default=None)
             return {
                 **who,
                 "ids": list(caller.ids),
@@ -380,16 +380,16 @@ class LoaderChannel:
                 "taken": sorted(self._base.taken),
                 "end": self.end,
                 "positions": [self._base.position, *self._positions, *received],
-                "unfinished": [(each.epoch, each.index) for each in unfinished],
+                "unfinished": [(batch.epoch, batch.index) for batch in unfinished],
                 "before_unfinished": None if oldest is None else (oldest.epoch, *oldest.before),
             }
 
     def _all_unfinished(self) -> list[_Unfinished]:
         """Batches with a reference that were received, also those that wait to be taken."""
         return self._unfinished + [
-            _Unfinished(self.epoch, each.head.index, before, lambda: self)
-            for each, before in zip(self.waiting, self._before, strict=True)
-            if each.head.reference is not None
+            _Unfinished(self.epoch, batch.head.index, before, lambda: self)
+            for batch, before in zip(self.waiting, self._before, strict=True)
+            if batch.head.reference is not None
         ]
 
     def _arrived(
@@ -432,7 +432,7 @@ def leave_all(channels: Iterable[LoaderChannel]) -> None:
     """Leave all loaders, in parallel."""
     leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
     with contextlib.suppress(RuntimeError):  # threads cannot be started while the process exits
-        for each in leaving:
-            each.start()
-        for each in leaving:
-            each.join()
+        for thread in leaving:
+            thread.start()
+        for thread in leaving:
+            thread.join()

@@ -134,11 +134,11 @@ def ask_all(access: LoaderAccess, call: Call[Any, NoAnswerYet | A]) -> dict[int,
             answered.append(clock.now())
         return answer
 
-    found = dict(enumerate(map_on_threads(ask, range(access.count), access.count)))
-    for loader, answer in found.items():
+    descriptions = dict(enumerate(map_on_threads(ask, range(access.count), access.count)))
+    for loader, answer in descriptions.items():
         if answer is None:
             _log.warning("loader %d cannot be reached; the others read its part.", loader)
-    return {loader: answer for loader, answer in found.items() if answer is not None}
+    return {loader: answer for loader, answer in descriptions.items() if answer is not None}
 
 
 def _ask(

@@ -73,11 +73,11 @@ class LoadedBatch(Batch):
 
     def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
         """Other entries, with the same origin."""
-        made = LoadedBatch.trusted(dict(entries), self.samples)
-        assert isinstance(made, LoadedBatch)
+        batch = LoadedBatch.trusted(dict(entries), self.samples)
+        assert isinstance(batch, LoadedBatch)
         for name in ("epoch", "number", "meta", "reference", "worker"):
-            setattr(made, name, getattr(self, name))
-        return made
+            setattr(batch, name, getattr(self, name))
+        return batch
 
 
 def from_loaders(
@@ -119,8 +119,8 @@ def from_loaders(
         ...     trainer.fit(kv.data.from_loaders(), epochs=3)
     """
     if is_leased():
-        given = {"ordered": ordered, "rank": rank, "world_size": world_size}
-        if names := [name for name, value in given.items() if value is not None]:
+        settings = {"ordered": ordered, "rank": rank, "world_size": world_size}
+        if names := [name for name, value in settings.items() if value is not None]:
             raise ValueError(
                 "sharding: dynamic has trainers lease their records, in an order of their own: expected no "
                 f"ordered, rank and world_size, got {', '.join(names)}."

@@ -58,15 +58,15 @@ class LoadedRecordSearch:
 
         return search_with(checks, suspects, self._seed, use)
 
-    def _try(self, left: list[TaskToRead], check: Callable[[Batch], None]) -> None:
-        while left:
-            loader, answer = read_batch(self._access, tasks_head(left))
+    def _try(self, remaining: list[TaskToRead], check: Callable[[Batch], None]) -> None:
+        while remaining:
+            loader, answer = read_batch(self._access, tasks_head(remaining))
             if isinstance(answer.head, protocol.FailedTask):
                 raise reading_error(loader, answer.head)
             batch = Batch.trusted(dict(unpack(answer.head.batch, answer.arrays)), answer.head.samples)
             if batch.samples:  # a transform may drop records
                 check(batch)
-            left = rest_of(left, answer.head.records)
+            remaining = rest_of(remaining, answer.head.records)
 
 
 def tasks_head(
@@ -77,7 +77,7 @@ def tasks_head(
     if to is not None:
         sent["to"] = to
     return protocol.RequestedTasks(
-        tasks=[protocol.RequestedTask(task=each.task._asdict(), ends=each.ends) for each in tasks], **sent
+        tasks=[protocol.RequestedTask(task=task.task._asdict(), ends=task.ends) for task in tasks], **sent
     )
 
 
@@ -89,16 +89,16 @@ def reading_error(loader: int, failure: protocol.FailedTask) -> RuntimeError:
 
 def _tasks_of(suspects: Sequence[TakenRecords], few: Order) -> list[TaskToRead]:
     """Tasks that have only some of the suspects, by their indices among all."""
-    made: list[TaskToRead] = []
+    tasks: list[TaskToRead] = []
     for lease, places, _ in suspects:
         mine = places[few[(few >= 0) & (few < len(places))]]
         few = few - len(places)
         if len(mine):
             others = np.setdiff1d(np.arange(lease.task.records), mine)
             task = lease.task._replace(done=0, skipped=tuple(map(int, others)))
-            made.append(TaskToRead(task, ends=False))
-    made[-1] = made[-1]._replace(ends=True)
-    return made
+            tasks.append(TaskToRead(task, ends=False))
+    tasks[-1] = tasks[-1]._replace(ends=True)
+    return tasks
 
 
 # `LeasedIds`: refers to the ids of a batch of leased records, which any loader can send again.
@@ -121,14 +121,14 @@ class LeasedIds(IdsReference):
 
 def with_tasks(batch: Batch, tasks: Sequence[TaskToRead], records: int) -> Batch:
     """A batch as the engines take it: a reference in it knows the tasks whose first `records` it has."""
-    found = batch.get(REFERENCE)
-    if not isinstance(found, IdsReference):
+    ids = batch.get(REFERENCE)
+    if not isinstance(ids, IdsReference):
         return batch
-    needed, left = 0, records
-    while left > 0:
-        left -= len(places_of(tasks[needed].task))
+    needed, rest = 0, records
+    while rest > 0:
+        rest -= len(places_of(tasks[needed].task))
         needed += 1
-    reference = LeasedIds(found, tasks[:needed])
+    reference = LeasedIds(ids, tasks[:needed])
     if (workers := distributed.current().workers) is not None:
         workers.watch(reference)
     return Batch.trusted({**batch, REFERENCE: reference}, batch.samples)
@@ -191,9 +191,9 @@ class LeasedQueue:
     def take(self, records: int) -> list[TakenRecords]:
         """A batch of this many records was received: which ones of each task."""
         with self._changed:
-            taken = self._tasks.take(records)
+            batch_tasks = self._tasks.take(records)
             self._changed.notify_all()
-            return taken
+            return batch_tasks
 
     def suspects(self, task: int | None) -> list[TakenRecords]:
         """The records of the task that could not be read, by its index in `left`; None: of the next batch."""
@@ -228,17 +228,17 @@ class LeasedQueue:
                 self._changed.notify_all()
 
     def _has_batch(self) -> bool:
-        left = self._tasks.left()
-        return _records_of(left) >= self._batch_size or any(each.ends for each in left)
+        waiting = self._tasks.left()
+        return _records_of(waiting) >= self._batch_size or any(task.ends for task in waiting)
 
     def _has_enough(self) -> bool:
-        left = self._tasks.left()
-        return len(left) >= _TASKS and _records_of(left) >= 2 * self._batch_size
+        waiting = self._tasks.left()
+        return len(waiting) >= _TASKS and _records_of(waiting) >= 2 * self._batch_size
 
 
 def _records_of(tasks: list[TaskToRead]) -> int:
     """How many records have to be read."""
-    return sum(len(places_of(each.task)) if each.task.skipped else each.task.left for each in tasks)
+    return sum(len(places_of(task.task)) if task.task.skipped else task.task.left for task in tasks)
 
 
 class PlannedQueue:
@@ -255,7 +255,7 @@ class PlannedQueue:
         """The tasks that were not received; empty: the end."""
         while len(self._left) < 2 * _TASKS and (following := next(self._tasks, None)) is not None:
             self._left.append(following)
-        return [] if self._closed else [each for _, each in self._left]
+        return [] if self._closed else [task for _, task in self._left]
 
     def take(self, records: int) -> list[TakenRecords]:
         """A batch of this many records was received: those of the first task."""
