@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from karvan.argument_checks import check_counts
 from karvan.dense.optimizer_spec import rate_of
 from karvan.dense.step_policies import Answer, Outcome, Staleness
-from karvan.dense.tensor_checks import Array, all_finite, dense_tensor
+from karvan.dense.tensors import Array, all_finite, dense_tensor
 from karvan.native import _native
 
 # Divides dense parameters over servers, and their state over any other number of servers.

@@ -27,8 +27,7 @@ from typing_extensions import override
 from karvan.dense.client import AsyncDense, merge_states, split_state
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
-from karvan.dense.tensor_checks import Array
-from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
+from karvan.dense.tensors import Array, state_message, state_of, tensors_message, tensors_of
 from karvan.distributed import Connection, RankError
 from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import OwnCommits

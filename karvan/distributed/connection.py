@@ -27,7 +27,6 @@ from karvan.distributed.collectives import (
     SharedMemoryChannel,
     keep_forever,
 )
-from karvan.distributed.gpu import memory_size, require_gpu
 from karvan.distributed.rendezvous import agree_on_name, closing_ports, machine_id
 from karvan.distributed.settings import (
     DEVICES,
@@ -38,6 +37,8 @@ from karvan.distributed.settings import (
     WIRES,
     ConnectionSettings,
     check_capacity,
+    memory_size,
+    require_gpu,
 )
 from karvan.job.environment import JobEnvironment, ServerLoss
 from karvan.job.roles import Role

@@ -22,12 +22,9 @@ from karvan.distributed import CollectiveChannel
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
-from karvan.train.checks.label_values import SampleChecks
-from karvan.train.feed.rank_rounds import FedBatch
-from karvan.train.losses import named, total
-from karvan.train.reporting.model_reports import Reported, collecting, split_reports
-from karvan.train.state.gathering import merged
-from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.feed import FedBatch
+from karvan.train.losses import Reported, SampleChecks, collecting, named, split_reports, total
+from karvan.train.state.gathering import merged, same_random_state_afterwards
 from karvan.train.step.step_outcomes import nonfinite_text
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
 

@@ -21,15 +21,15 @@ from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
 from karvan.train.callbacks import TrainerView
-from karvan.train.checks.label_values import SampleChecks
-from karvan.train.checks.preflight import NeededMetrics
-from karvan.train.feed.epoch import Epoch
-from karvan.train.feed.rank_rounds import FedBatch
+from karvan.train.epoch import Epoch
+from karvan.train.feed import FedBatch
+from karvan.train.losses import SampleChecks
+from karvan.train.preflight import NeededMetrics
 from karvan.train.reporting.reporter import Reporter, show_banner
 from karvan.train.reporting.results import FitResult, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
-from karvan.train.state.randomness import set_random_state
+from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.step_outcomes import Skips, StepOutcomes
@@ -218,7 +218,7 @@ class Fit:
             record = dataset.record_of(found)
             say(dataset.announcement(found, record, self._identity, other, self._before))
             if self._has_all():
-                say(dataset.nothing_to_do(self._data, self._identity, self._goal, self._before))
+                say(dataset.nothing_to_do(self._data, self._identity, self._goal.text, self._before))
 
     def _load_checkpoint(self, found: Checkpoint) -> tuple[Mapping[str, Any], bool]:
         """Fill the tables from a checkpoint; its state, and whether it is of other data than this fit's.

@@ -26,8 +26,7 @@ from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
 from karvan.cluster.parameter_server.elastic_requests import ElasticBatches
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.dense.tensor_checks import dense_tensor
-from karvan.dense.wire_format import tensors_of
+from karvan.dense.tensors import dense_tensor, tensors_of
 from karvan.protocol.parameter_server import STAGE_DENSE, Commit, Meeting, OfMember, ServerHello, StageDense
 from karvan.store.row_owner import Owner
 from karvan.wire import Message, RefusedError, Request

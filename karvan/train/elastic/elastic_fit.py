@@ -55,7 +55,7 @@ from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
-from karvan.train.state.randomness import set_random_state
+from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts

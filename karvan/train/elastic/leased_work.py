@@ -28,10 +28,10 @@ from karvan.data.leasing.record_search import BatchError, SearchResult, blaming
 from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.distributed.elastic import ElasticGroup
 from karvan.ragged import Batch
-from karvan.train.checks.label_values import check_of
 from karvan.train.evaluation import evaluating
-from karvan.train.feed.rank_rounds import FedBatch
-from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.feed import FedBatch
+from karvan.train.losses import check_of
+from karvan.train.state.gathering import same_random_state_afterwards
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.step.step_routine import StepBatches
 from karvan.train.trainer_parts import TrainerParts

@@ -29,7 +29,6 @@ from karvan.distributed import Connection
 if TYPE_CHECKING:
     from karvan.data import Window, Windows
     from karvan.train.reporting.results import TrainingCounts
-    from karvan.train.stopping import Goal
 
 
 # Data that a run has trained to its end: a late retry of yesterday's job must not train it twice.
@@ -255,9 +254,7 @@ def announcement(
     return f"Resuming from {checkpoint.path} with new data: {identity.label}.{again}"
 
 
-def nothing_to_do(
-    data: Any, identity: Identity | None, goal: Goal, before: FinishedData | None = None
-) -> str:
+def nothing_to_do(data: Any, identity: Identity | None, goal: str, before: FinishedData | None = None) -> str:
     """The line that says why a fit trains nothing; a warning if that may not be intended."""
     if identity is None:
         _log.warning(
@@ -272,7 +269,7 @@ def nothing_to_do(
             f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
             f"nothing to do. To train it again, call fit with {more}a new data_name."
         )
-    return f"The run has trained {goal.text} of {label} already."
+    return f"The run has trained {goal} of {label} already."
 
 
 def warn_nothing_new(identity: Identity | None, connection: Connection) -> None:

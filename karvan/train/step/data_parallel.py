@@ -24,7 +24,7 @@ from typing_extensions import override
 from karvan.dense.communication import DenseCommunication, PowerSGD
 from karvan.distributed import Connection
 from karvan.train.losses import nothing_of
-from karvan.train.pair import model_input
+from karvan.train.types import model_input
 
 # How DistributedDataParallel averages the gradients of all ranks: hooks for its buckets of gradients.
 #

@@ -20,10 +20,9 @@ from karvan.devices import CopiedBatch, copy_columns, exact_device, hold_until_u
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, IndexedRows, NestedRagged, Padded, Ragged
-from karvan.train.checks.label_values import Check, no_check
-from karvan.train.pair import Pair, as_batch
+from karvan.train.losses import Check, no_check
 from karvan.train.step.optimizer_step import engines_of
-from karvan.train.types import same
+from karvan.train.types import Pair, as_batch, same
 
 _log = logging.getLogger("karvan.train")
 _CPU = torch.device("cpu")

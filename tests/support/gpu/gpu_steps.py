@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import karvan as kv
 from karvan.store.cuda.store import CudaStore
-from karvan.train.step.accumulation import Accumulation
+from karvan.train.epoch import Accumulation
 from karvan.train.step.data_parallel import Parallel
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu

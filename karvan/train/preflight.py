@@ -24,10 +24,16 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
-from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
 from karvan.train.losses import ColumnLoss, Sum
 from karvan.train.reporting.loggers import Logger
-from karvan.train.step.optimizer_step import OptimizerStep, engines_of
+from karvan.train.step.optimizer_step import (
+    Frozen,
+    OptimizerStep,
+    engines_of,
+    is_read_only,
+    names_text,
+    tables_of,
+)
 from karvan.train.stopping import check_not_terminated
 from karvan.train.types import Loss
 
