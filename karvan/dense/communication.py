@@ -11,8 +11,7 @@ is nothing to average, and it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -180,7 +179,7 @@ class PeriodicAveraging(LocalDense):
     def begin(self) -> None:
         """The model is that of rank 0."""
         self.settle()  # steps that an error has left
-        with self._collective():
+        with self._connection.explaining():
             for value in (*self._model.parameters(), *self._model.buffers()):
                 dist.broadcast(value.detach(), 0)
 
@@ -218,8 +217,9 @@ class PeriodicAveraging(LocalDense):
         values = [_Value(each.detach(), ranks) for each in self._trained] + self._state()
         alike: dict[tuple[str, torch.dtype], list[_Value]] = {}
         for value in values:
-            alike.setdefault((str(value.tensor.device), _wide(value.tensor.dtype)), []).append(value)
-        with self._collective():
+            dtype = torch.float64 if value.tensor.dtype is torch.float64 else torch.float32
+            alike.setdefault((str(value.tensor.device), dtype), []).append(value)
+        with self._connection.explaining():
             for (_, dtype), group in sorted(alike.items(), key=lambda item: str(item[0])):
                 _mean(group, dtype)
             for buffer in self._model.buffers():
@@ -259,26 +259,10 @@ class PeriodicAveraging(LocalDense):
                     found.append(_Value(state[parameter][name], len(described)))
         return found
 
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
-        """An error of torch's collectives names the rank that is missing."""
-        try:
-            yield
-        except RuntimeError as error:
-            explained = self._connection.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-
 
 def _is_number(name: str, value: Tensor, parameter: Tensor) -> bool:
     """Whether it is a number of the optimizer, and not one for each element of a parameter."""
     return value.numel() == 1 and (name == "step" or value.dim() < parameter.dim())
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values are added up."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _mean(values: Sequence[_Value], dtype: torch.dtype) -> None:

@@ -8,15 +8,21 @@ from importlib.util import find_spec
 
 import torch
 
+from karvan.argument_checks import meant
 from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode
 
 IN_PROCESS = ("memory", "cuda")
 KINDS = (*IN_PROCESS, "sharded", "remote")
-TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REDUCES = ("mean", "key", "sum")
-DEVICES = ("cpu", "cuda")
+_CHOICES = {
+    "wire": tuple(WIRES),
+    "grad_reduce": ("mean", "key", "sum"),
+    "transport": ("auto", "memory", "network"),
+    "device": ("cpu", "cuda"),
+}
+# Those of a process alone: wire, grad_reduce, timeout and transport.
+_OF_PROCESS = ("float32", "mean", 300.0, "auto")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,38 @@ class ConnectionSettings:
     member: int = 0
     run: str = ""
 
+    def __post_init__(self) -> None:
+        kind = self.kind
+        if kind not in KINDS:
+            raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.{meant(kind, KINDS)}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+        if self.device == "cuda" and kind != "sharded":
+            raise ValueError(
+                f'device="cuda" is for connect("sharded"), got connect("{kind}"): use connect("cuda") for '
+                "rows on the GPU of one process, or Table(device=…) for some tables."
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds, got {self.timeout}.")
+        if self.device_memory is not None and kind != "cuda" and self.device != "cuda":
+            raise ValueError(
+                'device_memory is for connect("cuda") and connect("sharded", device="cuda"), got '
+                f'connect("{kind}").'
+            )
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"connect expects a capacity of at least 1 row, got {self.capacity}.")
+        if self.capacity is not None and (kind not in ("memory", "sharded") or self.device == "cuda"):
+            raise ValueError(
+                'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
+                f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for '
+                "servers."
+            )
+        if kind in IN_PROCESS and (self.wire, self.grad_reduce, self.timeout, self.transport) != _OF_PROCESS:
+            raise ValueError(
+                f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
+            )
+
     def check_elastic(self) -> None:
         """Raise a ValueError if an elastic run cannot have these settings."""
         if not self.run:
@@ -57,17 +95,6 @@ class ConnectionSettings:
                 "An elastic run has neither grads_to_wait nor tolerance, because gradients that wait for "
                 "others are lost when their trainer dies."
             )
-
-
-def check_capacity(capacity: int, kind: str, device: str) -> None:
-    """Raise a ValueError if a connection of this kind, with rows on this device, cannot have the capacity."""
-    if capacity < 1:
-        raise ValueError(f"connect expects a capacity of at least 1 row, got {capacity}.")
-    if kind not in ("memory", "sharded") or device == "cuda":
-        raise ValueError(
-            'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
-            f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for servers.'
-        )
 
 
 # What tables on a GPU need of this machine.

@@ -154,11 +154,6 @@ class PositionError(ValueError):
     """Data cannot continue at the position of a checkpoint, because it has another order now."""
 
 
-def never_ends(reason: str | None) -> bool:
-    """Nothing ends an epoch before its data does."""
-    return False
-
-
 class Epoch:
     """The groups of batches that make the steps of an epoch.
 
@@ -177,7 +172,7 @@ class Epoch:
         *,
         stopped: Callable[[], object] = never,
         due: Callable[[], bool] = never,
-        ends: Callable[[str | None], bool] = never_ends,
+        ends: Callable[[str | None], bool] = lambda reason: False,
     ) -> None:
         self._data = data
         self._connection = connection

@@ -110,15 +110,6 @@ def has_no_nan(output: Any) -> bool:
     return not (isinstance(output, Tensor) and bool(torch.isnan(output).any()))
 
 
-def require_samples(samples: float) -> None:
-    """Raise if an evaluation has seen no sample on any rank."""
-    if not samples:
-        raise ValueError(
-            "The evaluation expects data with at least one sample, got none. If the data is a generator, it "
-            "gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
-        )
-
-
 Averaged = Callable[[nn.Module], AbstractContextManager[None]]
 """Makes the context in which a model is evaluated: with averages of its parameters, if there are any."""
 
@@ -216,7 +207,11 @@ class Evaluator:
         own = {name: each.parts() for name, each in sums.losses.items()}
         said = channel.gather_json({"samples": sums.samples, "losses": own})
         samples = sum(each["samples"] for each in said)
-        require_samples(samples)
+        if not samples:
+            raise ValueError(
+                "The evaluation expects data with at least one sample, got none. If the data is a generator, "
+                "it gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
+            )
         names = dict.fromkeys(name for each in said for name in each["losses"])
         means = {
             name: exact_total(part for each in said for part in each["losses"].get(name, ())) / samples

@@ -28,6 +28,7 @@ from karvan.checkpoint.format.table_arrays import tables_of
 from karvan.checkpoint.pending_save import Report, no_report
 from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, DenseReduce
+from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.exit_codes import note_training
 from karvan.job.checkpoint_url import local_path
@@ -42,11 +43,11 @@ from karvan.train.reporting.results import ReportWindow, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData, with_newest
 from karvan.train.state.gathering import random_state, set_random_state, summed
-from karvan.train.state.saving import FailedSaves, Snapshot, is_outage, own_together
+from karvan.train.state.saving import FailedSaves, SaveSettings, Snapshot, is_outage, own_together
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
-from karvan.train.step.step_outcomes import Skips, StepOutcomes
+from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import StepBatches, StepPass
 from karvan.train.types import Losses, Positioned, same, samples_of
 
@@ -65,9 +66,9 @@ from karvan.train.types import Losses, Positioned, same, samples_of
 class ContextSaves:
     """Saves snapshots into folders, and counts failures for each folder."""
 
-    def __init__(self, tolerated: int, retry_seconds: float) -> None:
-        FailedSaves(tolerated, retry_seconds)  # checks them
-        self._settings = (tolerated, retry_seconds)
+    def __init__(self, settings: SaveSettings, connection: Connection) -> None:
+        self._settings = settings
+        self._connection = connection
         self._runs: dict[Path, _Run] = {}
         self._owned: dict[Path, Ownership | None] = {}
         self.training = False  # whether this process takes ownership of the folders that it saves to
@@ -82,11 +83,11 @@ class ContextSaves:
         named = folder.folder if isinstance(folder, Checkpoints) else folder
         path = Path(os.path.abspath(local_path(named)))
         if self.training and path not in self._owned:
-            self._owned[path] = own_together(path, distributed.current())
+            self._owned[path] = own_together(path, self._connection)
         known = self._runs.get(path)
         if known is None or (isinstance(folder, Checkpoints) and known.checkpoints is not folder):
             made = folder if isinstance(folder, Checkpoints) else Checkpoints(path)
-            self._runs[path] = _Run(made, FailedSaves(*self._settings))
+            self._runs[path] = _Run(made, FailedSaves(self._settings, self._connection))
         return self._runs[path]
 
     def wait(self) -> None:
@@ -134,7 +135,7 @@ class _Run:
         except CheckpointError as error:
             if not is_outage(error):
                 raise
-            if distributed.current().rank == 0:
+            if self._failures.connection.rank == 0:
                 report(step, error)
             pending = Pending.failed(step, error)
         self._pending = pending
@@ -197,10 +198,6 @@ class ContextState:
 
     def begin_epoch(self, data: Iterable[Any], name: str | None) -> Epoch:
         """The epoch of the next loader of data: a new one, or the rest of one."""
-        self.epoch = self._epoch_of(data, name)
-        return self.epoch
-
-    def _epoch_of(self, data: Iterable[Any], name: str | None) -> Epoch:
         self.transforms.use(data)
         self.transforms.match_loaders()
         self.transforms.require_fitted(self._model)
@@ -222,6 +219,7 @@ class ContextState:
         if self._saved is not None:
             epoch.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None
+        self.epoch = epoch
         return epoch
 
     def save(
@@ -305,23 +303,6 @@ class ContextState:
             self._past = with_newest(self._past, newest)
         self._data_begin = (self.counts.epoch, self.counts.step)
 
-    def sizes(self) -> dict[str, int]:
-        """Count the rows of each table."""
-        mine = {name: rows for engine in engines_of(self._model) for name, rows in engine.sizes().items()}
-        return {name: int(rows) for name, rows in summed(self._connection.main, mine).items()}
-
-    def clear(self, tables: str | Sequence[str] | None) -> None:
-        """Remove all rows."""
-        handles = tables_of(self._model)
-        names = list(handles) if tables is None else [tables] if isinstance(tables, str) else list(tables)
-        if unknown := [name for name in names if name not in handles]:
-            raise KeyError(f"No table '{unknown[0]}' in this model; it has: {', '.join(handles)}.")
-        channel = self._connection.main
-        channel.barrier()  # no rank is in a step any more
-        for name in names:
-            handles[name].clear()
-        channel.barrier()
-
 
 # The steps of a custom loop: a forward and a backward for each batch, the last of which applies the step.
 #
@@ -341,8 +322,8 @@ class ContextSteps:
         self._routine = setup.routine
         self._counts = counts
         self._moving = make_placement(runs.model, runs.device, same, [])
-        self._skips = Skips(runs.precision.always_checks, runs.connection.rank == 0, raises)
-        self._outcomes = StepOutcomes(self._skips, counts)
+        scaled, first = runs.precision.always_checks, runs.connection.rank == 0
+        self._outcomes = StepOutcomes(counts, scaled, first, raises)
         self._turn: StepPass | None = None  # the batch that the loader gave, until its forward
         self._pass: StepPass | None = None  # the forward that waits for its backward
         self._step: StepBatches | None = None  # a step of which some batches, but not all, have been trained
@@ -361,7 +342,7 @@ class ContextSteps:
         """Training has ended; raises if all of its steps were skipped."""
         self.settle()
         if self._setup.passes.together:  # only then do all ranks come to the same result
-            self._skips.end()
+            self._outcomes.end()
 
     def settle(self) -> None:
         """Wait until it is known, and counted, which steps were skipped."""
@@ -558,19 +539,22 @@ class TrainContext:
         tolerate_failed_saves: int = 3,
         save_retry_seconds: float = 60.0,
     ) -> None:
-        if distributed.current().settings.dense.rejects:
+        connection = distributed.current()
+        if connection.settings.dense.rejects:
             raise ValueError(
                 "With grads_to_wait or tolerance servers may reject a step, and a custom loop cannot "
                 "compute it again: expected mode async without them, or a kv.Trainer."
             )
-        if distributed.current().group is not None:
+        if connection.group is not None:
             raise ValueError(
                 "Trainers of a job with sharding: dynamic come and go, and a custom loop cannot agree with "
                 "them on its steps: expected a kv.Trainer, or sharding: static."
             )
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
-        self._saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)
+        self._saves = ContextSaves(
+            SaveSettings(tolerate=tolerate_failed_saves, retry_seconds=save_retry_seconds), connection
+        )
         runs = make_model_setup(model, precision=precision, device=device, prefetch=prefetch)
         self._setup = make_training_setup(
             runs,
@@ -812,7 +796,9 @@ class TrainContext:
         Returns:
             The number of rows by table.
         """
-        return self._state.sizes()
+        engines = engines_of(self.model)
+        mine = {name: rows for engine in engines for name, rows in engine.sizes().items()}
+        return {name: int(rows) for name, rows in summed(self.connection.main, mine).items()}
 
     def clear(self, tables: str | Sequence[str] | None = None) -> None:
         """Remove all rows of some tables.
@@ -827,7 +813,14 @@ class TrainContext:
         Raises:
             KeyError: There is no such table.
         """
-        self._state.clear(tables)
+        handles = tables_of(self.model)
+        names = list(handles) if tables is None else [tables] if isinstance(tables, str) else list(tables)
+        if unknown := [name for name in names if name not in handles]:
+            raise KeyError(f"No table '{unknown[0]}' in this model; it has: {', '.join(handles)}.")
+        self.connection.main.barrier()  # no rank is in a step any more
+        for name in names:
+            handles[name].clear()
+        self.connection.main.barrier()
 
     def _iteration(self) -> Generator[Any, None, None] | None:
         """The iteration over a loader that has not reached its end, if there is one."""

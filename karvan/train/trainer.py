@@ -257,7 +257,7 @@ class Trainer:
         self.nonfinite = nonfinite
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
-        if self.callbacks.has_averages and average_every != 1:
+        if self.callbacks.averages and average_every != 1:
             raise ValueError(
                 f"With average_every={average_every} ranks have different parameters, and EMA cannot "
                 "average them: expected average_every=1, or no EMA."
@@ -270,6 +270,7 @@ class Trainer:
         self.saver = make_saver(
             checkpoints,
             SaveSettings(checkpoint_every, checkpoint_seconds, tolerate_failed_saves, save_retry_seconds),
+            self.connection,
         )
         self._history = History(self.saver.folder, writes=first)
         self.loggers = LoggerGroup([self._history, *(loggers if first else ())])

@@ -37,11 +37,6 @@ _OWN = ("foreach", "fused")
 KINDS = "optimizer_kinds"  # in the state of a checkpoint: the classes of its optimizers
 
 
-def kinds_of(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
-    """The class of each optimizer, for a checkpoint."""
-    return {name: type(optimizer).__name__ for name, optimizer in optimizers.items()}
-
-
 def restore_optimizer(
     name: str, optimizer: Optimizer, state: Mapping[str, Any], *, new_settings: bool, warns: bool
 ) -> None:
@@ -140,7 +135,7 @@ def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str,
     return {
         "model": _without_content(runs.model.state_dict()),
         **{f"{name}_optimizer": each.state_dict() for name, each in optimizers.items()},
-        KINDS: kinds_of(optimizers),
+        KINDS: {name: type(each).__name__ for name, each in optimizers.items()},
         TABLE_STEPS: {} if setup.update.sparse is None else setup.update.sparse.table_steps(),
         "scaler": runs.precision.state_dict(),
         "trainer": counts.state_dict(),

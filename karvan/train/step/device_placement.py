@@ -131,14 +131,12 @@ class CudaPlacement(Placement):
             checks = self._needs_check(batch, training)
             if checks and self._checks_first:  # on the CPU, as a rule, so that nothing waits for the GPU
                 self._check(batch)
-            placed = batch if self._is_there(batch) else self._moved(batch)
+            # The data may have copied it to the device already; not for columns that the CPU needs.
+            there = isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
+            placed = batch if there else self._moved(batch)
             prepared = self._prepare(placed, training, checks=checks and not self._checks_first)
             self._placed[id(prepared)] = self._stream.record_event()
             return prepared
-
-    def _is_there(self, batch: Any) -> bool:
-        """Whether the data has copied the batch to the device already; not for columns that the CPU needs."""
-        return isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
 
     def _moved(self, batch: Any) -> Any:
         """The batch with its columns where they are needed."""
