@@ -390,8 +390,6 @@ def connect(
     settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most, capacity)
     if device == "cuda":
         require_gpu('kv.connect("sharded", device="cuda")')
-    if kind == "cuda":
-        require_gpu('kv.connect("cuda")')
     dense = (lr_staleness, grads_to_wait, tolerance, pull_every)
     remote = (servers, workers, mode, staleness, on_server_loss, *dense)
     if kind != "remote" and any(each is not None for each in remote):
@@ -399,6 +397,12 @@ def connect(
             "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
             f'connect("remote"), got "{kind}".'
         )
+    if kind in IN_PROCESS and settings != ConnectionSettings(kind, device_memory=most, capacity=capacity):
+        raise ValueError(
+            f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
+        )
+    if kind == "cuda":
+        require_gpu('kv.connect("cuda")')
     if kind == "remote":
         require()  # before a connection is closed, and addresses are asked for
         chosen, staleness = choose_mode(mode, staleness)

@@ -21,8 +21,6 @@ _CHOICES = {
     "transport": ("auto", "memory", "network"),
     "device": ("cpu", "cuda"),
 }
-# Those of a process alone: wire, grad_reduce, timeout and transport.
-_OF_PROCESS = ("float32", "mean", 300.0, "auto")
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,6 @@ class ConnectionSettings:
                 'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
                 f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for '
                 "servers."
-            )
-        if kind in IN_PROCESS and (self.wire, self.grad_reduce, self.timeout, self.transport) != _OF_PROCESS:
-            raise ValueError(
-                f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
             )
 
     def check_elastic(self) -> None:
