@@ -3,7 +3,7 @@
 | `average_every` | what is sent | when |
 |---|---|---|
 | 1 | gradients, as `dense_reduce` says (`karvan/train/step/data_parallel.py`) | in every step |
-| n | parameters and the state of their optimizer (`factory.py`) | every n steps |
+| n | parameters and the state of their optimizer (`PeriodicAveraging`) | every n steps |
 
 A single process sends nothing, so it accepts all of these. In mode async servers hold the parameters: there
 is nothing to average, and it is an error.
@@ -11,11 +11,19 @@ is nothing to average, and it is an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
 from karvan.argument_checks import check_counts, listed
+from karvan.dense.step_policies import LocalDense, Outcome
 from karvan.distributed import Connection
+from karvan.embedding import EmbeddingEngine
 
 NAMES = ("mean", "bf16", "fp16", "powersgd")
 
@@ -126,3 +134,174 @@ class DenseCommunication:
                 f"{names} cannot be used with precision 'fp16', because its loss scale changes from step "
                 "to step: expected precision 'bf16' or 'fp32'."
             )
+
+
+# Chooses where the dense parameters of a Trainer are updated.
+
+# Ranks that make steps alone, and average their dense parameters every n steps ("local SGD", Stich, 2019).
+#
+# Parameters start as those of rank 0. After n steps, before an evaluation and before a checkpoint, all ranks
+# take the mean of their parameters, and of the state of their optimizers: with moments of its own gradients
+# alone, a rank's Adam need not converge (Chen et al., "Toward communication efficient adaptive gradient
+# method", 2020), and a checkpoint, which has one state, could not say how training continues. Buffers, such
+# as the means of a batch norm, become those of rank 0, as they do in every step that averages gradients.
+#
+# The n steps count from the last time that parameters were averaged, whatever the reason was. So a fit that
+# resumes from a checkpoint continues exactly as the one that has saved it.
+#
+# Ranks skip the same steps: before each, they agree whether all gradients are finite.
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor to average, and how many ranks have one."""
+
+    tensor: Tensor
+    count: int
+
+
+class PeriodicAveraging(LocalDense):
+    """Parameters that step in this process, and are averaged over all ranks every so many steps."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, connection: Connection, every: int
+    ) -> None:
+        super().__init__(optimizer)
+        self._model = model
+        self._connection = connection
+        self._every = every
+        self._steps = 0  # since parameters were averaged
+        self._trained: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(not each.is_floating_point() for each in self._trained):
+            raise ValueError("average_every averages parameters of floats, got others, such as complex ones.")
+
+    @override
+    def begin(self) -> None:
+        """The model is that of rank 0."""
+        self.settle()  # steps that an error has left
+        with self._connection.explaining():
+            for value in (*self._model.parameters(), *self._model.buffers()):
+                dist.broadcast(value.detach(), 0)
+
+    @override
+    def agree(self, finite: bool) -> bool:
+        flags = self._connection.main.sum(torch.tensor([0.0 if finite else 1.0]))
+        return not bool(flags[0])
+
+    @property
+    @override
+    def skips_on_device(self) -> bool:
+        """Ranks agree on every step."""
+        return False
+
+    @override
+    def step(self) -> Outcome:
+        outcome = super().step()
+        self._steps += 1
+        if self._steps == self._every:
+            self._average()
+        return outcome
+
+    @override
+    def settle(self) -> None:
+        if self._steps:
+            self._average()
+
+    @override
+    def take(self) -> None:
+        self.settle()
+
+    def _average(self) -> None:
+        self._steps = 0
+        ranks = self._connection.world_size
+        values = [_Value(each.detach(), ranks) for each in self._trained] + self._state()
+        alike: dict[tuple[str, torch.dtype], list[_Value]] = {}
+        for value in values:
+            dtype = torch.float64 if value.tensor.dtype is torch.float64 else torch.float32
+            alike.setdefault((str(value.tensor.device), dtype), []).append(value)
+        with self._connection.explaining():
+            for (_, dtype), group in sorted(alike.items(), key=lambda item: str(item[0])):
+                _mean(group, dtype)
+            for buffer in self._model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def _state(self) -> list[_Value]:
+        """The optimizer's tensors; a rank that lacks some, since a parameter took no part there, gets them.
+
+        Numbers, such as a count of steps, become the largest of all ranks.
+        """
+        assert self.optimizer is not None
+        state = self.optimizer.state
+        mine = [
+            {
+                name: [
+                    str(value.dtype).removeprefix("torch."),
+                    list(value.shape),
+                    float(value) if _is_number(name, value, each) else None,
+                ]
+                for name, value in state.get(each, {}).items()
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.numel() == 1)
+            }
+            for each in self._trained
+        ]
+        found: list[_Value] = []
+        for index, of_ranks in enumerate(zip(*self._connection.main.gather_json(mine), strict=True)):
+            parameter = self._trained[index]
+            for name in sorted({name for own in of_ranks for name in own}):
+                described = [own[name] for own in of_ranks if name in own]
+                dtype, shape, number = described[0]
+                if name not in state[parameter]:
+                    device = torch.device("cpu") if number is not None else parameter.device
+                    state[parameter][name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                if number is not None:
+                    state[parameter][name].fill_(max(each[-1] for each in described))
+                else:
+                    found.append(_Value(state[parameter][name], len(described)))
+        return found
+
+
+def _is_number(name: str, value: Tensor, parameter: Tensor) -> bool:
+    """Whether it is a number of the optimizer, and not one for each element of a parameter."""
+    return value.numel() == 1 and (name == "step" or value.dim() < parameter.dim())
+
+
+def _mean(values: Sequence[_Value], dtype: torch.dtype) -> None:
+    """Replace values by their means over the ranks that have them, in one message; others have zeros."""
+    flat = torch.cat([each.tensor.reshape(-1).to(dtype) for each in values])
+    dist.all_reduce(flat)
+    parts = torch.split(flat, [each.tensor.numel() for each in values])
+    with torch.no_grad():
+        for each, part in zip(values, parts, strict=True):
+            each.tensor.copy_((part / each.count).view(each.tensor.shape))
+
+
+def make_stepping(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    engines: Sequence[EmbeddingEngine],
+    connection: Connection,
+    prefetch: int,
+    communication: DenseCommunication,
+) -> LocalDense:
+    """The steps of dense parameters, local or on servers by the connection's mode; a collective.
+
+    If they are on servers, this sends the parameters there, unless trainers come and go; if ranks step alone,
+    they get those of rank 0.
+    """
+    if optimizer is None:
+        return LocalDense(optimizer)
+    if not connection.settings.mode.dense_on_servers:
+        if communication.average_every == 1 or connection.world_size == 1:
+            return LocalDense(optimizer)
+        averaging = PeriodicAveraging(model, optimizer, connection, communication.average_every)
+        averaging.begin()
+        return averaging
+    from karvan.dense.remote import (
+        ElasticDense,  # imports Arrow Flight, which takes a while
+        RemoteDense,
+    )
+
+    make = RemoteDense if connection.group is None else ElasticDense
+    remote = make(model, optimizer, engines, connection, prefetch)
+    remote.begin()
+    return remote

@@ -59,33 +59,25 @@ def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor])
         )
     # Torch requires at least one parameter; this one never gets a gradient.
     tensors = list(parameters) or [torch.zeros(1, 1)]
-    values = {option: _torch_value(value) for option, value in options.items()}
+    values = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     try:
         made: Optimizer = kind(tensors, **values)
-        _try_step(kind, values)
+        # A step with zeros: torch accepts some options, such as three betas, with which steps fail.
+        trial = torch.zeros(1, 1)
+        trial.grad = torch.zeros(1, 1)
+        kind([trial], **values).step()
     except (TypeError, ValueError, RuntimeError, IndexError, OverflowError) as error:
         raise ValueError(f"{name} does not take the options {options}: {error}") from error
     return made
-
-
-def _try_step(kind: Any, options: Mapping[str, Any]) -> None:
-    """Make a step with zeros: torch accepts some options, such as three betas, with which steps fail."""
-    parameter = torch.zeros(1, 1)
-    parameter.grad = torch.zeros(1, 1)
-    kind([parameter], **options).step()
 
 
 def _parts(description: Any) -> tuple[str, dict[str, Any]]:
     match description:
         case {"name": str(name), "options": Mapping() as options} if len(description) == 2:
             return name, dict(options)
-    raise ValueError(
-        f"Expected an optimizer as {{'name': …, 'options': {{…}}}}, got {_shortened(repr(description))}."
-    )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + "…"
+    text = repr(description)
+    text = text if len(text) <= 200 else text[:200] + "…"
+    raise ValueError(f"Expected an optimizer as {{'name': …, 'options': {{…}}}}, got {text}.")
 
 
 def _known() -> dict[str, Any]:
@@ -109,10 +101,6 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
     raise ValueError(f"Option '{name}': expected numbers, text or None, got {type(value).__name__}.")
-
-
-def _torch_value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def rate_of(optimizer: Optimizer) -> float:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
-from karvan.argument_checks import meant
 from karvan.distributed.collectives import (
     CollectiveChannel,
     GlooChannel,
@@ -27,17 +26,12 @@ from karvan.distributed.collectives import (
     SharedMemoryChannel,
     keep_forever,
 )
-from karvan.distributed.gpu import memory_size, require_gpu
 from karvan.distributed.rendezvous import agree_on_name, closing_ports, machine_id
 from karvan.distributed.settings import (
-    DEVICES,
     IN_PROCESS,
-    KINDS,
-    REDUCES,
-    TRANSPORTS,
-    WIRES,
     ConnectionSettings,
-    check_capacity,
+    memory_size,
+    require_gpu,
 )
 from karvan.job.environment import JobEnvironment, ServerLoss
 from karvan.job.roles import Role
@@ -174,6 +168,17 @@ class Connection:
     def explained(self, error: RuntimeError) -> RuntimeError:
         """The exception to raise for an error of torch's collectives: a RankError if a rank is the cause."""
         return error
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """An error of torch's collectives names the rank that is missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = self.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def close(self) -> None:
         """Disconnect, once a running save has ended; the process group stays."""
@@ -379,27 +384,12 @@ def connect(
         >>> kv.disconnect()
     """
     global _current
-    if kind not in KINDS:
-        raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.{meant(kind, KINDS)}")
     if wire is None:
         wire = (JobEnvironment.read().wire or "float32") if kind == "remote" else "float32"
-    if wire not in WIRES:
-        raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}.")
-    if grad_reduce not in REDUCES:
-        raise ValueError(f"grad_reduce must be one of {', '.join(REDUCES)}, got {grad_reduce!r}.")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}.")
+    most = None if device_memory is None else memory_size(device_memory)
+    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most, capacity)
     if device == "cuda":
-        if kind != "sharded":
-            raise ValueError(
-                f'device="cuda" is for connect("sharded"), got connect("{kind}"): use connect("cuda") for '
-                "rows on the GPU of one process, or Table(device=…) for some tables."
-            )
         require_gpu('kv.connect("sharded", device="cuda")')
-    if not timeout > 0:
-        raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
     dense = (lr_staleness, grads_to_wait, tolerance, pull_every)
     remote = (servers, workers, mode, staleness, on_server_loss, *dense)
     if kind != "remote" and any(each is not None for each in remote):
@@ -407,55 +397,57 @@ def connect(
             "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
             f'connect("remote"), got "{kind}".'
         )
-    most = None if device_memory is None else memory_size(device_memory)
-    if most is not None and kind != "cuda" and device != "cuda":
-        raise ValueError(
-            'device_memory is for connect("cuda") and connect("sharded", device="cuda"), got '
-            f'connect("{kind}").'
-        )
-    if capacity is not None:
-        check_capacity(capacity, kind, device)
-    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport, device, most, capacity)
-    if kind == "remote":
-        require()  # before a connection is closed, and addresses are asked for
-        chosen, staleness = choose_mode(mode, staleness)
-        settings = replace(
-            settings,
-            mode=chosen,
-            staleness=staleness,
-            dense=choose_dense(chosen, *dense),
-            on_server_loss=_choose_server_loss(on_server_loss),
-        )
-        chosen.check_server_loss(settings.on_server_loss)
     if kind in IN_PROCESS and settings != ConnectionSettings(kind, device_memory=most, capacity=capacity):
         raise ValueError(
             f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
         )
     if kind == "cuda":
         require_gpu('kv.connect("cuda")')
+    if kind == "remote":
+        require()  # before a connection is closed, and addresses are asked for
+        chosen, staleness = choose_mode(mode, staleness)
+        if on_server_loss is None:
+            on_server_loss = JobEnvironment.read().on_server_loss or ServerLoss.ROLLBACK
+        if on_server_loss not in tuple(ServerLoss):
+            raise ValueError(
+                f"on_server_loss must be one of {', '.join(ServerLoss)}, got {on_server_loss!r}."
+            )
+        settings = replace(
+            settings,
+            mode=chosen,
+            staleness=staleness,
+            dense=choose_dense(chosen, *dense),
+            on_server_loss=ServerLoss(on_server_loss),
+        )
+        chosen.check_server_loss(settings.on_server_loss)
     with _lock:
         _current.close()
         _current = Connection(settings if kind in IN_PROCESS else None)
         _current.chosen = True
-        if kind not in IN_PROCESS and _is_elastic():
-            group = _open_group(settings)
-            run = group.enter()
-            connection = Connection(replace(settings, elastic=True, member=group.member, run=run))
-            connection.group = group
-            if kind == "remote":
-                connection.reach(servers, workers)
-            connection.chosen = True
-            _current = connection
-            return _current
-        together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
         if kind not in IN_PROCESS:
-            require_limits(int(os.environ.get("WORLD_SIZE", "1")))
-            connection = SharedConnection(settings) if together else Connection(settings)
-            if kind == "remote":
-                connection.reach(servers, workers)
-            connection.chosen = True
-            _current = connection
+            _current = _reach_others(settings, servers, workers)
         return _current
+
+
+def _reach_others(
+    settings: ConnectionSettings, servers: Sequence[str] | None, workers: Sequence[str] | None
+) -> Connection:
+    """A connection to other processes: to ranks, to trainers that come and go, or to servers alone."""
+    job = JobEnvironment.read()
+    if job.registry and job.role == Role.TRAINER and job.sharding == "dynamic":
+        group = _open_group(settings, job)
+        run = group.enter()
+        connection = Connection(replace(settings, elastic=True, member=group.member, run=run))
+        connection.group = group
+    else:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        require_limits(world)
+        by_torch = dist.is_initialized() or (world > 1 and "RANK" in os.environ)
+        connection = (SharedConnection if settings.kind == "sharded" or by_torch else Connection)(settings)
+    if settings.kind == "remote":
+        connection.reach(servers, workers)
+    connection.chosen = True
+    return connection
 
 
 def disconnect() -> None:
@@ -489,34 +481,15 @@ def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
     return store, rank, world
 
 
-def _is_elastic() -> bool:
-    """Whether a launched job shares its records dynamically, so that trainers may come and go."""
-    job = JobEnvironment.read()
-    return bool(job.registry) and job.role == Role.TRAINER and job.sharding == "dynamic"
-
-
-def _open_group(settings: ConnectionSettings) -> ElasticGroup:
+def _open_group(settings: ConnectionSettings, job: JobEnvironment) -> ElasticGroup:
     from karvan.distributed.elastic import ElasticGroup, GroupClient
     from karvan.distributed.wire_store import launched_store
     from karvan.wire import Security
     from karvan.work.task import holder_of
 
-    job = JobEnvironment.read()
     process = holder_of(Role.TRAINER, job.index, job.process or secrets.token_hex(8))
     client = GroupClient(job.master, process, Security.from_environment())
     store = launched_store(settings.timeout)
     group = ElasticGroup(client, store, transport=settings.transport, timeout=settings.timeout)
     atexit.register(group.close)
     return group
-
-
-def _choose_server_loss(name: str | None) -> ServerLoss:
-    if name is None:
-        return JobEnvironment.read().on_server_loss or ServerLoss.ROLLBACK
-    if name not in tuple(ServerLoss):
-        raise ValueError(f"on_server_loss must be one of {', '.join(ServerLoss)}, got {name!r}.")
-    return ServerLoss(name)
-
-
-def _started_by_torch() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ

@@ -8,16 +8,15 @@ if TYPE_CHECKING:
     from karvan.dense.communication import PowerSGD
     from karvan.train import callbacks, losses
     from karvan.train.callbacks import EMA
-    from karvan.train.contexts.eval_context import EvalContext, InferContext
-    from karvan.train.contexts.train_context import TrainContext
     from karvan.train.elastic_loop import ElasticLoop
+    from karvan.train.eval_context import EvalContext, InferContext
+    from karvan.train.losses import report
     from karvan.train.prediction_files import write_predictions
-    from karvan.train.reporting.model_reports import report
     from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
     from karvan.train.reporting.results import FitResult, Report, StepLogs
     from karvan.train.stopping import TerminatedError, reset_termination
-    from karvan.train.trainer import Trainer
-    from karvan.train.training_job import TrainingJob
+    from karvan.train.train_context import TrainContext
+    from karvan.train.trainer import Trainer, TrainingJob
     from karvan.train.types import PredictedRecords, Prediction
 
 __all__ = [
@@ -53,16 +52,15 @@ publish(
         "karvan.dense.communication": "PowerSGD",
         "karvan.train": "callbacks losses",
         "karvan.train.callbacks": "EMA",
-        "karvan.train.contexts.eval_context": "EvalContext InferContext",
-        "karvan.train.contexts.train_context": "TrainContext",
+        "karvan.train.eval_context": "EvalContext InferContext",
+        "karvan.train.train_context": "TrainContext",
         "karvan.train.elastic_loop": "ElasticLoop",
+        "karvan.train.losses": "report",
         "karvan.train.prediction_files": "write_predictions",
-        "karvan.train.reporting.model_reports": "report",
         "karvan.train.reporting.progress": "BarProgress NoProgress PlainProgress",
         "karvan.train.reporting.results": "FitResult Report StepLogs",
         "karvan.train.stopping": "TerminatedError reset_termination",
-        "karvan.train.trainer": "Trainer",
-        "karvan.train.training_job": "TrainingJob",
+        "karvan.train.trainer": "Trainer TrainingJob",
         "karvan.train.types": "PredictedRecords Prediction",
     },
 )

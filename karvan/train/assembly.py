@@ -15,24 +15,22 @@ import torch
 from torch import nn
 
 from karvan import distributed
-from karvan.dense.communication import DenseCommunication
-from karvan.dense.factory import make_stepping
+from karvan.dense.communication import DenseCommunication, make_stepping
 from karvan.dense.step_policies import LocalDense
 from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.train.checks.frozen import Frozen, Patterns
-from karvan.train.checks.label_values import Check, no_check
-from karvan.train.checks.preflight import check_connection, check_trained
-from karvan.train.feed.feed import Feed, feed, prefetch_of
-from karvan.train.feed.rank_rounds import RankRounds
-from karvan.train.pair import model_input
-from karvan.train.step.accumulation import Accumulation
+from karvan.train.epoch import Accumulation
+from karvan.train.feed import Feed, RankRounds, feed, prefetch_of
+from karvan.train.losses import Check, no_check
+from karvan.train.preflight import check_connection, check_trained
 from karvan.train.step.data_parallel import make_parallel
 from karvan.train.step.device_placement import Placement, device_of, make_placement, target_device
 from karvan.train.step.optimizer_step import (
     DenseOptimizer,
+    Frozen,
     OptimizerStep,
     OptimizerStepSettings,
+    Patterns,
     engines_of,
     fuse_on_gpu,
     make_dense,
@@ -40,7 +38,7 @@ from karvan.train.step.optimizer_step import (
 )
 from karvan.train.step.precision import Precision, make_precision
 from karvan.train.step.step_routine import StepRoutine
-from karvan.train.types import same
+from karvan.train.types import model_input, same
 
 
 @dataclass(frozen=True)

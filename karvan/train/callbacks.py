@@ -386,25 +386,21 @@ class Callbacks(Callback):
             same = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{same + 1}" if same else kind] = callback
 
-        if len(self._averages) > 1:
-            raise ValueError(f"callbacks expects at most one EMA, got {len(self._averages)}.")
+        if len(self.averages) > 1:
+            raise ValueError(f"callbacks expects at most one EMA, got {len(self.averages)}.")
 
     @property
-    def _averages(self) -> dict[str, EMA]:
+    def averages(self) -> dict[str, EMA]:
+        """The averages of parameters with which models are evaluated, by name."""
         return {name: each for name, each in self._callbacks.items() if isinstance(each, EMA)}
-
-    @property
-    def has_averages(self) -> bool:
-        """Whether models are evaluated with averages of their parameters."""
-        return bool(self._averages)
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """The context in which a model is evaluated."""
-        return next((each.averaged(model) for each in self._averages.values()), nullcontext())
+        return next((each.averaged(model) for each in self.averages.values()), nullcontext())
 
     def load_averages(self, state: Mapping[str, Any]) -> None:
         """Restore averages of parameters from the state of a checkpoint."""
-        for name, each in self._averages.items():
+        for name, each in self.averages.items():
             each.load_state_dict(state.get("callbacks", {}).get(name, {}))
 
     @property

@@ -293,7 +293,9 @@ class ElasticLoop:
         Then those that have records compute them, and the others come back meanwhile.
         """
         while True:
-            mine = {"batches": self.accumulated, "idle": idle, "settings": _settings_of(self._optimizer)}
+            groups = self._optimizer.param_groups
+            settings = [{name: each[name] for name in each if name != "params"} for each in groups]
+            mine = {"batches": self.accumulated, "idle": idle, "settings": settings}
             said = [unpack(each) for each in group.channel.gather(pack(mine))]
             missing = (self._global_batches or 0) - sum(each["batches"] for each in said)
             able = [rank for rank, each in enumerate(said) if not each["idle"]]
@@ -365,12 +367,6 @@ class ElasticLoop:
 
 def _counts(total: Tensor) -> _Counts:
     return _Counts(*map(int, total[-_COUNTS:].tolist()))
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> _Settings:
-    return [
-        {name: value for name, value in each.items() if name != "params"} for each in optimizer.param_groups
-    ]
 
 
 def _change(optimizer: torch.optim.Optimizer, settings: _Settings) -> _Settings:

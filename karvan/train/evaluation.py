@@ -22,12 +22,9 @@ from karvan.distributed import CollectiveChannel
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
-from karvan.train.checks.label_values import SampleChecks
-from karvan.train.feed.rank_rounds import FedBatch
-from karvan.train.losses import named, total
-from karvan.train.reporting.model_reports import Reported, collecting, split_reports
-from karvan.train.state.gathering import merged
-from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.feed import FedBatch
+from karvan.train.losses import Reported, SampleChecks, collecting, named, split_reports, total
+from karvan.train.state.gathering import merged, same_random_state_afterwards
 from karvan.train.step.step_outcomes import nonfinite_text
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
 
@@ -111,15 +108,6 @@ def has_no_nan(output: Any) -> bool:
     if isinstance(output, tuple | list):
         return all(has_no_nan(each) for each in output)
     return not (isinstance(output, Tensor) and bool(torch.isnan(output).any()))
-
-
-def require_samples(samples: float) -> None:
-    """Raise if an evaluation has seen no sample on any rank."""
-    if not samples:
-        raise ValueError(
-            "The evaluation expects data with at least one sample, got none. If the data is a generator, it "
-            "gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
-        )
 
 
 Averaged = Callable[[nn.Module], AbstractContextManager[None]]
@@ -219,7 +207,11 @@ class Evaluator:
         own = {name: each.parts() for name, each in sums.losses.items()}
         said = channel.gather_json({"samples": sums.samples, "losses": own})
         samples = sum(each["samples"] for each in said)
-        require_samples(samples)
+        if not samples:
+            raise ValueError(
+                "The evaluation expects data with at least one sample, got none. If the data is a generator, "
+                "it gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
+            )
         names = dict.fromkeys(name for each in said for name in each["losses"])
         means = {
             name: exact_total(part for each in said for part in each["losses"].get(name, ())) / samples

@@ -21,18 +21,18 @@ from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
 from karvan.train.callbacks import TrainerView
-from karvan.train.checks.label_values import SampleChecks
-from karvan.train.checks.preflight import NeededMetrics
-from karvan.train.feed.epoch import Epoch
-from karvan.train.feed.rank_rounds import FedBatch
+from karvan.train.epoch import Epoch
+from karvan.train.feed import FedBatch
+from karvan.train.losses import SampleChecks
+from karvan.train.preflight import NeededMetrics
 from karvan.train.reporting.reporter import Reporter, show_banner
 from karvan.train.reporting.results import FitResult, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
-from karvan.train.state.randomness import set_random_state
+from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.step_outcomes import Skips, StepOutcomes
+from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import see_nothing
 from karvan.train.stopping import Goal, Stopping
 from karvan.train.trainer_parts import TrainerParts
@@ -98,10 +98,8 @@ class Fit:
             due=parts.saver.take_time,
             ends=self._cut_short,
         )
-        self._skips = Skips(
-            parts.setup.runs.precision.always_checks, parts.connection.rank == 0, parts.nonfinite == "raise"
-        )
-        self._outcomes = StepOutcomes(self._skips, parts.counts)
+        scaled, first = runs.precision.always_checks, parts.connection.rank == 0
+        self._outcomes = StepOutcomes(parts.counts, scaled, first, parts.nonfinite == "raise")
         self._alone = parts.connection.world_size == 1
         self._first = True  # whether it reports and saves, which every rank does for its part
         self._unsaved = False
@@ -132,7 +130,9 @@ class Fit:
                             self._evaluation_due = True
                             self._save_first()
                             self._evaluate()
-                        due = self._save_due(group)
+                        saves = any(fed.save for fed in group)  # rank 0 says so
+                        due = saves or parts.saver.due_by_steps(self._counts.step)
+                        due = due or (self._alone and parts.saver.due_by_time())
                         if self._over():
                             break  # the save at the end is repeated if it fails
                         if due:
@@ -218,7 +218,7 @@ class Fit:
             record = dataset.record_of(found)
             say(dataset.announcement(found, record, self._identity, other, self._before))
             if self._has_all():
-                say(dataset.nothing_to_do(self._data, self._identity, self._goal, self._before))
+                say(dataset.nothing_to_do(self._data, self._identity, self._goal.text, self._before))
 
     def _load_checkpoint(self, found: Checkpoint) -> tuple[Mapping[str, Any], bool]:
         """Fill the tables from a checkpoint; its state, and whether it is of other data than this fit's.
@@ -355,7 +355,7 @@ class Fit:
         if (
             self._stopping.reason is None and self._passes.together
         ):  # only then do all ranks come to the same result
-            self._skips.end()
+            self._outcomes.end()
         parts.setup.dense.take()
         if self._evaluates_at_end():
             self._save_first()
@@ -376,7 +376,7 @@ class Fit:
         """The fit has this result."""
         self._parts.callbacks.on_fit_end(self._trainer, result)
         if self._first:
-            self._reporter.end(result, self._skips.count)
+            self._reporter.end(result, self._outcomes.count)
         return result
 
     def _make_result(
@@ -387,7 +387,7 @@ class Fit:
             step=counts.step,
             epoch=counts.epoch,
             samples=counts.samples,
-            skipped=self._skips.count,
+            skipped=self._outcomes.count,
             trained=self._trained,
             seconds=time.monotonic() - self._started,
             stopped=stopped,
@@ -396,10 +396,6 @@ class Fit:
             evaluation=dict(counts.evaluation),
             evaluated=counts.evaluated,
         )
-
-    def _save_due(self, group: list[FedBatch]) -> bool:
-        saver, step = self._parts.saver, self._counts.step
-        return saver.due(step) if self._alone else saver.due_by_steps(step) or any(fed.save for fed in group)
 
     def _save(self) -> None:
         if self._first:

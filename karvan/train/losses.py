@@ -7,23 +7,156 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from karvan.argument_checks import listed
-from karvan.label_columns import check_weights, one_each
+from karvan.label_columns import check_weights, label_columns, one_each
 from karvan.public_names import publish
-from karvan.train.checks.label_values import check_column, check_of, check_whole
+from karvan.ragged import Ragged
 from karvan.train.types import AnyBatch, Losses, Output
 
-__all__ = ["BinaryCrossEntropy", "CrossEntropy", "MeanSquaredError", "Sum", "ColumnLoss"]
+# Labels that are invalid for a loss: NaN, infinite, or out of range.
 
 _log = logging.getLogger("karvan.train")
+
+_MOST_WITHOUT_WEIGHT = 10_000  # samples
+
+Check = Callable[[AnyBatch], None]
+
+
+def no_check(batch: AnyBatch) -> None:
+    """Checks nothing, for a loss that does not say which labels it allows."""
+
+
+def check_of(loss: Any) -> Check:
+    """The `check_labels(batch)` of a loss, if it has one."""
+    found: Check = getattr(loss, "check_labels", no_check)
+    return found
+
+
+class SampleChecks:
+    """Checks the labels and weights of batches before they are used, and that some sample has a weight.
+
+    loss, metrics: those that name columns. A loss of masked samples may have batches without any weight, but
+    training on nothing else would be none.
+    """
+
+    def __init__(self, loss: Any, metrics: Iterable[Any] = ()) -> None:
+        self._check_labels = check_of(loss)
+        self._of_loss = set(label_columns(loss, "weight"))
+        self._columns = self._of_loss.union(*(label_columns(each, "weight") for each in metrics))
+        self._samples = 0
+        self._weighted: set[str] = set()  # columns with a weight above 0
+
+    def __call__(self, batch: AnyBatch) -> None:
+        """Raise if labels or weights of a batch are invalid."""
+        self._check_labels(batch)
+        for name in self._columns:
+            weights = _numbers_of(batch, name)
+            if weights is not None:
+                check_weights(weights, name)
+                self._samples += weights.numel() * (name not in self._weighted)
+                if name not in self._weighted and bool((weights > 0).any()):
+                    self._weighted.add(name)
+        if self._samples > _MOST_WITHOUT_WEIGHT:
+            self.require_weight()
+
+    def require_weight(self) -> None:
+        """Raise a ValueError if no sample so far had a weight in the loss; warn of other columns."""
+        missing = self._columns - self._weighted if self._samples else set()
+        if missing and self._of_loss and self._of_loss <= missing:
+            raise ValueError(
+                f"{_weightless(missing)}, so nothing is trained: expected weights above 0 for samples that "
+                "count."
+            )
+        self.warn_without_weight()
+
+    def warn_without_weight(self) -> None:
+        """Log a warning if a column had no weight above 0 so far."""
+        if self._samples and (missing := self._columns - self._weighted):
+            _log.warning("%s: losses and metrics with these weights mean nothing.", _weightless(missing))
+        self._samples = 0
+
+
+def _weightless(columns: Iterable[str]) -> str:
+    names = ", ".join(f"'{name}'" for name in sorted(columns))
+    return f"Column {names} of sample weights is 0 for all samples so far"
+
+
+def check_column(
+    loss: str,
+    batch: AnyBatch,
+    label: str,
+    weight: str | None,
+    allowed: tuple[float, float] | None,
+    advice: str = "make them 0 or 1 before (as in rating > 3), or use MeanSquaredError for numbers",
+) -> None:
+    """Raise a ValueError if a label is not finite, or is not in the allowed range and its weight is not 0.
+
+    Columns that are missing, or of the wrong shape, are reported by the loss itself.
+    """
+    labels = _labels_of(batch, label)
+    if labels is None:
+        return
+    low, high = (float(each) for each in torch.aminmax(labels.detach()))
+    lowest, highest = (-torch.inf, torch.inf) if allowed is None else allowed
+    if lowest <= low and high <= highest and max(abs(low), abs(high)) < torch.inf:
+        return
+    finite = torch.isfinite(labels)
+    if not bool(finite.all()):
+        count, kind = int((~finite).sum()), "NaN" if bool(labels.isnan().any()) else "infinity"
+        raise ValueError(
+            f"Column '{label}' has {kind} in {count} of {labels.numel()} samples, but {loss} needs a "
+            "number as every label: drop such samples, or give the column a default."
+        )
+    outside = (labels < lowest) | (labels > highest)
+    weights = None if weight is None else batch.get(weight)
+    if isinstance(weights, Tensor) and weights.numel() == labels.numel():
+        outside &= weights.reshape(labels.shape).to(labels.device) != 0
+    if not (count := int(outside.sum())):
+        return
+    raise ValueError(
+        f"Column '{label}' has {count} of {labels.numel()} labels outside of {lowest:g} to {highest:g}, such "
+        f"as {labels[outside][0].item():g}, but {loss} needs labels in this range: {advice}."
+    )
+
+
+def check_whole(loss: str, batch: AnyBatch, label: str) -> None:
+    """Raise a ValueError if a label is no whole number."""
+    labels = _labels_of(batch, label)
+    if labels is None or not labels.is_floating_point():
+        return
+    broken = labels != labels.round()
+    if bool(broken.any()):
+        raise ValueError(
+            f"Column '{label}' has labels such as {labels[broken][0].item():g}, but {loss} needs whole "
+            "numbers: the numbers of classes."
+        )
+
+
+def _labels_of(batch: AnyBatch, label: str) -> Tensor | None:
+    """The labels, if there are any that can be wrong."""
+    labels = _numbers_of(batch, label)
+    return None if labels is None or labels.dtype is torch.bool else labels
+
+
+def _numbers_of(batch: AnyBatch, name: str) -> Tensor | None:
+    """A column of one number for each sample, if there are any."""
+    entry = batch.get(name) if isinstance(batch, Mapping) else None
+    if isinstance(entry, Ragged) and entry.offsets is None:
+        entry = entry.values
+    return entry if isinstance(entry, Tensor) and entry.numel() else None
+
+
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "MeanSquaredError", "Sum", "ColumnLoss"]
 
 _STEPS_OF_PROBABILITIES = 100
 _SHAPES = (
@@ -423,6 +556,121 @@ def _column(batch: AnyBatch, name: str, like: Tensor, dtype: torch.dtype = torch
             )
         column = column.reshape(like.shape)
     return column
+
+
+# `report`: numbers that a model reports from inside of its forward, such as the share of cut sequences.
+#
+# A forward of a Trainer collects what is reported in it. The numbers then travel with the losses of their
+# batch, through steps, ranks and checkpoints: all of these compute weighted sums. For each name there are two
+# entries, the number and a 1. Their ratio is the mean over those batches in which the name was reported, also
+# if others have none. No GPU is waited for before the mean is shown.
+
+_NUMBER, _COUNT = "report:", "reports:"
+_TAKEN = (
+    "loss",
+    "samples_per_second",
+    "rows",
+    "memory",
+    "staleness",
+    "staleness_max",
+    "dense_staleness",
+)
+_TAKEN_STARTS = ("loss/", "lr/", "rows/", _NUMBER, _COUNT)
+
+Value = TypeVar("Value", Tensor, float)
+
+
+class Reported:
+    """What one forward has reported."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Count a number; several of one name become their mean."""
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def entries(self, metrics: Iterable[str]) -> dict[str, Tensor]:
+        """The entries that travel with the losses; an error if one has the name of a metric."""
+        if self._sums and (both := sorted(set(self._sums) & set(metrics))):
+            raise ValueError(
+                f"kv.train.report expects names that differ from the Trainer's metrics, got '{both[0]}'."
+            )
+        made: dict[str, Tensor] = {}
+        for name, values in self._sums.items():
+            count = self._counts[name]
+            made[_NUMBER + name] = values if count == 1 else values / count
+            made[_COUNT + name] = torch.ones((), dtype=torch.float64)
+        return made
+
+
+_current: ContextVar[Reported | None] = ContextVar("karvan_reports", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[Reported]:
+    """The context of a forward whose reports count."""
+    reported = Reported()
+    token = _current.set(reported)
+    try:
+        yield reported
+    finally:
+        _current.reset(token)
+
+
+def report(name: str, value: Any) -> None:
+    """Report a number from inside a model's forward.
+
+    A Trainer shows the mean over the batches since its last report with the losses: in progress, logs and
+    TensorBoard. Evaluations have the mean over all samples in their result. With several ranks it is the mean
+    of all. Outside of a Trainer's forward it does nothing.
+
+    Args:
+        name: A name that no loss or metric has. Several reports of one name in a forward count as their mean.
+        value: A number, or a tensor of one element on any device. Nothing waits for it.
+
+    Raises:
+        TypeError: `name` is no text, or `value` no number.
+        ValueError: The name is taken, or the tensor has several elements.
+
+    Example:
+        >>> class Net(torch.nn.Module):
+        ...     def forward(self, batch):
+        ...         kv.train.report("long", (batch["age"] > 60).float().mean())
+        ...         return batch["age"] * 0.1
+        >>> output = Net()({"age": torch.tensor([30.0, 70.0])})
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"kv.train.report expects a name, got {name!r}.")
+    if name in _TAKEN or name.startswith(_TAKEN_STARTS):
+        raise ValueError(f"kv.train.report expects a name that is not used yet, got '{name}'.")
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"kv.train.report expects one number for '{name}', such as a mean, got shape "
+                f"{tuple(value.shape)}."
+            )
+    elif isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+        value = torch.tensor(float(value), dtype=torch.float64)
+    else:
+        raise TypeError(f"kv.train.report expects a number for '{name}', got {type(value).__name__}.")
+    reported = _current.get()
+    if reported is not None:
+        # A copy, since it may be a part of something large, or be written to.
+        reported.add(name, value.detach().reshape(()).to(torch.float64, copy=True))
+
+
+def split_reports(entries: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Losses, and the means of what was reported."""
+    losses = {name: value for name, value in entries.items() if not name.startswith((_NUMBER, _COUNT))}
+    reports = {
+        name.removeprefix(_NUMBER): value / entries[_COUNT + name.removeprefix(_NUMBER)]
+        for name, value in entries.items()
+        if name.startswith(_NUMBER)
+    }
+    return losses, reports
 
 
 publish("karvan.train.losses")

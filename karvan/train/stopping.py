@@ -12,8 +12,8 @@ from typing import Any
 
 from karvan.argument_checks import check_integers
 from karvan.distributed import CollectiveChannel, Connection
+from karvan.train.epoch import Accumulation
 from karvan.train.reporting.results import TrainingCounts
-from karvan.train.step.accumulation import Accumulation
 
 # How long a fit runs, and when it evaluates.
 

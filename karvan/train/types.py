@@ -9,7 +9,146 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from karvan.ragged import Batch, NestedRagged, Ragged
-from karvan.train.pair import as_batch
+
+# `Pair`: a batch that is features and labels, as many data sets of torch give it, rather than named columns.
+#
+# `(features, labels)` unpacks like the tuple that it is. To losses, metrics and checks it is a mapping, too:
+# of the columns "features" and "label", or of the features' and the labels' own names where they have some.
+# The model gets the features alone.
+
+FEATURES = "features"
+LABEL = "label"
+
+
+class Pair(tuple[Any, Any]):
+    """Features and labels of the same samples; labels are None where there are none."""
+
+    __slots__ = ()
+
+    def __new__(cls, features: Any, labels: Any) -> Pair:
+        """A pair of tensors or ragged rows, or of mappings of names to these."""
+        return super().__new__(cls, (features, labels))
+
+    def __getnewargs__(self) -> tuple[Any, Any]:
+        return self.features, self.labels
+
+    @property
+    def features(self) -> Any:
+        """What the model gets."""
+        return tuple.__getitem__(self, 0)
+
+    @property
+    def labels(self) -> Any:
+        """The labels."""
+        return tuple.__getitem__(self, 1)
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has."""
+        return next(map(_rows, self.values()), 0)
+
+    def columns(self) -> dict[str, Any]:
+        """Features and labels by name."""
+        return {**_named(FEATURES, self.features), **_named(LABEL, self.labels)}
+
+    def with_columns(self, columns: Mapping[str, Any]) -> Pair:
+        """The same pair with other tensors under its names."""
+        return Pair(
+            _renewed(FEATURES, self.features, columns),
+            _renewed(LABEL, self.labels, columns),
+        )
+
+    def keys(self) -> Any:
+        """The names."""
+        return self.columns().keys()
+
+    def values(self) -> Any:
+        """The tensors."""
+        return self.columns().values()
+
+    def items(self) -> Any:
+        """Names and tensors."""
+        return self.columns().items()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The column of that name, if there is one."""
+        return self.columns().get(name, default)
+
+    def __getitem__(self, key: Any) -> Any:
+        """The column of that name; a number gives the features or the labels."""
+        return self.columns()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self.columns()
+
+    def __repr__(self) -> str:
+        return f"Pair({', '.join(self.columns())})"
+
+
+Mapping.register(Pair)
+
+
+def as_batch(given: Any) -> Any:
+    """A pair of features and labels, or features alone, as a `Pair`; anything else as it is."""
+    if isinstance(given, Tensor) and given.dim():
+        return Pair(given, None)
+    if not isinstance(given, tuple | list) or isinstance(given, Pair) or hasattr(given, "_fields"):
+        return given
+    if len(given) == 1 and _is_part(given[0]):
+        return _checked(Pair(given[0], None))
+    if len(given) == 2 and all(map(_is_part, given)):
+        return _checked(Pair(*given))
+    return given
+
+
+def model_input(batch: Any) -> Any:
+    """What the model gets of a batch: all of it, or the features of a pair."""
+    return batch.features if isinstance(batch, Pair) else batch
+
+
+def _is_part(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.dim() > 0) or (
+        isinstance(value, Mapping | Ragged | NestedRagged) and not isinstance(value, Pair)
+    )
+
+
+def _checked(pair: Pair) -> Pair:
+    named = [_named(FEATURES, pair.features), _named(LABEL, pair.labels)]
+    if both := sorted(set(named[0]) & set(named[1])):
+        raise ValueError(
+            f"A pair of features and labels expects different names in both, got '{both[0]}' twice."
+        )
+    counts = {name: _rows(entry) for part in named for name, entry in part.items()}
+    first = next(iter(counts), "")
+    for name, count in counts.items():
+        if count != counts[first]:
+            raise ValueError(
+                f"A pair of features and labels expects equally many of each, got {counts[first]} in "
+                f"'{first}' and {count} in '{name}'."
+            )
+    return pair
+
+
+def _rows(entry: Any) -> int:
+    return (
+        int(entry.shape[0]) if isinstance(entry, Tensor) and entry.dim() else int(getattr(entry, "rows", 0))
+    )
+
+
+def _named(name: str, part: Any) -> dict[str, Any]:
+    if part is None:
+        return {}
+    return dict(part) if isinstance(part, Mapping) else {name: part}
+
+
+def _renewed(name: str, part: Any, columns: Mapping[str, Any]) -> Any:
+    if part is None:
+        return None
+    if not isinstance(part, Mapping):
+        return columns[name]
+    renewed = {each: columns[each] for each in part}
+    return Batch(renewed) if isinstance(part, Batch) else renewed
+
 
 Output: TypeAlias = Tensor | Mapping[str, Tensor]
 Losses: TypeAlias = Tensor | Mapping[str, Tensor]

@@ -14,7 +14,7 @@ from karvan.data.loading.loader import Loader
 from karvan.data.loading.pipeline import DeviceDelivery
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.devices import CopiedBatch, tensors_of
-from karvan.train.checks.label_values import no_check
+from karvan.train.losses import no_check
 
 
 def delivered(data, device="cpu"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from dense_helpers import MAKERS, backward, batches, make_model, make_servers, new_state, same
 
-from karvan.dense.client import AsyncDense, split_state
 from karvan.dense.optimizer_spec import describe
+from karvan.dense.remote import AsyncDense, split_state
 from karvan.dense.step_policies import SyncPolicy
 
 

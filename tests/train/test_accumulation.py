@@ -12,8 +12,8 @@ import karvan as kv
 from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.data import KafkaReader, Stream
 from karvan.ragged import NestedRagged
-from karvan.train.feed.rank_rounds import describe, empty
-from karvan.train.step.accumulation import Accumulation
+from karvan.train.epoch import Accumulation
+from karvan.train.feed import describe, empty
 
 
 def test_an_empty_batch_has_the_columns_of_a_full_one():

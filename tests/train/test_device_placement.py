@@ -9,7 +9,7 @@ from torch import nn
 
 import karvan as kv
 from karvan.store import MemoryStore
-from karvan.train.feed.feed import feed
+from karvan.train.feed import feed
 from karvan.train.step.device_placement import host_columns
 
 GPU = torch.device("cuda", 0)

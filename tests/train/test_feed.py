@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loader_helpers import no_threads_left
 
-from karvan.train.feed.feed import feed
+from karvan.train.feed import feed
 
 
 class Counted:

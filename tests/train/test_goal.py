@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
+from karvan.train.epoch import Accumulation
 from karvan.train.reporting.results import TrainingCounts
-from karvan.train.step.accumulation import Accumulation
 from karvan.train.stopping import Goal
 
 

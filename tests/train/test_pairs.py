@@ -13,9 +13,8 @@ from pair_programs import CLASSES, LOSS, net, pairs
 from ranks_helpers import run
 
 import karvan as kv
-from karvan.train.feed.rank_rounds import describe, empty
-from karvan.train.pair import Pair, as_batch, model_input
-from karvan.train.types import samples_of
+from karvan.train.feed import describe, empty
+from karvan.train.types import Pair, as_batch, model_input, samples_of
 
 
 def _trainer(model=None, **options):

@@ -223,7 +223,7 @@ def _bf16(folder: Path) -> Iterator[Finding]:
 def _gpu(folder: Path) -> Iterator[Finding]:
     import torch
 
-    from karvan.distributed.gpu import missing_cuda
+    from karvan.distributed.settings import missing_cuda
 
     triton, why = _triton()
     if not torch.cuda.is_available():

@@ -324,8 +324,8 @@ class JointUpdates(RowUpdates):
                 if setting != expected:
                     raise RefusedError(
                         f"expected all parts of step {part.step} to have one rule and step for table "
-                        f"'{table}', got step {expected[1]} of member {first.member} and step {setting[1]} of "
-                        f"member {part.member}, or other settings of their optimizers."
+                        f"'{table}', got step {expected[1]} of member {first.member} and step "
+                        f"{setting[1]} of member {part.member}, or other settings of their optimizers."
                     )
 
     @override

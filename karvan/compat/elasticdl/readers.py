@@ -47,7 +47,7 @@ from karvan.data.maxcompute.source import MaxComputeSource
 from karvan.data.maxcompute.table_url import is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.ragged import Batch, Entry, NestedRagged, Ragged
-from karvan.train.pair import as_batch
+from karvan.train.types import as_batch
 
 RECORD = "record"
 """The only column of records that are bytes."""

@@ -138,15 +138,9 @@ class OwnSteps(FitSteps):
         self._unconfirmed = {each: its for each, its in self._unconfirmed.items() if each > confirmed}
         self._unconfirmed[number] = done
         counts = {"samples": taken.samples, "skipped": int(not made_step)}
-        self._sent = self._commits.commit_own(counts, self._acknowledged()), number, done
+        ahead = {str(token): n for _, its in sorted(self._unconfirmed.items()) for token, n in its.items()}
+        self._sent = self._commits.commit_own(counts, ahead), number, done
         return TrainedBatch(taken.batch, taken.samples, losses.means(), made_step)
-
-    def _acknowledged(self) -> dict[str, int]:
-        """The records of committed batches that the master may not know, by token, for JSON."""
-        known: dict[int, int] = {}
-        for number in sorted(self._unconfirmed):
-            known |= self._unconfirmed[number]
-        return {str(token): done for token, done in known.items()}
 
     def finish(self) -> Tally | None:
         """Wait until all servers have the last commit; the tally, if there was one to wait for."""
@@ -337,9 +331,9 @@ class AsyncFit(ElasticFit):
         note_training()
         activity.advance()
         if trained.taken:
-            self._skips.take()
+            self._outcomes.take()
         else:
-            self._skips.skip(counts.step, [trained.batch])
+            self._outcomes.skip(counts.step, [trained.batch])
         self._window.add(trained.losses)
         parts.callbacks.on_step_end(
             self._trainer, StepLogs(counts.step, counts.epoch, trained.samples, trained.losses, trained.taken)

@@ -2,27 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import logging
+import time
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
 
+from karvan.activity import TRAINERS, activity
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.dataset import named_error
 from karvan.data.leasing.leased_data import LeasedData
+from karvan.data.leasing.record_search import BatchError, blaming
 from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leasing.task_records import TakenRecords
 from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.distributed.elastic import ElasticGroup
 from karvan.job.environment import JobEnvironment
+from karvan.ragged import Batch
 from karvan.train.callbacks import TrainerView
 from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.leased_prediction import FitHost, LeasedPrediction
-from karvan.train.elastic.leased_work import WorkSettings
+from karvan.train.elastic.leased_work import LeasedFeed, TakenBatch, WorkSettings
+from karvan.train.evaluation import Predictor
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
-from karvan.train.stopping import Goal
+from karvan.train.stopping import Goal, is_terminated
 from karvan.train.trainer_parts import TrainerParts
-from karvan.train.types import Prediction
+from karvan.train.types import PredictedRecords, Prediction
 from karvan.wire import Security
+
+# `LeasedPrediction`: a prediction whose records the trainers of a job lease, task by task.
+#
+# Every record is predicted by one trainer. What it yields is acknowledged when its caller asks for the next
+# prediction, or when the iterator ends. If a trainer dies before, another one predicts the same batch:
+# batches never have records of two tasks, so they are the same whoever predicts them.
+#
+# Nobody leaves before all records are acknowledged, because those of another trainer may come back. Trainers
+# agree on nothing else, and wait for nobody, with one exception: one that was started again is in a fit that
+# the others have finished, and gets the state of training from them between two of their batches.
+
+_log = logging.getLogger("karvan.train")
+
+_IDLE = 0.05  # seconds between two questions for a batch, while others work on the last records
+
+
+class FitHost(Protocol):
+    """A fit that is over, whose state those who come later need."""
+
+    def welcome(self, call: int) -> None:
+        """Meet those who wait for the others; call: the one of the program that this trainer is in."""
+
+
+class NoFit:
+    """No fit was made, so nobody needs its state."""
+
+    def welcome(self, call: int) -> None:
+        """Nobody waits."""
+
+
+class LeasedPrediction:
+    """One prediction of the program."""
+
+    def __init__(
+        self, parts: TrainerParts, group: ElasticGroup, data: SharedData, client: WorkClient, host: FitHost
+    ) -> None:
+        self._runs = parts.setup.runs
+        self._evaluator = parts.evaluator
+        self._group = group
+        self._data = data
+        self._client = client
+        self._host = host
+        self._number = group.calls.begin_prediction()
+        self._plan = data.prediction_plan()
+        batches = [-(-records // data.batch_size) for _, records in data.parts if records]
+        self._before = [0, *accumulate(batches)]  # batches, by the place of a part
+        self._predicted = False
+
+    def predictions(self, columns: Iterable[str]) -> Generator[Prediction, None, None]:
+        """Those of this trainer, until all trainers have predicted all records."""
+        calls = self._group.calls
+        if is_terminated():
+            _log.warning("SIGTERM has ended the training of this program, so it predicts nothing more.")
+            return
+        if calls.predicts:
+            raise RuntimeError(
+                "Expected one prediction at a time, got another one while the last is not finished: iterate "
+                "over it to its end, or close() it."
+            )
+        calls.predicts = True
+        try:
+            if self._number >= calls.passed:
+                self._begin()
+                yield from self._predict(self._evaluator.predictor(columns))
+        finally:
+            calls.predicts = False
+            self._client.close()
+
+    def _begin(self) -> None:
+        parts, size = self._data.parts, self._plan.records_per_task
+        while not self._client.begin_prediction(self._number, parts, size):
+            self._host.welcome(self._number)
+            with activity.waiting(TRAINERS):
+                time.sleep(_IDLE)
+
+    def _predict(self, predictor: Predictor) -> Generator[Prediction, None, None]:
+        loader = self._data.lease_prediction(self._client, self._number)
+        place = partial(self._runs.placement.place, training=False)
+        feed = LeasedFeed(loader, place, self._runs.prefetch)
+        try:
+            while not feed.ended:
+                self._host.welcome(self._number)
+                taken = self._take(feed)
+                if taken is None:
+                    with activity.waiting(TRAINERS):
+                        time.sleep(_IDLE)
+                    continue
+                yield self._prediction(predictor, taken)
+                if self._client.acknowledge(taken.done):
+                    _log.warning(
+                        "This trainer did not answer for too long, so others were given records of its "
+                        "prediction."
+                    )
+        finally:
+            feed.close()
+        predictor.end()
+
+    def _take(self, feed: LeasedFeed) -> TakenBatch | None:
+        try:
+            return feed.take(lambda: self._group.waiting)
+        except BatchError as failed:
+            raise self._named(failed) from failed.__cause__
+
+    def _prediction(self, predictor: Predictor, taken: TakenBatch) -> Prediction:
+        try:
+            with blaming(taken.records):
+                output = predictor.output(taken.batch)
+        except BatchError as failed:
+            raise self._named(failed) from failed.__cause__
+        self._predicted = True
+        (records,) = taken.records
+        return predictor.prediction(taken.batch, output).of(self._records(records))
+
+    def _records(self, taken: TakenRecords) -> PredictedRecords:
+        task, first = taken.lease.task, int(taken.places[0])
+        start = task.first + first
+        number = self._before[self._plan.place_of(task.number)] + start // self._data.batch_size
+        return PredictedRecords(number, task.path, start, len(taken.places))
+
+    def _named(self, failed: BatchError) -> BaseException:
+        """The error of a batch, with the record that raises it; as it is if every record raises one."""
+        error = failed.__cause__
+        assert error is not None
+
+        def check(batch: Batch) -> None:
+            self._evaluator.predictor(()).output(self._runs.placement.place(batch, training=False))
+
+        found = self._data.search(in_order=True).find(failed.records, [check])
+        if found.every and not self._predicted:
+            return error
+        return named_error(error, failed.records, found.record)
 
 
 def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin) -> Fit:

@@ -55,7 +55,7 @@ from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult
 from karvan.train.state import dataset, train_state
 from karvan.train.state.dataset import FinishedData
-from karvan.train.state.randomness import set_random_state
+from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
@@ -172,7 +172,8 @@ class ElasticFit(Fit):
             self._client.open(self._spec(), drops)
             self._transforms.use(self._data, self._goal.eval_data)
             self._steps = self._make_steps()
-            stack.callback(self._close)
+            stack.callback(self._group.dissolve)
+            stack.callback(self._steps.work.close)
             try:
                 while self._result is None:
                     self._go_on()
@@ -196,10 +197,6 @@ class ElasticFit(Fit):
         except RankError as error:
             _log.warning("%s", self._group.describe_loss(error))
             self._regroup_due = True
-
-    def _close(self) -> None:
-        self._steps.work.close()
-        self._group.dissolve()
 
     # Rounds
 
@@ -228,8 +225,10 @@ class ElasticFit(Fit):
                 self._receive(unpack(states[all_said.leader]))
         if channel.rank == 0:
             self._steps.settle()
-            if self._result is None:
-                self._become_first()
+            if self._result is None and not self._first:  # it reports, saves and acknowledges from now on
+                self._first = True
+                self._own_folder()
+                self._open_reports()
         channel.barrier()  # those who ask for tasks next find what was released
         self._ahead = frozenset(self._group.round.members[rank] for rank in all_said.ahead_of(self._call))
         if self._result is None and self._call < all_said.passed:
@@ -299,13 +298,6 @@ class ElasticFit(Fit):
         parts.loggers.open(counts.step)
         self._stack.callback(parts.loggers.close)
 
-    def _become_first(self) -> None:
-        """This trainer reports, saves and acknowledges from now on."""
-        if not self._first:
-            self._first = True
-            self._own_folder()
-            self._open_reports()
-
     def _own_folder(self) -> None:
         """Take the folder of checkpoints over from the last trainer that saved, should it still run."""
         folder, connection = self._parts.saver.folder, self._parts.connection
@@ -326,7 +318,7 @@ class ElasticFit(Fit):
         """What another trainer needs to train with this one."""
         return {
             "state": {**train_state.take(self._parts), **self._transforms.state()},
-            "past": [each.state() for each in self._past],
+            "past": [dict(vars(each)) for each in self._past],
             "todo": list(self._todo),
             "actions": self._actions,
             "last": self._last,
@@ -345,7 +337,7 @@ class ElasticFit(Fit):
         self._last, self._unsaved = everything["last"], everything["unsaved"]
         self._saved_first = everything["saved_first"]
         self._steps.work.seed = everything["seed"]
-        self._past = tuple(map(FinishedData.from_state, everything["past"]))
+        self._past = tuple(FinishedData(**each) for each in everything["past"])
         self._begin_training()
 
     # Actions
@@ -372,7 +364,7 @@ class ElasticFit(Fit):
             "step": (self._step_together, self._complete_step),
             "report": (self._training_metrics, self._complete_report),
             "evaluate": (self._evaluate_together, self._complete_evaluation),
-            "save": (self._save_together, self._complete_save),
+            "save": (self._save_together, lambda _: self._save()),
             "finish": (self._finish_together, self._complete_finish),
         }
         return actions[kind]
@@ -483,9 +475,6 @@ class ElasticFit(Fit):
         """Gather what a checkpoint has of every trainer: nothing, since all have the same state."""
         self._group.channel.barrier()
 
-    def _complete_save(self, result: None) -> None:
-        self._save()
-
     def _finish_together(self) -> dict[str, Any]:
         self._save_together()
         said: dict[str, Any] = {}
@@ -501,7 +490,7 @@ class ElasticFit(Fit):
         if self._unsaved:
             self._note_save()
         if self._stopping.reason is None:
-            self._skips.end()
+            self._outcomes.end()
         made = self._make_result(self._stopping.reason, result["checkpoint"], result["metrics"])
         self._result = made = self._finish(replace(made, bad_records=result["bad_records"]))
         if made.stopped == "terminate":

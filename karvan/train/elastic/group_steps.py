@@ -18,15 +18,14 @@ from typing import Any
 from torch import Tensor
 
 from karvan.data.leasing.record_search import blaming
-from karvan.dense.tensor_checks import all_finite
+from karvan.dense.tensors import all_finite
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.elastic import ElasticGroup, ordered_sum
 from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import StagedPart, StepCommits
 from karvan.metrics.base import Metric
 from karvan.train.elastic.leased_work import FitSteps, LeasedFit, StepPlan, TakenBatch
-from karvan.train.state.gathering import gather_state, require_merge
-from karvan.train.state.randomness import seed_random
+from karvan.train.state.gathering import gather_state, require_merge, seed_random
 from karvan.train.step.data_parallel import flat_gradients, set_gradients
 from karvan.train.step.optimizer_step import OptimizerStep
 from karvan.train.types import MetricLike
@@ -264,7 +263,9 @@ class SharedMetrics:
                 key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
                 tensors.setdefault(key, tensor)
                 uses[name][role] = list(tensors).index(key)
-        self._mine[number] = {"tensors": [_copy(each) for each in tensors.values()], "uses": uses}
+        # On the CPU, and not in memory that a later batch may use.
+        copies = [each.detach().to("cpu", copy=True).contiguous() for each in tensors.values()]
+        self._mine[number] = {"tensors": copies, "uses": uses}
 
     def share(self, channel: CollectiveChannel, mine: Sequence[tuple[int, int]]) -> None:
         """Exchange what was read with all trainers; a collective. mine: places and numbers of own batches."""
@@ -309,11 +310,6 @@ def _add(metric: MetricLike, taken: Mapping[str, Tensor]) -> None:
         require_merge(metric)(taken)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, and not in memory that a later batch may use."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 class GroupSteps(FitSteps):
     """The steps of one fit that trainers make together."""
 
@@ -338,7 +334,8 @@ class GroupSteps(FitSteps):
         self._joint.keep(numbers)  # others compute the rest now
         for number in numbers:
             if number not in self._computed:
-                self._computed[number] = self._compute(number)
+                batch = self._train_batch(number, partial(self._gradients, number))
+                self._computed[number] = self._joint.add(number, batch or StepBatch(0))
         self._metrics.share(self._group.channel, mine)
         stop = self._parts.stop_request.reason
         contribution = Contribution(
@@ -384,11 +381,6 @@ class GroupSteps(FitSteps):
         self._joint.abandon(self._group.gone)
         self._parts.connection.abandon(self._group.gone)
         self._group.settle()
-
-    def _compute(self, number: int) -> StepBatch:
-        """The gradients of one of this trainer's batches, if it has one that raises no error."""
-        computed = self._train_batch(number, partial(self._gradients, number))
-        return self._joint.add(number, computed or StepBatch(0))
 
     def _gradients(self, number: int, taken: TakenBatch) -> StepBatch:
         """Compute the gradients of a batch."""

@@ -28,10 +28,10 @@ from karvan.data.leasing.record_search import BatchError, SearchResult, blaming
 from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.distributed.elastic import ElasticGroup
 from karvan.ragged import Batch
-from karvan.train.checks.label_values import check_of
 from karvan.train.evaluation import evaluating
-from karvan.train.feed.rank_rounds import FedBatch
-from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.feed import FedBatch
+from karvan.train.losses import check_of
+from karvan.train.state.gathering import same_random_state_afterwards
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.step.step_routine import StepBatches
 from karvan.train.trainer_parts import TrainerParts
@@ -182,12 +182,13 @@ class StepPlan(NamedTuple):
         ]
 
 
-class BatchDealer(ABC):
-    """The batches of the steps of a fit, from a feed for each epoch."""
+class LeasedSteps:
+    """The batches of steps: one of each trainer, of records that it leases; `PlannedSteps` derives."""
 
     def __init__(self, fit: LeasedFit) -> None:
         runs = fit.parts.setup.runs
         self._data = fit.data
+        self._client = fit.client
         self._group = fit.group
         self._counts = fit.parts.counts
         self._place = partial(runs.placement.place, training=True)
@@ -196,21 +197,21 @@ class BatchDealer(ABC):
         self._epoch = -1
 
     @property
-    @abstractmethod
     def ended(self) -> bool:
         """Whether all records of the epoch are done."""
+        return self._open().ended
 
-    @abstractmethod
     def plan(self) -> StepPlan:
-        """The batches of the next step."""
+        """The batches of the next step. A trainer that has none has one without samples."""
+        world = self._group.world_size
+        return StepPlan(list(range(world)), [0] * world)
 
-    @abstractmethod
     def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
         """One of this trainer's batches; None if it has none for now."""
+        return None if stopped() else self._open().take(stopped)
 
-    @abstractmethod
     def regrouped(self) -> None:
-        """Another round of trainers has begun."""
+        """Another round of trainers has begun; leases stay."""
 
     def close(self) -> None:
         """End the threads."""
@@ -226,43 +227,11 @@ class BatchDealer(ABC):
             self._feed = LeasedFeed(self._loader(first), self._place, self._prefetch)
         return self._feed
 
-    @abstractmethod
-    def _loader(self, first: int) -> LeasedBatches:
-        """The records of the epoch that this trainer reads."""
-
-
-class LeasedSteps(BatchDealer):
-    """A batch of each trainer, of records that it leases."""
-
-    def __init__(self, fit: LeasedFit) -> None:
-        super().__init__(fit)
-        self._client = fit.client
-
-    @property
-    @override
-    def ended(self) -> bool:
-        return self._open().ended
-
-    @override
-    def plan(self) -> StepPlan:
-        """A trainer that has no batch has one without samples."""
-        world = self._group.world_size
-        return StepPlan(list(range(world)), [0] * world)
-
-    @override
-    def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
-        return None if stopped() else self._open().take(stopped)
-
-    @override
-    def regrouped(self) -> None:
-        """Leases stay."""
-
-    @override
     def _loader(self, first: int) -> LeasedBatches:
         return self._data.lease(self._client, self._epoch)
 
 
-class PlannedSteps(BatchDealer):
+class PlannedSteps(LeasedSteps):
     """The next `of_step` batches of the epoch, dealt out to the trainers of the round."""
 
     def __init__(self, fit: LeasedFit, of_step: int) -> None:
@@ -434,18 +403,6 @@ class BadRecords:
             raise error from error.__cause__
         return found
 
-    def report(self, client: WorkClient, failed: BatchError, found: SearchResult) -> None:
-        """Tell the master, after the records of all committed steps were acknowledged."""
-        error = failed.__cause__
-        assert error is not None
-        report(client, error, failed.records, found.record, _HINT)
-
-    def fatal(self, failed: BatchError, found: SearchResult) -> Exception:
-        """The error that ends a job whose batches cannot do without the record."""
-        error = failed.__cause__
-        assert error is not None
-        return named_error(error, failed.records, found.record)
-
     def _check_in(self, mode: Callable[[], AbstractContextManager[None]]) -> Callable[[Batch], None]:
         parts, runs = self._parts, self._parts.setup.runs
 
@@ -484,7 +441,7 @@ class LeasedWork:
         parts: TrainerParts,
         data: LeasedData,
         client: WorkClient,
-        batches: BatchDealer,
+        batches: LeasedSteps,
         work: WorkSettings,
     ) -> None:
         self._parts = parts
@@ -500,11 +457,12 @@ class LeasedWork:
         """Report a batch that raised an error, and return all records that are not trained."""
         self._parts.setup.update.forget()
         self._close_batches()
-        found = self.bad.find(failed)
+        found, error = self.bad.find(failed), failed.__cause__
+        assert error is not None
         if self._of_step is not None:  # every step has fixed batches, so none can be left out
-            raise self.bad.fatal(failed, found) from failed.__cause__
+            raise named_error(error, failed.records, found.record) from error
         self.records.flush()  # what is returned must not have been trained
-        self.bad.report(self._client, failed, found)
+        report(self._client, error, failed.records, found.record, _HINT)
         self._client.give_back_all()
 
     def position(self) -> dict[str, Any]:
@@ -574,9 +532,7 @@ class FitSteps(ABC):
         self._group = fit.group
         self._stopped = fit.stopped
         self._engines = engines_of(parts.model)
-        self._batches: BatchDealer = (
-            LeasedSteps(fit) if work.of_step is None else PlannedSteps(fit, work.of_step)
-        )
+        self._batches = LeasedSteps(fit) if work.of_step is None else PlannedSteps(fit, work.of_step)
         self.work = LeasedWork(parts, fit.data, fit.client, self._batches, work)
 
     @abstractmethod

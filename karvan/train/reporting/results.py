@@ -12,7 +12,7 @@ from torch import Tensor
 from karvan.distributed import CollectiveChannel
 from karvan.durations import duration_text
 from karvan.notebook import html_table
-from karvan.train.reporting.model_reports import split_reports
+from karvan.train.losses import split_reports
 from karvan.train.state.gathering import summed
 
 

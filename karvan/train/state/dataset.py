@@ -29,7 +29,6 @@ from karvan.distributed import Connection
 if TYPE_CHECKING:
     from karvan.data import Window, Windows
     from karvan.train.reporting.results import TrainingCounts
-    from karvan.train.stopping import Goal
 
 
 # Data that a run has trained to its end: a late retry of yesterday's job must not train it twice.
@@ -55,15 +54,6 @@ class FinishedData:
     steps: int
     early: bool = False
 
-    def state(self) -> dict[str, Any]:
-        """The values, for JSON."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> FinishedData:
-        """Restore what `state` gave."""
-        return cls(**state)
-
     @property
     def amount(self) -> str:
         """How much was trained, as text."""
@@ -75,13 +65,6 @@ class FinishedData:
 def with_newest(history: Iterable[FinishedData], newest: FinishedData) -> tuple[FinishedData, ...]:
     """The history with one more at its end, in place of an older one of the same data."""
     return (*(each for each in history if each.id != newest.id), newest)[-_MOST:]
-
-
-def find(history: Iterable[FinishedData], identity: Identity | None) -> FinishedData | None:
-    """How some data was trained before, if it was."""
-    if identity is None or identity.grows:
-        return None
-    return next((each for each in history if each.id == identity.id), None)
 
 
 _log = logging.getLogger("karvan.train")
@@ -158,7 +141,7 @@ def state_of(
         "finished": finished,
         "wanted": goal,
         "early": early,
-        "past": [each.state() for each in past],
+        "past": [dict(vars(each)) for each in past],
     }
 
 
@@ -180,7 +163,7 @@ def record_of(checkpoint: Checkpoint) -> Record | None:
         int(counts["step"]),
         int(counts["step"]) - int(counts.get("start_step", 0)),
         bool(data.get("early", False)),
-        tuple(FinishedData.from_state(each) for each in data.get("past", ())),
+        tuple(FinishedData(**each) for each in data.get("past", ())),
     )
 
 
@@ -216,7 +199,9 @@ def drops_rest(checkpoint: Checkpoint, identity: Identity | None, drop_unfinishe
 
 def trained_before(record: Record | None, identity: Identity | None) -> FinishedData | None:
     """How a run has trained data before that of its newest checkpoint; a warning if it has."""
-    before = None if record is None else find(record.history, identity)
+    if record is None or identity is None or identity.grows:
+        return None
+    before = next((each for each in record.history if each.id == identity.id), None)
     if before is not None:
         _log.warning(
             "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
@@ -255,9 +240,7 @@ def announcement(
     return f"Resuming from {checkpoint.path} with new data: {identity.label}.{again}"
 
 
-def nothing_to_do(
-    data: Any, identity: Identity | None, goal: Goal, before: FinishedData | None = None
-) -> str:
+def nothing_to_do(data: Any, identity: Identity | None, goal: str, before: FinishedData | None = None) -> str:
     """The line that says why a fit trains nothing; a warning if that may not be intended."""
     if identity is None:
         _log.warning(
@@ -272,7 +255,7 @@ def nothing_to_do(
             f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
             f"nothing to do. To train it again, call fit with {more}a new data_name."
         )
-    return f"The run has trained {goal.text} of {label} already."
+    return f"The run has trained {goal} of {label} already."
 
 
 def warn_nothing_new(identity: Identity | None, connection: Connection) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from torch import nn
 from typing_extensions import override
 
-from karvan import distributed
 from karvan.activity import activity
 from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
@@ -83,14 +82,10 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.25, 10.0  # seconds between two attempts at the
 class FailedSaves:
     """Counts saves that failed in a row, reports each of them once, and says when there were too many."""
 
-    def __init__(self, tolerated: int = 3, retry_seconds: float = 60.0) -> None:
-        check_integers(tolerate_failed_saves=tolerated)
-        if tolerated < 0:
-            raise ValueError(f"tolerate_failed_saves must be 0 or more, got {tolerated}.")
-        if not retry_seconds >= 0:
-            raise ValueError(f"save_retry_seconds must be 0 or more, got {retry_seconds}.")
-        self.tolerated = tolerated
-        self.retry_seconds = retry_seconds
+    def __init__(self, settings: SaveSettings, connection: Connection) -> None:
+        self.connection = connection
+        self.tolerated = settings.tolerate
+        self.retry_seconds = settings.retry_seconds
         self.count = 0
 
     @property
@@ -144,7 +139,7 @@ class FailedSaves:
 
     def repeat(self, step: int, folder: Path, attempt: Callable[[], BaseException | None]) -> None:
         """Attempt the last save until it succeeds; after `retry_seconds` all ranks raise its error."""
-        channel = distributed.current().main
+        channel = self.connection.main
         due = time.monotonic() + self.retry_seconds
         delay, warned = _FIRST_DELAY, False
         while (error := attempt()) is not None:
@@ -229,7 +224,11 @@ class SaveSettings:
             raise ValueError(f"checkpoint_every must be at least 1 or None, got {self.every}.")
         if self.seconds is not None and self.seconds <= 0:
             raise ValueError(f"checkpoint_seconds must be above 0 or None, got {self.seconds}.")
-        FailedSaves(self.tolerate, self.retry_seconds)  # checks them
+        check_integers(tolerate_failed_saves=self.tolerate)
+        if self.tolerate < 0:
+            raise ValueError(f"tolerate_failed_saves must be 0 or more, got {self.tolerate}.")
+        if not self.retry_seconds >= 0:
+            raise ValueError(f"save_retry_seconds must be 0 or more, got {self.retry_seconds}.")
 
 
 class NoSaver:
@@ -307,11 +306,13 @@ class Saver(NoSaver):
         self,
         checkpoints: Checkpoints,
         settings: SaveSettings,
+        connection: Connection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._checkpoints = checkpoints
         self._settings = settings
-        self._failures = FailedSaves(settings.tolerate, settings.retry_seconds)
+        self._failures = FailedSaves(settings, connection)
+        self._connection = connection
         self._pending: Pending | None = None  # in flight, or ended and not checked yet
         self._clock = clock
         self._last = clock()
@@ -347,7 +348,7 @@ class Saver(NoSaver):
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
         """Tables unchanged since this process saved them stay, for later deltas."""
         written = self._written is not None and self._written == _seen(checkpoint, model)
-        if all(distributed.current().main.gather_json(written)):
+        if all(self._connection.main.gather_json(written)):
             return checkpoint.state()
         return checkpoint.load(model)
 
@@ -394,7 +395,7 @@ class Saver(NoSaver):
         try:
             self._pending = self._checkpoints.save(step, state, model, metrics=metrics, report=report)
         except CheckpointError as error:
-            if distributed.current().rank == 0:
+            if self._connection.rank == 0:
                 report(step, error)
             return step, self._checkpoints.folder, error
         self._model = model
@@ -441,12 +442,14 @@ def _seen(checkpoint: Checkpoint, model: nn.Module) -> tuple[Any, ...]:
     return checkpoint.manifest.id, {name: table.version for name, table in tables_of(model).items()}
 
 
-def make_saver(checkpoints: Checkpoints | str | os.PathLike[str] | None, settings: SaveSettings) -> NoSaver:
+def make_saver(
+    checkpoints: Checkpoints | str | os.PathLike[str] | None, settings: SaveSettings, connection: Connection
+) -> NoSaver:
     """A saver for checkpoints or for the path of their folder; one that does nothing for None."""
     if checkpoints is None:
         return NoSaver()
     made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-    return Saver(made, settings)
+    return Saver(made, settings, connection)
 
 
 # Which checkpoint a fit continues from: `resume` of `Trainer.fit`.

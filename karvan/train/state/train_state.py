@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 from karvan.checkpoint.checkpoint import ORIGIN, TABLE_STEPS
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
-from karvan.train.checks.frozen import names_text
 from karvan.train.reporting.results import TrainingCounts
-from karvan.train.state.gathering import gather_state, joined
-from karvan.train.state.randomness import random_state
+from karvan.train.state.gathering import gather_state, joined, random_state
+from karvan.train.step.optimizer_step import names_text
 from karvan.train.trainer_parts import TrainerParts
 
 # Optimizers that continue from a checkpoint: their state must fit, and the settings of the checkpoint win.
@@ -36,11 +35,6 @@ _log = logging.getLogger("karvan.train")
 # How torch computes a step, which depends on the device: the program's, whatever the checkpoint has.
 _OWN = ("foreach", "fused")
 KINDS = "optimizer_kinds"  # in the state of a checkpoint: the classes of its optimizers
-
-
-def kinds_of(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
-    """The class of each optimizer, for a checkpoint."""
-    return {name: type(optimizer).__name__ for name, optimizer in optimizers.items()}
 
 
 def restore_optimizer(
@@ -141,7 +135,7 @@ def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str,
     return {
         "model": _without_content(runs.model.state_dict()),
         **{f"{name}_optimizer": each.state_dict() for name, each in optimizers.items()},
-        KINDS: kinds_of(optimizers),
+        KINDS: {name: type(each).__name__ for name, each in optimizers.items()},
         TABLE_STEPS: {} if setup.update.sparse is None else setup.update.sparse.table_steps(),
         "scaler": runs.precision.state_dict(),
         "trainer": counts.state_dict(),

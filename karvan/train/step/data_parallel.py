@@ -24,7 +24,7 @@ from typing_extensions import override
 from karvan.dense.communication import DenseCommunication, PowerSGD
 from karvan.distributed import Connection
 from karvan.train.losses import nothing_of
-from karvan.train.pair import model_input
+from karvan.train.types import model_input
 
 # How DistributedDataParallel averages the gradients of all ranks: hooks for its buckets of gradients.
 #
@@ -291,14 +291,8 @@ class Averaged(Parallel):
     @override
     def passing(self, last: bool) -> Iterator[None]:
         """An error of torch's collectives names the rank that is missing."""
-        try:
-            with nullcontext() if last else self._shared.no_sync():
-                yield
-        except RuntimeError as error:
-            explained = self._connection.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
+        with self._connection.explaining(), nullcontext() if last else self._shared.no_sync():
+            yield
 
 
 class _Rehearsal(nn.Module):

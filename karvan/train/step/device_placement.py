@@ -20,10 +20,9 @@ from karvan.devices import CopiedBatch, copy_columns, exact_device, hold_until_u
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, IndexedRows, NestedRagged, Padded, Ragged
-from karvan.train.checks.label_values import Check, no_check
-from karvan.train.pair import Pair, as_batch
+from karvan.train.losses import Check, no_check
 from karvan.train.step.optimizer_step import engines_of
-from karvan.train.types import same
+from karvan.train.types import Pair, as_batch, same
 
 _log = logging.getLogger("karvan.train")
 _CPU = torch.device("cpu")
@@ -132,14 +131,12 @@ class CudaPlacement(Placement):
             checks = self._needs_check(batch, training)
             if checks and self._checks_first:  # on the CPU, as a rule, so that nothing waits for the GPU
                 self._check(batch)
-            placed = batch if self._is_there(batch) else self._moved(batch)
+            # The data may have copied it to the device already; not for columns that the CPU needs.
+            there = isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
+            placed = batch if there else self._moved(batch)
             prepared = self._prepare(placed, training, checks=checks and not self._checks_first)
             self._placed[id(prepared)] = self._stream.record_event()
             return prepared
-
-    def _is_there(self, batch: Any) -> bool:
-        """Whether the data has copied the batch to the device already; not for columns that the CPU needs."""
-        return isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
 
     def _moved(self, batch: Any) -> Any:
         """The batch with its columns where they are needed."""

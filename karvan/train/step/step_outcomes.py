@@ -34,20 +34,74 @@ MOST = 10  # skipped steps from the very first one, without one that was taken
 MOST_SCALED = 50  # with a scaled loss, whose scale is halved at each of them until it fits
 
 
-class Skips:
-    """The skipped steps of one fit, or of one TrainContext.
+_MOST = 4  # steps whose batches are held until their outcome is known
+
+
+class _Step(NamedTuple):
+    number: int
+    taken: Tensor  # on the host, once `copied`
+    copied: torch.cuda.Event
+    batches: Sequence[Any]
+    loss: Tensor | None
+
+
+class StepOutcomes:
+    """Counts the skipped steps of one fit, or of one TrainContext.
 
     scaled: precision fp16, where an occasional skipped step is normal. warns: whether this rank warns even
     if its own batch is fine. raises: whether a skipped step is an error.
     """
 
-    def __init__(self, scaled: bool, warns: bool, raises: bool = False) -> None:
+    def __init__(self, counts: TrainingCounts, scaled: bool, warns: bool, raises: bool = False) -> None:
+        self._counts = counts
         self._raises = raises and not scaled
         self._scaled = scaled
         self._warns = warns
         self._taken = False
         self._found = ""  # what is wrong with the batch of the first skipped step
         self.count = 0
+        self._waiting: deque[_Step] = deque()
+        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # page-locked memory, and an event
+
+    def add(
+        self,
+        number: int,
+        taken: bool | Tensor | None,
+        batches: Sequence[Any],
+        loss: Tensor | None = None,
+    ) -> None:
+        """A step has been made or skipped; raises if this, or one before, was skipped and must not be."""
+        if isinstance(taken, Tensor) and taken.is_cuda:
+            with torch.cuda.device(taken.device):
+                here, copied = self._spare.pop() if self._spare else _copy_space(taken)
+                here.copy_(taken, non_blocking=True)
+                copied.record()
+            held = () if self.count else batches  # only the first warning says what is in them
+            self._waiting.append(_Step(number, here, copied, held, loss))
+        else:
+            self._note(number, bool(taken), batches, loss)
+        while self._waiting and (len(self._waiting) > _MOST or self._waiting[0].copied.query()):  # type: ignore[no-untyped-call]
+            self._learn()
+
+    def settle(self) -> None:
+        """Wait for the outcomes of all steps."""
+        while self._waiting:
+            self._learn()
+
+    def _learn(self) -> None:
+        number, here, copied, batches, loss = self._waiting.popleft()
+        copied.synchronize()
+        taken = bool(here)
+        self._spare.append((here, copied))
+        self._note(number, taken, batches, loss)
+
+    def _note(self, number: int, taken: bool, batches: Sequence[Any], loss: Tensor | None) -> None:
+        if taken:
+            self.take()
+            return
+        self._counts.skipped += 1
+        finite = loss is None or bool(torch.isfinite(loss.detach()))
+        self.skip(number, batches, "a gradient" if finite else "the loss")
 
     def take(self) -> None:
         """A step was taken."""
@@ -82,6 +136,12 @@ class Skips:
         )
 
 
+def _copy_space(taken: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Page-locked memory for a copy, and an event for its end."""
+    here = torch.empty_like(taken, device="cpu", pin_memory=True)
+    return here, torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 def nonfinite_text(batches: Iterable[Any]) -> str:
     """Which columns of these batches have NaN or infinite values, as sentences; nothing if none has."""
     found: dict[str, str] = {}
@@ -109,70 +169,3 @@ def _column_text(name: str, entry: Any) -> str:
         wrong = (~torch.isfinite(values)).reshape(len(values), -1).any(1)
         return f"Column '{name}' has {' and '.join(kinds)} in {int(wrong.sum())} of {len(wrong)} samples."
     return f"Column '{name}' has {' and '.join(kinds)} in {nans + infinities} of {values.numel()} values."
-
-
-_MOST = 4  # steps whose batches are held until their outcome is known
-
-
-class _Step(NamedTuple):
-    number: int
-    taken: Tensor  # on the host, once `copied`
-    copied: torch.cuda.Event
-    batches: Sequence[Any]
-    loss: Tensor | None
-
-
-class StepOutcomes:
-    """Counts the skipped steps of one fit, or of one TrainContext, and reports them to its `Skips`."""
-
-    def __init__(self, skips: Skips, counts: TrainingCounts) -> None:
-        self._skips = skips
-        self._counts = counts
-        self._waiting: deque[_Step] = deque()
-        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # page-locked memory, and an event
-
-    def add(
-        self,
-        number: int,
-        taken: bool | Tensor | None,
-        batches: Sequence[Any],
-        loss: Tensor | None = None,
-    ) -> None:
-        """A step has been made or skipped; raises if this, or one before, was skipped and must not be."""
-        if isinstance(taken, Tensor) and taken.is_cuda:
-            with torch.cuda.device(taken.device):
-                here, copied = self._spare.pop() if self._spare else _copy_space(taken)
-                here.copy_(taken, non_blocking=True)
-                copied.record()
-            held = () if self._skips.count else batches  # only the first warning says what is in them
-            self._waiting.append(_Step(number, here, copied, held, loss))
-        else:
-            self._note(number, bool(taken), batches, loss)
-        while self._waiting and (len(self._waiting) > _MOST or self._waiting[0].copied.query()):  # type: ignore[no-untyped-call]
-            self._learn()
-
-    def settle(self) -> None:
-        """Wait for the outcomes of all steps."""
-        while self._waiting:
-            self._learn()
-
-    def _learn(self) -> None:
-        number, here, copied, batches, loss = self._waiting.popleft()
-        copied.synchronize()
-        taken = bool(here)
-        self._spare.append((here, copied))
-        self._note(number, taken, batches, loss)
-
-    def _note(self, number: int, taken: bool, batches: Sequence[Any], loss: Tensor | None) -> None:
-        if taken:
-            self._skips.take()
-            return
-        self._counts.skipped += 1
-        finite = loss is None or bool(torch.isfinite(loss.detach()))
-        self._skips.skip(number, batches, "a gradient" if finite else "the loss")
-
-
-def _copy_space(taken: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Page-locked memory for a copy, and an event for its end."""
-    here = torch.empty_like(taken, device="cpu", pin_memory=True)
-    return here, torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from karvan.train.losses import LogitCheck, named, nothing_of, total
-from karvan.train.reporting.model_reports import Reported, collecting
-from karvan.train.step.accumulation import Accumulation
+from karvan.train.losses import LogitCheck, Reported, collecting, named, nothing_of, total
 from karvan.train.step.data_parallel import Parallel
 from karvan.train.step.device_placement import Placement
 from karvan.train.step.optimizer_step import OptimizerStep
@@ -23,8 +21,8 @@ from karvan.train.step.precision import Precision
 from karvan.train.types import Loss, Losses
 
 if TYPE_CHECKING:
-    from karvan.train.feed.epoch import Epoch
-    from karvan.train.feed.rank_rounds import FedBatch
+    from karvan.train.epoch import Accumulation, Epoch
+    from karvan.train.feed import FedBatch
 
 
 @dataclass

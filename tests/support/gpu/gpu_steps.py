@@ -9,12 +9,12 @@ from torch.nn import functional
 
 import karvan as kv
 from karvan.store.cuda.store import CudaStore
-from karvan.train.step.accumulation import Accumulation
+from karvan.train.epoch import Accumulation
 from karvan.train.step.data_parallel import Parallel
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
 from karvan.train.step.precision import make_precision
-from karvan.train.step.step_outcomes import Skips, StepOutcomes
+from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import StepRoutine
 from karvan.train.types import same
 
@@ -133,7 +133,7 @@ class Run:
             placement, self.precision, parallel, Accumulation(accumulate), update, late=True
         )
         self.counts = SimpleNamespace(skipped=0)
-        self.outcomes = StepOutcomes(Skips(self.precision.always_checks, warns=True), self.counts)
+        self.outcomes = StepOutcomes(self.counts, self.precision.always_checks, warns=True)
         self.metric = kv.metrics.AUC()
 
     def _dense(self):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from karvan import distributed
 from karvan.checkpoint import Checkpoints
@@ -24,10 +25,16 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
-from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
 from karvan.train.losses import ColumnLoss, Sum
 from karvan.train.reporting.loggers import Logger
-from karvan.train.step.optimizer_step import OptimizerStep, engines_of
+from karvan.train.step.optimizer_step import (
+    Frozen,
+    OptimizerStep,
+    engines_of,
+    is_read_only,
+    names_text,
+    tables_of,
+)
 from karvan.train.stopping import check_not_terminated
 from karvan.train.types import Loss
 
@@ -50,7 +57,8 @@ def check_data(call: str, data: Any) -> None:
     if type(data).__module__.split(".")[0] in _FRAMES:
         frame = "frame.collect()" if kind == "LazyFrame" else "frame"
         raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format(frame)}.")
-    if isinstance(data, Batch) or (isinstance(data, Mapping) and _has_tensors(data)):
+    has_tensors = isinstance(data, Mapping) and any(isinstance(each, torch.Tensor) for each in data.values())
+    if isinstance(data, Batch) or has_tensors:
         raise TypeError(
             f"{call} expects several batches, got one {kind}: give it [batch], or {read.format('columns')} "
             "to cut columns of arrays into batches."
@@ -62,7 +70,8 @@ def check_data(call: str, data: Any) -> None:
             f"{call} expects batches that need no acknowledgement, got kv.data.elastic, which is for "
             f"plain loops: give it {read.format('files')}."
         )
-    if _gives_samples(data):
+    of_samples = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+    if of_samples and not isinstance(data[0], Mapping):  # but pairs of tensors, for example
         raise TypeError(
             f"{call} expects batches, got the dataset {kind}: give it "
             "torch.utils.data.DataLoader(dataset, batch_size=1024). Its batches should map names to "
@@ -165,18 +174,11 @@ def _text_of(value: Any) -> str:
     return repr(value) if shown else type(value).__name__
 
 
-def _gives_samples(data: Any) -> bool:
-    """Whether it is a dataset of torch whose items are no batches, such as pairs of tensors."""
-    if not isinstance(data, torch.utils.data.Dataset) or isinstance(data, torch.utils.data.IterableDataset):
-        return False
-    return not isinstance(data[0], Mapping)
-
-
-def _has_tensors(data: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in data.values())
-
-
 # Checks that evaluations give the metrics by which callbacks and keep_best decide.
+_HINT = (
+    " Look at the evaluation data and at the model's outputs: a NaN in either makes '{name}' NaN. "
+    "Metrics such as AUC are also NaN if all labels are equal."
+)
 
 
 class NeededMetrics:
@@ -226,19 +228,12 @@ class NeededMetrics:
                 if name in metrics and math.isnan(metrics[name]):
                     raise ValueError(
                         f"The evaluation at step {step} gives NaN for '{name}', but {_named(who, 'the')} "
-                        "needs it to decide." + (nonfinite or _hint(name))
+                        "needs it to decide." + (nonfinite or _HINT.format(name=name))
                     )
 
 
 def _named(who: str, article: str) -> str:
     return who if who == "keep_best" else f"{article} {who}"
-
-
-def _hint(name: str) -> str:
-    return (
-        f" Look at the evaluation data and at the model's outputs: a NaN in either makes '{name}' NaN. "
-        "Metrics such as AUC are also NaN if all labels are equal."
-    )
 
 
 def check_trained(model: nn.Module, update: OptimizerStep, frozen: Frozen, connection: Connection) -> None:

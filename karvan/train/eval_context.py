@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from karvan import checkpoint as checkpoints
 from karvan.label_columns import refuse_missing, required_values
 from karvan.train.assembly import ModelSetup, make_model_setup
-from karvan.train.checks.preflight import check_data
 from karvan.train.evaluation import evaluating
-from karvan.train.feed.feed import Feed
-from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.feed import Feed
+from karvan.train.preflight import check_data
+from karvan.train.state.gathering import same_random_state_afterwards
 from karvan.train.state.train_state import check_fits
 from karvan.train.state.transforms import Transforms
 

@@ -7,24 +7,107 @@ random generators at the start of the epoch gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from logging import getLogger
 from typing import Any
 
+from karvan.argument_checks import check_integers
 from karvan.data.loading.position import kind_of, mismatch
 from karvan.distributed import Connection
 from karvan.exit_codes import note_training
-from karvan.train.feed.feed import Feed, feed
-from karvan.train.feed.rank_rounds import FedBatch, RankRounds, merged_position, move_back, never, position_of
+from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.dataset import UnfinishedError
-from karvan.train.state.gathering import gather_state
-from karvan.train.state.randomness import random_state, set_random_state
-from karvan.train.step.accumulation import Accumulation
+from karvan.train.state.gathering import gather_state, random_state, set_random_state
 from karvan.train.step.device_placement import Placement
 from karvan.train.types import Positioned, samples_of
+
+# Gradient accumulation: how many batches make a step, and how much each loss counts.
+#
+# Gradients of ranks are averaged, dense and sparse. So that a step of W ranks equals the step of one process
+# on all of their samples, the loss of a pass is divided by (samples of all ranks in the step) / (samples of
+# the pass · W), which is exactly 1 for equal batches. Batches that make a fixed global step have equal
+# weights, as in one process. In mode async every trainer makes its own steps, with the mean over its samples.
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The passes of a step on one of `world_size` ranks.
+
+    gradient_accumulation_steps: the batches of every rank in a step. global_accumulation_steps: those of all
+    ranks together; in step number s, rank r has one more than others if (r - s) modulo world_size is below
+    the remainder, so that ranks read their data evenly. together: a step has the batches of all ranks.
+    """
+
+    gradient_accumulation_steps: int = 1
+    global_accumulation_steps: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    together: bool = True
+
+    def __post_init__(self) -> None:
+        check_integers(
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            global_accumulation_steps=self.global_accumulation_steps,
+        )
+        if self.global_accumulation_steps is None:
+            return
+        if not self.together:
+            raise ValueError(
+                "global_accumulation_steps makes steps of all ranks together, but in mode async each makes "
+                "its own: expected gradient_accumulation_steps."
+            )
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} is for every rank and "
+                f"global_accumulation_steps={self.global_accumulation_steps} for all together: "
+                "expected one of them."
+            )
+        if self.global_accumulation_steps < 1:
+            raise ValueError(
+                f"global_accumulation_steps must be at least 1, got {self.global_accumulation_steps}."
+            )
+
+    @property
+    def count(self) -> int:
+        """The passes of a step, the same on all ranks."""
+        if self.global_accumulation_steps is None:
+            return self.gradient_accumulation_steps
+        return -(-self.global_accumulation_steps // self.world_size)
+
+    @property
+    def batches(self) -> int:
+        """Batches of all ranks that make a step."""
+        return self.global_accumulation_steps or self.gradient_accumulation_steps * self.world_size
+
+    def steps(self, batches: int) -> int:
+        """How many steps this number of batches of every rank makes."""
+        return -(-batches * self.world_size // self.batches)
+
+    def mine(self, step: int) -> int:
+        """The batches that this rank has in a step."""
+        if self.global_accumulation_steps is None:
+            return self.gradient_accumulation_steps
+        even, left = divmod(self.global_accumulation_steps, self.world_size)
+        return even + ((self.rank - step) % self.world_size < left)
+
+    def weights(self, group: Sequence[FedBatch]) -> tuple[list[float], float]:
+        """The weight of each pass of this rank, 0 for an empty one, and the sum over all ranks."""
+        if self.world_size == 1:
+            return [1.0] * len(group), float(len(group))
+        if self.global_accumulation_steps is not None:
+            return [float(fed.samples > 0) for fed in group], float(sum(fed.all_batches for fed in group))
+        return [float(fed.samples) for fed in group], float(sum(fed.all_samples for fed in group))
+
+    def divisor(self, weight: float, weights: Sequence[float], total_weight: float) -> float:
+        """The number by which the loss of a pass is divided; 1 for an empty one, whose loss is 0."""
+        if not weight:
+            return 1.0
+        return total_weight / (weight * self.world_size) if self.together else sum(weights) / weight
+
 
 # A run that continues with another kind of data than its checkpoint's: a `Loader` after `from_loaders()`.
 #
@@ -71,11 +154,6 @@ class PositionError(ValueError):
     """Data cannot continue at the position of a checkpoint, because it has another order now."""
 
 
-def never_ends(reason: str | None) -> bool:
-    """Nothing ends an epoch before its data does."""
-    return False
-
-
 class Epoch:
     """The groups of batches that make the steps of an epoch.
 
@@ -94,7 +172,7 @@ class Epoch:
         *,
         stopped: Callable[[], object] = never,
         due: Callable[[], bool] = never,
-        ends: Callable[[str | None], bool] = never_ends,
+        ends: Callable[[str | None], bool] = lambda reason: False,
     ) -> None:
         self._data = data
         self._connection = connection
@@ -240,7 +318,7 @@ class Epoch:
         """Restore what `state` gave, with these random generators after the batches to skip.
 
         drop_unfinished: an epoch of another kind of data starts again, see
-        `karvan/train/feed/epoch.py`.
+        `karvan/train/epoch.py`.
         """
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
         warns = self._connection.rank == 0

@@ -1,4 +1,4 @@
-"""`Logger`: a destination of reports."""
+"""Loggers, which write the numbers of a run to files: `loggers=[...]` of a Trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from karvan.checkpoint.manager import HISTORY
 from karvan.checkpoint.object_store.files import fetch, upload
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import plain_path, shown
+from karvan.public_names import publish
 from karvan.train.reporting.results import Report
+
+__all__ = ["TensorBoardLogger", "CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup"]
 
 _log = logging.getLogger("karvan.train")
 
@@ -352,3 +355,6 @@ class History(Logger):
             for entry in self._entries
         ]
         return pandas.DataFrame(rows, columns=columns)
+
+
+publish("karvan.train.reporting.loggers")

@@ -1,1 +1,0 @@
-"""Checks before and during training: mistakes are errors that say what to do."""
