@@ -171,8 +171,10 @@ class PeriodicAveraging(LocalDense):
         self._connection = connection
         self._every = every
         self._steps = 0  # since parameters were averaged
-        self._trained: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
-        if any(not each.is_floating_point() for each in self._trained):
+        self._trained: list[Tensor] = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        if any(not parameter.is_floating_point() for parameter in self._trained):
             raise ValueError("average_every averages parameters of floats, got others, such as complex ones.")
 
     @override
@@ -214,7 +216,7 @@ class PeriodicAveraging(LocalDense):
     def _average(self) -> None:
         self._steps = 0
         ranks = self._connection.world_size
-        values = [_Value(each.detach(), ranks) for each in self._trained] + self._state()
+        values = [_Value(parameter.detach(), ranks) for parameter in self._trained] + self._state()
         alike: dict[tuple[str, torch.dtype], list[_Value]] = {}
         for value in values:
             dtype = torch.float64 if value.tensor.dtype is torch.float64 else torch.float32
@@ -237,27 +239,27 @@ class PeriodicAveraging(LocalDense):
                 name: [
                     str(value.dtype).removeprefix("torch."),
                     list(value.shape),
-                    float(value) if _is_number(name, value, each) else None,
+                    float(value) if _is_number(name, value, parameter) else None,
                 ]
-                for name, value in state.get(each, {}).items()
+                for name, value in state.get(parameter, {}).items()
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.numel() == 1)
             }
-            for each in self._trained
+            for parameter in self._trained
         ]
-        found: list[_Value] = []
+        values: list[_Value] = []
         for index, of_ranks in enumerate(zip(*self._connection.main.gather_json(mine), strict=True)):
             parameter = self._trained[index]
-            for name in sorted({name for own in of_ranks for name in own}):
-                described = [own[name] for own in of_ranks if name in own]
+            for name in sorted({name for of_rank in of_ranks for name in of_rank}):
+                described = [of_rank[name] for of_rank in of_ranks if name in of_rank]
                 dtype, shape, number = described[0]
                 if name not in state[parameter]:
                     device = torch.device("cpu") if number is not None else parameter.device
                     state[parameter][name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
                 if number is not None:
-                    state[parameter][name].fill_(max(each[-1] for each in described))
+                    state[parameter][name].fill_(max(description[-1] for description in described))
                 else:
-                    found.append(_Value(state[parameter][name], len(described)))
-        return found
+                    values.append(_Value(state[parameter][name], len(described)))
+        return values
 
 
 def _is_number(name: str, value: Tensor, parameter: Tensor) -> bool:
@@ -267,12 +269,12 @@ def _is_number(name: str, value: Tensor, parameter: Tensor) -> bool:
 
 def _mean(values: Sequence[_Value], dtype: torch.dtype) -> None:
     """Replace values by their means over the ranks that have them, in one message; others have zeros."""
-    flat = torch.cat([each.tensor.reshape(-1).to(dtype) for each in values])
+    flat = torch.cat([value.tensor.reshape(-1).to(dtype) for value in values])
     dist.all_reduce(flat)
-    parts = torch.split(flat, [each.tensor.numel() for each in values])
+    parts = torch.split(flat, [value.tensor.numel() for value in values])
     with torch.no_grad():
-        for each, part in zip(values, parts, strict=True):
-            each.tensor.copy_((part / each.count).view(each.tensor.shape))
+        for value, part in zip(values, parts, strict=True):
+            value.tensor.copy_((part / value.count).view(value.tensor.shape))
 
 
 def make_stepping(

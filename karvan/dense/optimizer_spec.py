@@ -61,14 +61,14 @@ def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor])
     tensors = list(parameters) or [torch.zeros(1, 1)]
     values = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     try:
-        made: Optimizer = kind(tensors, **values)
+        optimizer: Optimizer = kind(tensors, **values)
         # A step with zeros: torch accepts some options, such as three betas, with which steps fail.
         trial = torch.zeros(1, 1)
         trial.grad = torch.zeros(1, 1)
         kind([trial], **values).step()
     except (TypeError, ValueError, RuntimeError, IndexError, OverflowError) as error:
         raise ValueError(f"{name} does not take the options {options}: {error}") from error
-    return made
+    return optimizer
 
 
 def _parts(description: Any) -> tuple[str, dict[str, Any]]:

@@ -137,10 +137,10 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _merged_waiting(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     pushes = [[(push["trainer"], push["sequence"]) for push in part] for part in parts]
-    if any(each != pushes[0] for each in pushes):
+    if any(push != pushes[0] for push in pushes):
         raise ValueError(
             "The states are not of one moment: on different servers different pushes wait for a step, "
-            + " and ".join(str(each) for each in pushes)
+            + " and ".join(str(push) for push in pushes)
             + ". Expected states that were taken while no push is in flight, or after a flush."
         )
     return [
@@ -217,8 +217,8 @@ class AsyncDense:
 
     def pull(self) -> bool:
         """Take parameters that are newer than the local ones, if there are any; the next step pulls again."""
-        known = [None] * len(self._servers) if self._moved else self._versions
-        answers = list(self._call(lambda server, version: server.pull(version), self._servers, known))
+        versions = [None] * len(self._servers) if self._moved else self._versions
+        answers = list(self._call(lambda server, version: server.pull(version), self._servers, versions))
         self._steps_left, self._moved = 0, False
         self._own_steps = [0] * len(self._servers)
         newer = False
@@ -236,9 +236,9 @@ class AsyncDense:
         was applied, continue with the next batch.
         """
         gradients = {
-            name: dense_tensor(name, each.grad, copy=False)
-            for name, each in self._trained.items()
-            if each.grad is not None
+            name: dense_tensor(name, parameter.grad, copy=False)
+            for name, parameter in self._trained.items()
+            if parameter.grad is not None
         }
         if not all_finite(gradients.values()):
             self._optimizer.zero_grad()
@@ -268,8 +268,8 @@ class AsyncDense:
             return server.push_gradients(share, version, trainer=self._trainer, sequence=sequence, lr=rate)
 
         versions = [
-            None if pulled is None else pulled + own
-            for pulled, own in zip(self._versions, self._own_steps, strict=True)
+            None if pulled is None else pulled + own_step
+            for pulled, own_step in zip(self._versions, self._own_steps, strict=True)
         ]
         answers: list[Answer] = list(self._call(push, self._servers, self._shares(gradients), versions))
         reasons = {answer.reason for answer in answers if not answer.accepted}
@@ -312,8 +312,8 @@ class AsyncDense:
 
 def _trained(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer has, by name."""
-    ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    trained = {name: each for name, each in parameters.items() if id(each) in ids}
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in parameters.items() if id(parameter) in ids}
     if len(trained) != len(ids):
         raise ValueError(
             f"The optimizer has {len(ids)} parameters, but {len(ids) - len(trained)} do not belong to the "
@@ -482,9 +482,10 @@ class RemoteDense(LocalDense):
         state = {
             "version": 0,
             "optimizer": describe(self.optimizer),
-            "parameters": {name: each.detach() for name, each in self._parameters.items()},
+            "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "slots": {
-                name: dict(own[each]) if each in own else {} for name, each in self._parameters.items()
+                name: dict(own[parameter]) if parameter in own else {}
+                for name, parameter in self._parameters.items()
             },
             "waiting": [],
             "answers": {},
@@ -502,7 +503,9 @@ class RemoteDense(LocalDense):
                     self.optimizer.state[parameter] = slots[name]
             return
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        trained = [names[id(each)] for group in self.optimizer.param_groups for each in group["params"]]
+        trained = [
+            names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         state = {index: slots[name] for index, name in enumerate(trained) if slots[name]}
         # This moves the state to the parameters' devices, where steps need it.
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})

@@ -78,12 +78,12 @@ def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
     Unlike a sum, it cannot overflow.
     """
     joined = _neighbours(gradients)
-    few = [each for each in joined if each.numel() < _LARGE]
-    found = [torch.linalg.vector_norm(each, math.inf) for each in joined if each.numel() >= _LARGE]
-    found += foreach_norm(few, math.inf) if few else ()
-    if len({each.device for each in found}) > 1:
-        found = [each.to(found[0].device) for each in found]
-    return torch.stack(found).amax()
+    few = [tensor for tensor in joined if tensor.numel() < _LARGE]
+    norms = [torch.linalg.vector_norm(tensor, math.inf) for tensor in joined if tensor.numel() >= _LARGE]
+    norms += foreach_norm(few, math.inf) if few else ()
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.stack(norms).amax()
 
 
 def _neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -95,13 +95,13 @@ def _neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
     end, memory, dtype = 0, 0, None
     for tensor in tensors:
         first, size = tensor, tensor.numel()
-        begin, own = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+        begin, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
         is_plain = tensor.is_contiguous()
-        if is_plain and begin == end and own == memory and tensor.dtype is dtype:
+        if is_plain and begin == end and storage == memory and tensor.dtype is dtype:
             first, before = groups.pop()
             size += before
         groups.append((first, size))
-        end, memory, dtype = begin + tensor.nbytes if is_plain else 0, own, tensor.dtype
+        end, memory, dtype = begin + tensor.nbytes if is_plain else 0, storage, tensor.dtype
     return [first if size == first.numel() else first.as_strided((size,), (1,)) for first, size in groups]
 
 
@@ -116,9 +116,9 @@ WRONG = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeErr
 
 def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
     """Tensors by name, in the form of a message."""
-    plain = {name: dense_tensor(name, each, copy=False) for name, each in values.items()}
-    flat = torch.cat([each.reshape(-1) for each in plain.values()]) if plain else torch.empty(0)
-    shapes = [[name, list(each.shape)] for name, each in plain.items()]
+    plain = {name: dense_tensor(name, value, copy=False) for name, value in values.items()}
+    flat = torch.cat([tensor.reshape(-1) for tensor in plain.values()]) if plain else torch.empty(0)
+    shapes = [[name, list(tensor.shape)] for name, tensor in plain.items()]
     return Message({**head, "tensors": shapes}, [flat.numpy()])
 
 
@@ -153,4 +153,4 @@ def state_of(arrays: Sequence[WireArray]) -> dict[str, Any]:
 
 
 def _has_tensors(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(each, Tensor) for each in values.values())
+    return isinstance(values, dict) and all(isinstance(value, Tensor) for value in values.values())

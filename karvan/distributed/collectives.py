@@ -116,7 +116,7 @@ class GlooChannel(CollectiveChannel):
         if longest:
             self._do(lambda: self._group.allgather([received], [mine]))
             self.bytes_sent += longest * (self.world_size - 1)
-        return [bytes(one[:size].numpy()) for one, size in zip(received, sizes.tolist(), strict=True)]
+        return [bytes(part[:size].numpy()) for part, size in zip(received, sizes.tolist(), strict=True)]
 
     @override
     def swap(self, numbers: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class SharedMemoryChannel(CollectiveChannel):
     def gather(self, data: bytes) -> list[bytes]:
         sizes = self.swap(torch.full((self.world_size, 1), len(data))).flatten().tolist()
         received = self.exchange(_bytes(data).repeat(self.world_size), [len(data)] * self.world_size, sizes)
-        return [bytes(one.numpy()) for one in torch.split(received, sizes)]
+        return [bytes(part.numpy()) for part in torch.split(received, sizes)]
 
     @override
     def swap(self, numbers: Tensor) -> Tensor:

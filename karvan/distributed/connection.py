@@ -256,17 +256,19 @@ class SharedConnection(Connection):
             boards = {name: _native.Board(self.rank, self.world_size) for name in _CHANNELS}
         except (RuntimeError, OSError, NativeCoreError) as reason:
             error = str(reason)
-        here = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
-        ranks = first.gather_json(here)
+        place = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
+        ranks = first.gather_json(place)
         try:
-            if any(one["machine"] != here["machine"] or len(one["places"]) < len(_CHANNELS) for one in ranks):
+            if any(
+                rank["machine"] != place["machine"] or len(rank["places"]) < len(_CHANNELS) for rank in ranks
+            ):
                 error = error or "ranks are on several machines"
             else:
                 for name, board in boards.items():
-                    board.join([tuple(one["places"][name]) for one in ranks])
+                    board.join([tuple(rank["places"][name]) for rank in ranks])
         except (RuntimeError, OSError) as reason:
             error = str(reason)
-        errors = [each for each in first.gather_json(error) if each]
+        errors = [problem for problem in first.gather_json(error) if problem]
         if errors:
             _log.info("Ranks communicate over the network: %s.", errors[0])
         return None if errors else boards
@@ -392,7 +394,7 @@ def connect(
         require_gpu('kv.connect("sharded", device="cuda")')
     dense = (lr_staleness, grads_to_wait, tolerance, pull_every)
     remote = (servers, workers, mode, staleness, on_server_loss, *dense)
-    if kind != "remote" and any(each is not None for each in remote):
+    if kind != "remote" and any(value is not None for value in remote):
         raise ValueError(
             "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
             f'connect("remote"), got "{kind}".'

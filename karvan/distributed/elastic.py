@@ -159,11 +159,17 @@ class Standing:
 class Standings:
     """Those of all trainers of a round, in the order of ranks."""
 
-    def __init__(self, said: Sequence[Standing]) -> None:
-        self._said = said
+    def __init__(self, standings: Sequence[Standing]) -> None:
+        self._said = standings
         self.leader = max(
-            range(len(said)),
-            key=lambda rank: (said[rank].begun, said[rank].knows, said[rank].call, said[rank].actions, -rank),
+            range(len(standings)),
+            key=lambda rank: (
+                standings[rank].begun,
+                standings[rank].knows,
+                standings[rank].call,
+                standings[rank].actions,
+                -rank,
+            ),
         )
 
     @property
@@ -174,12 +180,12 @@ class Standings:
     @property
     def together(self) -> bool:
         """Whether all are in the same call."""
-        return all(each.call == self.first.call for each in self._said)
+        return all(standing.call == self.first.call for standing in self._said)
 
     @property
     def passed(self) -> int:
         """The earliest call of those that know the state of training; 0 if nobody does."""
-        return min((each.call for each in self._said if each.knows), default=0)
+        return min((standing.call for standing in self._said if standing.knows), default=0)
 
     def receives(self, rank: int) -> bool:
         """Whether a trainer gets the state from the leader, or would if it were another."""
@@ -193,7 +199,7 @@ class Standings:
 
     def ahead_of(self, call: int) -> list[int]:
         """The ranks in later calls."""
-        return [rank for rank, each in enumerate(self._said) if each.call > call]
+        return [rank for rank, standing in enumerate(self._said) if standing.call > call]
 
 
 # `ElasticGroup`: a trainer among others that come and go.
@@ -276,9 +282,9 @@ class ElasticGroup:
             while True:
                 with self._lock:
                     lost = set(self._lost)
-                found = self._client.join(self.round.number, lost)
-                if found is not None and self._enter(found):
-                    return found
+                group_round = self._client.join(self.round.number, lost)
+                if group_round is not None and self._enter(group_round):
+                    return group_round
                 time.sleep(_POLL)
 
     def describe_loss(self, error: RankError) -> str:
@@ -319,71 +325,71 @@ class ElasticGroup:
 
     # A new round
 
-    def _enter(self, found: GroupRound) -> bool:
+    def _enter(self, group_round: GroupRound) -> bool:
         """Make the channels of a round; whether that has worked, or the round was broken meanwhile."""
-        rank, world = found.members.index(self.member), len(found.members)
+        rank, world = group_round.members.index(self.member), len(group_round.members)
         with self._lock:
-            self.gone = (self.gone | set(self.round.members)) - set(found.members)
-            self.round = found
+            self.gone = (self.gone | set(self.round.members)) - set(group_round.members)
+            self.round = group_round
             self.regroup_wanted = False
             self.waiting = frozenset()
             self._lost = set()
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="karvan-group", daemon=True)
             self._watcher.start()
-        channel = CollectiveChannel("group") if world == 1 else self._make_channel(found, rank, world)
+        channel = CollectiveChannel("group") if world == 1 else self._make_channel(group_round, rank, world)
         if channel is None:
             return False
         self.channel = channel
-        _log.info("Round %d: rank %d of %d.", found.number, rank, world)
+        _log.info("Round %d: rank %d of %d.", group_round.number, rank, world)
         return True
 
-    def _make_channel(self, found: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
+    def _make_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
         board: _native.Board | None = None
         if self._transport != "network":
             try:
                 board = _native.Board(rank, world)
             except (RuntimeError, OSError, NativeCoreError) as error:
                 _log.info("Trainers communicate over the network: %s.", error)
-        here = {"machine": machine_id(), "place": None if board is None else board.place}
-        ranks = self._share(found, "places", here)
+        place = {"machine": machine_id(), "place": None if board is None else board.place}
+        ranks = self._share(group_round, "places", place)
         if ranks is None:
             return None
-        works = all(each["machine"] == here["machine"] and each["place"] for each in ranks)
+        works = all(rank["machine"] == place["machine"] and rank["place"] for rank in ranks)
         if works and board is not None:
             try:
-                board.join([tuple(each["place"]) for each in ranks])
+                board.join([tuple(rank["place"]) for rank in ranks])
             except (RuntimeError, OSError) as error:
                 _log.info("Trainers communicate over the network: %s.", error)
                 works = False
-        agreed = self._share(found, "memory", works)
+        agreed = self._share(group_round, "memory", works)
         if agreed is None:
             return None
         if all(agreed) and board is not None:
             return SharedMemoryChannel("group", board, rank, world, self._timeout, self._explain)
-        return self._network_channel(found, rank, world)
+        return self._network_channel(group_round, rank, world)
 
-    def _network_channel(self, found: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
-        store = PrefixStore(f"group/{found.number}", self._store)
+    def _network_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
+        store = PrefixStore(f"group/{group_round.number}", self._store)
         try:
             with closing_ports():
                 group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            _log.info("Round %d was broken while it began: %s", found.number, error)
+            _log.info("Round %d was broken while it began: %s", group_round.number, error)
             return None
         keep_forever(group)  # destroying a group waits for its operations
         return GlooChannel("group", group, self._explain)
 
-    def _share(self, found: GroupRound, what: str, value: Any) -> list[Any] | None:
+    def _share(self, group_round: GroupRound, what: str, value: Any) -> list[Any] | None:
         """The values of all members of a round; None if it was broken meanwhile."""
-        rank = found.members.index(self.member)
-        keys = [f"group/{found.number}/{what}/{each}" for each in range(len(found.members))]
+        rank = group_round.members.index(self.member)
+        keys = [f"group/{group_round.number}/{what}/{rank}" for rank in range(len(group_round.members))]
         self._store.set(keys[rank], json.dumps(value))
         while not self._store.check(keys):
             with self._lock:
                 if self.regroup_wanted and self._lost:
                     return None
-            if self._client.watch(found.number).broken:
+            if self._client.watch(group_round.number).broken:
                 return None
             time.sleep(_POLL)
         return [json.loads(self._store.get(key)) for key in keys]
@@ -447,7 +453,7 @@ def ordered_sum(channel: CollectiveChannel, mine: Sequence[Tensor], ranks: Seque
     counts = [ranks.count(rank) for rank in range(world)]
     received = channel.exchange(
         torch.cat(send) if send else torch.empty(0),
-        [len(mine) * each for each in sizes],
+        [len(mine) * size for size in sizes],
         [count * chunk for count in counts],
     )
     of_ranks = [

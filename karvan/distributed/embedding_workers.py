@@ -102,10 +102,10 @@ class Workers:
 
     def take_gone(self, worker: int) -> list[str]:
         """Names of ids that a worker can release and has not been told yet."""
-        waiting, found = self._gone[worker], []
+        waiting, references_ = self._gone[worker], []
         while waiting:
-            found.append(waiting.popleft())
-        return found
+            references_.append(waiting.popleft())
+        return references_
 
     def rejoin(self, run: str) -> None:
         """Become a member of another elastic run, before anything was claimed: the last one is over."""
@@ -167,7 +167,7 @@ class Workers:
                 peer.call(ENGINE, engine)
                 continue
             text = f"{peer.name}: {needs.text}"
-            missing = next((each for each in references if each.name == needs.reference), None)
+            missing = next((reference for reference in references if reference.name == needs.reference), None)
             if self.resend is None or missing is None:
                 raise RuntimeError(text)
             if clock.now() > due:

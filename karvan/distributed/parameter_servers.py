@@ -136,9 +136,9 @@ class Servers:
     def report_restart(self, server: int, incarnation: str) -> None:
         """A server has restarted: call the callbacks, once for each of its incarnations."""
         with self._lock:
-            known = self._incarnations.get(server) == incarnation
+            is_same = self._incarnations.get(server) == incarnation
             self._incarnations[server] = incarnation
-        for callback in self._restart_callbacks if not known else ():
+        for callback in self._restart_callbacks if not is_same else ():
             callback(server, incarnation)
 
     def _restore(self, server: int, incarnation: str) -> list[tuple[Call[Any, Any], Mapping[str, Any]]]:

@@ -134,26 +134,28 @@ def _watched_by(epoll: int) -> set[int]:
 
 
 def _listens(fd: int) -> bool:
-    with suppress(OSError), _borrowed(fd) as one:
-        internet = one.family in (socket.AF_INET, socket.AF_INET6)
-        return internet and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with suppress(OSError), _borrowed(fd) as borrowed:
+        internet = borrowed.family in (socket.AF_INET, socket.AF_INET6)
+        return internet and bool(borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return False
 
 
 def _drop_all(fd: int) -> None:
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
-    with _borrowed(fd) as one:
-        one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+    with _borrowed(fd) as borrowed:
+        borrowed.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+        )
 
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
     """A socket of another owner, which stays open."""
-    one = socket.socket(fileno=fd)
+    socket_ = socket.socket(fileno=fd)
     try:
-        yield one
+        yield socket_
     finally:
-        one.detach()
+        socket_.detach()
 
 
 def _connects_late() -> bool:

@@ -128,9 +128,9 @@ def memory_size(given: str | int) -> int:
     """The bytes of a size such as "20GB", "1.5GiB" or 512_000_000; raises ValueError for anything else."""
     size = 0.0
     if isinstance(given, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", given.strip())
-        if found is not None and found[2] in _UNITS:
-            size = float(found[1]) * _UNITS[found[2]]
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", given.strip())
+        if match is not None and match[2] in _UNITS:
+            size = float(match[1]) * _UNITS[match[2]]
     elif isinstance(given, int) and not isinstance(given, bool):
         size = given
     if not size >= 1:

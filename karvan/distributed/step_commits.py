@@ -115,12 +115,12 @@ class StepCommits:
     def staged(self, step: int) -> list[StagedPart]:
         """This member's pushes for a step that are not committed, in the order of their numbers."""
         with self._changed:
-            return [each for each in self._staged if each.step == step]
+            return [push for push in self._staged if push.step == step]
 
     def forget(self, staged: StagedPart) -> None:
         """A push was released, or replaced by another one."""
         with self._changed:
-            self._staged = [each for each in self._staged if each is not staged]
+            self._staged = [push for push in self._staged if push is not staged]
 
     def commit(self, step: int, parts: Sequence[tuple[int, int]], scale: float, ack: Any = None) -> None:
         """The members agree that a step consists of these pushes: it is sent with the next calls.
@@ -134,9 +134,9 @@ class StepCommits:
                 unsent.append(commit)
                 if len(unsent) > _AHEAD:
                     self._send_unsent(server, leave=1)
-            over = [each for each in self._staged if each.step <= step]
-        for each in over:
-            each.release()
+            over = [push for push in self._staged if push.step <= step]
+        for push in over:
+            push.release()
 
     def begin(
         self,
@@ -217,7 +217,7 @@ class StepCommits:
     def progress(self) -> list[Progress]:
         """How far each server is."""
         answers = [answer.head for answer in self._call(protocol.PROGRESS, {})]
-        return [Progress(each.committed, each.ack, each.staged) for each in answers]
+        return [Progress(answer.committed, answer.ack, answer.staged) for answer in answers]
 
     def _call(self, call: Call[Any, A], head: Mapping[str, Any]) -> list[Message[A]]:
         """The answers of all servers, after this member's earlier lookups and pushes."""
@@ -288,12 +288,12 @@ class OwnCommits(StepCommits):
         on see it.
         """
         staged = self.staged(self.step)
-        for each in staged:
-            each.wait()
+        for push in staged:
+            push.wait()
         commit = {
             "member": self.member,
             "step": self.step,
-            "parts": [list(each.part) for each in staged],
+            "parts": [list(push.part) for push in staged],
             "dense": list(self._dense),
             "scale": 1.0,
             "counts": dict(counts),
@@ -302,8 +302,8 @@ class OwnCommits(StepCommits):
         self._last = SentCommit(
             [self._peer(server).begin(protocol.COMMIT, commit) for server in range(self._servers)]
         )
-        for each in staged:
-            each.release()
+        for push in staged:
+            push.release()
         return self._last
 
     @override
@@ -322,13 +322,13 @@ class OwnCommits(StepCommits):
         From now on servers refuse its calls.
         """
         self.fence(member)
-        found = [answer.head for answer in self._call(protocol.PROGRESS, {"member": member})]
-        last = max(-1 if each.committed is None else each.committed for each in found)
+        answers = [answer.head for answer in self._call(protocol.PROGRESS, {"member": member})]
+        last = max(-1 if answer.committed is None else answer.committed for answer in answers)
         if last < 0:
             return None
-        commit = next(each.commit for each in found if each.committed == last)
+        commit = next(answer.commit for answer in answers if answer.committed == last)
         assert commit is not None
-        late = [server for server, each in enumerate(found) if each.committed != last]
+        late = [server for server, answer in enumerate(answers) if answer.committed != last]
         for reply in [self._peer(server).begin(protocol.COMMIT, commit) for server in late]:
             reply.wait()
         return commit.ack

@@ -82,16 +82,16 @@ class WireStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys, once all of them exist."""
-        found: list[bytes] = []
+        values: list[bytes] = []
 
         def ask() -> bool:
             answer, arrays = self._call(protocol.STORE_GET, {"keys": list(keys)})
             if answer.present:
-                found.extend(protocol.unpack_values(answer.sizes, arrays))
+                values.extend(protocol.unpack_values(answer.sizes, arrays))
             return answer.present
 
         self._poll(ask, keys, self.timeout)
-        return found
+        return values
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these keys exist."""
@@ -163,12 +163,12 @@ class WireStore(Store):
         due = clock.now() + timeout.total_seconds()
         pause, longest = _PAUSES
         while not ask():
-            left = due - clock.now()
-            if left <= 0:
+            remaining = due - clock.now()
+            if remaining <= 0:
                 missing = ", ".join(keys)[:200]
                 seconds = timeout.total_seconds()
                 raise dist.DistStoreError(f"Expected {missing} within {seconds:g} seconds, got nothing.")
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(longest, 2 * pause)
 
     def _connected(self) -> Client:

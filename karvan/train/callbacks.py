@@ -323,16 +323,16 @@ class EMA(Callback):
         Yields:
             Nothing.
         """
-        own = {name: parameter.data for name, parameter in _trained(model) if name in self._averages}
+        averaged = {name: parameter.data for name, parameter in _trained(model) if name in self._averages}
         for name, parameter in _trained(model):
-            if name in own:
+            if name in averaged:
                 parameter.data = self._averages[name].to(parameter.device)
         try:
             yield
         finally:
             for name, parameter in _trained(model):
-                if name in own:
-                    parameter.data = own[name]
+                if name in averaged:
+                    parameter.data = averaged[name]
 
     def copy_to(self, model: nn.Module) -> None:
         """Replace the parameters of a model by the averages, for programs that use the model without the
@@ -366,9 +366,9 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _each(moment: str) -> Callable[..., None]:
     """A method that calls the one of this name of every callback."""
 
-    def call(self: Callbacks, *given: Any) -> None:
+    def call(self: Callbacks, *arguments: Any) -> None:
         for callback in self._callbacks.values():
-            getattr(callback, moment)(*given)
+            getattr(callback, moment)(*arguments)
 
     return call
 
@@ -392,21 +392,25 @@ class Callbacks(Callback):
     @property
     def averages(self) -> dict[str, EMA]:
         """The averages of parameters with which models are evaluated, by name."""
-        return {name: each for name, each in self._callbacks.items() if isinstance(each, EMA)}
+        return {name: callback for name, callback in self._callbacks.items() if isinstance(callback, EMA)}
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """The context in which a model is evaluated."""
-        return next((each.averaged(model) for each in self.averages.values()), nullcontext())
+        return next((average.averaged(model) for average in self.averages.values()), nullcontext())
 
     def load_averages(self, state: Mapping[str, Any]) -> None:
         """Restore averages of parameters from the state of a checkpoint."""
-        for name, each in self.averages.items():
-            each.load_state_dict(state.get("callbacks", {}).get(name, {}))
+        for name, average in self.averages.items():
+            average.load_state_dict(state.get("callbacks", {}).get(name, {}))
 
     @property
     def needs(self) -> dict[str, Sequence[str]]:
         """The metrics that callbacks need, by the callbacks' names."""
-        return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
+        return {
+            name: callback.needed_metrics
+            for name, callback in self._callbacks.items()
+            if callback.needed_metrics
+        }
 
     on_new_data = _each("on_new_data")
     on_fit_begin = _each("on_fit_begin")
@@ -426,8 +430,8 @@ class Callbacks(Callback):
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])
-        if gone := sorted(set(state) - set(self._callbacks)):
-            _log.warning("State in the checkpoint of absent callbacks is ignored: %s.", ", ".join(gone))
+        if unused := sorted(set(state) - set(self._callbacks)):
+            _log.warning("State in the checkpoint of absent callbacks is ignored: %s.", ", ".join(unused))
 
 
 publish("karvan.train.callbacks")

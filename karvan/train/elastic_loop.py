@@ -107,7 +107,7 @@ class ElasticLoop:
         self.computed = 0
         self._model = model
         self._optimizer = optimizer
-        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._group = current().group if group is None else group
         if self._group is not None and engines_of(model):
             raise ValueError(
@@ -226,7 +226,7 @@ class ElasticLoop:
     def _check_call(self, args: Any, options: Any) -> None:
         if self._group is not None and not self._begun:
             raise RuntimeError("ElasticLoop expects begin() before each batch, got a step without it.")
-        if any(each is not None for each in (*args, *options.values())):
+        if any(value is not None for value in (*args, *options.values())):
             raise RuntimeError("ElasticLoop expects optimizer.step() without a closure, got one.")
 
     def _add_batch(self) -> None:
@@ -270,10 +270,12 @@ class ElasticLoop:
                     if missed is not None:
                         self._settings = self._last_settings
                         return missed
-                said = self._gathered(group, idle)
-                if said is None:
+                standings = self._gathered(group, idle)
+                if standings is None:
                     return None
-                self._settings = next((each["settings"] for each in said if each["batches"]), [])
+                self._settings = next(
+                    (standing["settings"] for standing in standings if standing["batches"]), []
+                )
                 self._mine[-2:] = torch.tensor([float(group.regroup_wanted), float(ended)])
                 return ordered_sum(group.channel, [self._mine], list(range(group.world_size)))
             except RankError as error:
@@ -294,13 +296,13 @@ class ElasticLoop:
         """
         while True:
             groups = self._optimizer.param_groups
-            settings = [{name: each[name] for name in each if name != "params"} for each in groups]
+            settings = [{name: group[name] for name in group if name != "params"} for group in groups]
             mine = {"batches": self.accumulated, "idle": idle, "settings": settings}
-            said = [unpack(each) for each in group.channel.gather(pack(mine))]
-            missing = (self._global_batches or 0) - sum(each["batches"] for each in said)
-            able = [rank for rank, each in enumerate(said) if not each["idle"]]
+            standings = [unpack(answer) for answer in group.channel.gather(pack(mine))]
+            missing = (self._global_batches or 0) - sum(standing["batches"] for standing in standings)
+            able = [rank for rank, standing in enumerate(standings) if not standing["idle"]]
             if missing <= 0 or not able:
-                return said
+                return standings
             if idle:
                 return None
             part = _part(missing, able.index(group.rank), len(able))
@@ -323,8 +325,8 @@ class ElasticLoop:
         before = group.world_size if self._begun else 0
         group.regroup()
         channel = group.channel
-        said = channel.gather_json({"begun": self._begun, "steps": self.steps})
-        standings = [each["steps"] if each["begun"] else -1 for each in said]
+        answers = channel.gather_json({"begun": self._begun, "steps": self.steps})
+        standings = [answer["steps"] if answer["begun"] else -1 for answer in answers]
         leader = standings.index(max(standings))  # the first if nobody has begun
         needed = len(set(standings)) > 1 or standings[0] < 0
         states = channel.gather(pack(self._state()) if needed and channel.rank == leader else b"")

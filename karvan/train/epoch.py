@@ -91,8 +91,8 @@ class Accumulation:
         """The batches that this rank has in a step."""
         if self.global_accumulation_steps is None:
             return self.gradient_accumulation_steps
-        even, left = divmod(self.global_accumulation_steps, self.world_size)
-        return even + ((self.rank - step) % self.world_size < left)
+        even, rest = divmod(self.global_accumulation_steps, self.world_size)
+        return even + ((self.rank - step) % self.world_size < rest)
 
     def weights(self, group: Sequence[FedBatch]) -> tuple[list[float], float]:
         """The weight of each pass of this rank, 0 for an empty one, and the sum over all ranks."""
@@ -146,8 +146,8 @@ def starts_epoch(
 def _grows(data: Any) -> bool:
     """Whether an epoch starts where the one before ended, so that a position is always needed."""
     ask = getattr(data, "identity", None)
-    known = ask() if callable(ask) else None
-    return known is not None and known.grows
+    identity = ask() if callable(ask) else None
+    return identity is not None and identity.grows
 
 
 class PositionError(ValueError):
@@ -307,7 +307,7 @@ class Epoch:
                 f"{failure} Continue with the settings that the checkpoint's fit had, or start this epoch "
                 "again in the new order with drop_unfinished=True (karvan train --drop-unfinished)."
             ) from failure
-        reason = next(each for each in failures if each)
+        reason = next(failure for failure in failures if failure)
         _log.warning("The epoch starts again, after %d batches of it: %s", self._counts.batches, reason)
         move_back(self._data, begin)
         self._counts.batches = 0

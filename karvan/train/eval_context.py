@@ -45,7 +45,7 @@ def full(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, Mapping):
-        return {name: full(each) for name, each in output.items()}
+        return {name: full(value) for name, value in output.items()}
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         return type(output)(*map(full, output))
     return type(output)(map(full, output)) if isinstance(output, list | tuple) else output
@@ -154,11 +154,11 @@ class EvalContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stack, self._stack = self._stack, None
-        found, self._feed, self._loader_batch = self._feed, None, None
+        feed, self._feed, self._loader_batch = self._feed, None, None
         assert stack is not None
         with stack:
-            if found is not None:
-                found.__exit__(kind, error, trace)
+            if feed is not None:
+                feed.__exit__(kind, error, trace)
 
     def loader(self, data: Iterable[Any]) -> ContextLoader:
         """Return the batches of data, read and prepared in advance.
@@ -264,14 +264,16 @@ class InferContext(EvalContext):
         super().__init__(model, label=label, precision=precision, device=device, prefetch=prefetch)
         self.step: int | None = None  # that of the checkpoint
         if checkpoint is not None:
-            found = checkpoints.find(checkpoint)
-            state = found.load(model)
+            checkpoint_ = checkpoints.find(checkpoint)
+            state = checkpoint_.load(model)
             if "model" not in state:
-                raise checkpoints.CheckpointError.mismatch(found.path, "a model's state", ", ".join(state))
-            check_fits(model, state, found.path)
+                raise checkpoints.CheckpointError.mismatch(
+                    checkpoint_.path, "a model's state", ", ".join(state)
+                )
+            check_fits(model, state, checkpoint_.path)
             model.load_state_dict(state["model"])
             self._transforms.load(state)
-            self.step = found.step
+            self.step = checkpoint_.step
 
     def predict(self, batch: Any) -> Any:
         """Compute the model's output for a batch.

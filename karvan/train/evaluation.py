@@ -104,9 +104,9 @@ class NonFinite:
 def has_no_nan(output: Any) -> bool:
     """Whether an output, or none of several by name, has a NaN."""
     if isinstance(output, Mapping):
-        return all(has_no_nan(each) for each in output.values())
+        return all(has_no_nan(value) for value in output.values())
     if isinstance(output, tuple | list):
-        return all(has_no_nan(each) for each in output)
+        return all(has_no_nan(value) for value in output)
     return not (isinstance(output, Tensor) and bool(torch.isnan(output).any()))
 
 
@@ -204,17 +204,17 @@ class Evaluator:
         sums.nonfinite.warn()
         sums.checks.warn_without_weight()
         self.nonfinite = sums.nonfinite.columns
-        own = {name: each.parts() for name, each in sums.losses.items()}
-        said = channel.gather_json({"samples": sums.samples, "losses": own})
-        samples = sum(each["samples"] for each in said)
+        own = {name: loss.parts() for name, loss in sums.losses.items()}
+        totals = channel.gather_json({"samples": sums.samples, "losses": own})
+        samples = sum(total["samples"] for total in totals)
         if not samples:
             raise ValueError(
                 "The evaluation expects data with at least one sample, got none. If the data is a generator, "
                 "it gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
             )
-        names = dict.fromkeys(name for each in said for name in each["losses"])
+        names = dict.fromkeys(name for total in totals for name in total["losses"])
         means = {
-            name: exact_total(part for each in said for part in each["losses"].get(name, ())) / samples
+            name: exact_total(part for total in totals for part in total["losses"].get(name, ())) / samples
             for name in names
         }
         losses, reports = split_reports(means)
@@ -279,8 +279,8 @@ def _output(runs: ModelSetup, batch: Any, averaged: Averaged) -> Any:
 def _gives_again(data: object) -> bool:
     """Whether data gives its first batch again after it was iterated over, whoever counts iterations."""
     if isinstance(data, torch.utils.data.DataLoader):
-        own = data.generator is not None or isinstance(data.dataset, torch.utils.data.IterableDataset)
-        return not own and not data.num_workers
+        iterates = data.generator is not None or isinstance(data.dataset, torch.utils.data.IterableDataset)
+        return not iterates and not data.num_workers
     return isinstance(data, list | tuple | Loader)
 
 

@@ -181,7 +181,7 @@ def _names(part: Any) -> list[str] | bool:
 def _part(name: str, names: list[str] | bool, entries: Mapping[str, Any]) -> Any:
     if isinstance(names, bool):
         return entries[name] if names else None
-    return {each: entries[each] for each in names}
+    return {name: entries[name] for name in names}
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class RankBatchSource(BatchSource):
                 return FedBatch(None, self._position, all_batches=0)
             if agreed.asking:
                 gathered = channel.gather_json(self._columns)
-                self._columns = self._columns or next(each for each in gathered if each is not None)
+                self._columns = self._columns or next(columns for columns in gathered if columns is not None)
             with self._within():
                 placed = self._place(empty(self._columns or {}) if batch is None else batch)
             return FedBatch(
@@ -355,10 +355,10 @@ class RankBatchSource(BatchSource):
         """Exchange why the rounds end: a rank's error becomes an error on all others."""
         self._over = self.cut = True
         gathered = channel.gather_json({"reason": reason, "error": error})
-        for rank, each in enumerate(gathered):
-            if each["error"] and rank != channel.rank and not error:
-                raise RankError(f"Rank {rank} could not take its next batch: {each['error']}")
-        self.reason = next((each["reason"] for each in gathered if each["reason"]), None)
+        for rank, message in enumerate(gathered):
+            if message["error"] and rank != channel.rank and not error:
+                raise RankError(f"Rank {rank} could not take its next batch: {message['error']}")
+        self.reason = next((message["reason"] for message in gathered if message["reason"]), None)
 
 
 _WAKE = 0.1  # seconds between checks for a stop while waiting for a batch

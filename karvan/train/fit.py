@@ -214,26 +214,26 @@ class Fit:
         say = self._parts.progress.say
         show_banner(self._parts, self._data, self._identity, resumes=resumed is not None)
         if resumed is not None:
-            found, (_, other) = resumed
-            record = dataset.record_of(found)
-            say(dataset.announcement(found, record, self._identity, other, self._before))
+            checkpoint, (_, other) = resumed
+            record = dataset.record_of(checkpoint)
+            say(dataset.announcement(checkpoint, record, self._identity, other, self._before))
             if self._has_all():
                 say(dataset.nothing_to_do(self._data, self._identity, self._goal.text, self._before))
 
-    def _load_checkpoint(self, found: Checkpoint) -> tuple[Mapping[str, Any], bool]:
+    def _load_checkpoint(self, checkpoint: Checkpoint) -> tuple[Mapping[str, Any], bool]:
         """Fill the tables from a checkpoint; its state, and whether it is of other data than this fit's.
 
         It is called again with an older one if this one is damaged.
         """
-        record = dataset.record_of(found)
-        other = dataset.is_other(record, self._identity, found, self._how.drop_unfinished)
+        record = dataset.record_of(checkpoint)
+        other = dataset.is_other(record, self._identity, checkpoint, self._how.drop_unfinished)
         self._past, self._before = (), None
         if record is not None:
             self._past = record.history if other else record.past
             self._before = dataset.trained_before(record, self._identity) if other else None
         self._parts.setup.update.forget()
-        state = self._parts.saver.load(found, self._parts.model)
-        train_state.check_fits(self._parts.model, state, shown(found.path))
+        state = self._parts.saver.load(checkpoint, self._parts.model)
+        train_state.check_fits(self._parts.model, state, shown(checkpoint.path))
         return state, other
 
     def _begin_alone(self) -> None:
@@ -270,28 +270,28 @@ class Fit:
                 # Metrics see the outputs of the first attempt.
                 see = see_nothing if attempt else parts.count
                 losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, see)
-                if (taken := parts.setup.routine.apply(step)) is not None:
+                if (applied := parts.setup.routine.apply(step)) is not None:
                     break
         self._epoch.trained(group, samples)
-        outcome = taken if isinstance(taken, Tensor) else bool(taken)
+        outcome = applied if isinstance(applied, Tensor) else bool(applied)
         self._window.add(means := losses.means(), losses.weight / step.whole_weight)
         self._note_step(samples, means, outcome, [fed.batch for fed in group])
 
     def _note_step(
-        self, samples: int, losses: Mapping[str, Tensor], taken: bool | Tensor, batches: list[Any]
+        self, samples: int, losses: Mapping[str, Tensor], applied: bool | Tensor, batches: list[Any]
     ) -> None:
         """A step was made or skipped, and is in the counts."""
         parts, counts = self._parts, self._counts
         self._trained += 1
         self._unsaved = True
         activity.advance()
-        if taken is not False:  # a schedule does not wait for the device
+        if applied is not False:  # a schedule does not wait for the device
             parts.schedule.after_step()
-        self._outcomes.add(counts.step, taken, batches)
+        self._outcomes.add(counts.step, applied, batches)
         if self._first:
             parts.progress.step(counts.step)
         parts.callbacks.on_step_end(
-            self._trainer, StepLogs(counts.step, counts.epoch, samples, losses, taken)
+            self._trainer, StepLogs(counts.step, counts.epoch, samples, losses, applied)
         )
 
     def _evaluate(self) -> None:

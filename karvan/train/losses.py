@@ -38,8 +38,8 @@ def no_check(batch: AnyBatch) -> None:
 
 def check_of(loss: Any) -> Check:
     """The `check_labels(batch)` of a loss, if it has one."""
-    found: Check = getattr(loss, "check_labels", no_check)
-    return found
+    check: Check = getattr(loss, "check_labels", no_check)
+    return check
 
 
 class SampleChecks:
@@ -52,7 +52,7 @@ class SampleChecks:
     def __init__(self, loss: Any, metrics: Iterable[Any] = ()) -> None:
         self._check_labels = check_of(loss)
         self._of_loss = set(label_columns(loss, "weight"))
-        self._columns = self._of_loss.union(*(label_columns(each, "weight") for each in metrics))
+        self._columns = self._of_loss.union(*(label_columns(metric, "weight") for metric in metrics))
         self._samples = 0
         self._weighted: set[str] = set()  # columns with a weight above 0
 
@@ -106,7 +106,7 @@ def check_column(
     labels = _labels_of(batch, label)
     if labels is None:
         return
-    low, high = (float(each) for each in torch.aminmax(labels.detach()))
+    low, high = (float(bound) for bound in torch.aminmax(labels.detach()))
     lowest, highest = (-torch.inf, torch.inf) if allowed is None else allowed
     if lowest <= low and high <= highest and max(abs(low), abs(high)) < torch.inf:
         return
@@ -406,7 +406,7 @@ def _are_probabilities(scores: Tensor) -> bool:
 def _ends_in_sigmoid(output: Tensor) -> bool:
     """Whether an output is a sigmoid, perhaps in another shape or type."""
     node: Any = output.grad_fn
-    while node is not None and any(node.name().startswith(each) for each in _SHAPES):
+    while node is not None and any(node.name().startswith(shape) for shape in _SHAPES):
         node = node.next_functions[0][0]
     return node is not None and node.name().startswith("Sigmoid")
 
@@ -440,8 +440,8 @@ class Sum:
         if not self.losses:
             raise ValueError("Sum expects at least one loss, got none.")
         if unknown := sorted(set(self.weights) - set(self.losses)):
-            known = ", ".join(self.losses)
-            raise ValueError(f"There is no loss for the weight of {', '.join(unknown)}; there are: {known}.")
+            names = ", ".join(self.losses)
+            raise ValueError(f"There is no loss for the weight of {', '.join(unknown)}; there are: {names}.")
 
     def check_labels(self, batch: AnyBatch) -> None:
         """Check the labels of each loss that can.
@@ -491,7 +491,7 @@ def named(losses: Losses, total: Tensor) -> dict[str, Tensor]:
 
 def nothing_of(output: Any) -> Tensor:
     """Zero, with a gradient of zero for everything that all outputs depend on."""
-    tensors = [each for each in _tensors(output) if each.requires_grad]
+    tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     return sum((tensor.sum() for tensor in tensors), start=torch.zeros(())) * 0
 
 
@@ -500,8 +500,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(value)
 
 
 def _scalar(what: str, loss: Any) -> Tensor:
@@ -598,12 +598,12 @@ class Reported:
             raise ValueError(
                 f"kv.train.report expects names that differ from the Trainer's metrics, got '{both[0]}'."
             )
-        made: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for name, values in self._sums.items():
             count = self._counts[name]
-            made[_NUMBER + name] = values if count == 1 else values / count
-            made[_COUNT + name] = torch.ones((), dtype=torch.float64)
-        return made
+            totals[_NUMBER + name] = values if count == 1 else values / count
+            totals[_COUNT + name] = torch.ones((), dtype=torch.float64)
+        return totals
 
 
 _current: ContextVar[Reported | None] = ContextVar("karvan_reports", default=None)

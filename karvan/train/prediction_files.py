@@ -71,7 +71,7 @@ def record_batch(prediction: Prediction, *, sigmoid: bool = False) -> pa.RecordB
             f"The model has an output '{min(both)}', so there cannot be a column of that name as well."
         )
     arrays = {name: _array(name, column) for name, column in prediction.columns.items()}
-    arrays |= {name: _array(name, _numbers(each, sigmoid)) for name, each in outputs.items()}
+    arrays |= {name: _array(name, _numbers(values, sigmoid)) for name, values in outputs.items()}
     return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
 
 

@@ -57,7 +57,9 @@ def check_data(call: str, data: Any) -> None:
     if type(data).__module__.split(".")[0] in _FRAMES:
         frame = "frame.collect()" if kind == "LazyFrame" else "frame"
         raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format(frame)}.")
-    has_tensors = isinstance(data, Mapping) and any(isinstance(each, torch.Tensor) for each in data.values())
+    has_tensors = isinstance(data, Mapping) and any(
+        isinstance(value, torch.Tensor) for value in data.values()
+    )
     if isinstance(data, Batch) or has_tensors:
         raise TypeError(
             f"{call} expects several batches, got one {kind}: give it [batch], or {read.format('columns')} "
@@ -111,25 +113,27 @@ def check_trainer(
         )
 
 
-def _check_list(what: str, given: Any, kind: type, example: str) -> None:
-    if isinstance(given, kind):
-        name = type(given).__name__
+def _check_list(what: str, value: Any, kind: type, example: str) -> None:
+    if isinstance(value, kind):
+        name = type(value).__name__
         raise TypeError(f"{what} expects a list, got a single {name}: give it [{name}(…)].")
-    if isinstance(given, str | type) or not isinstance(given, Iterable):
-        raise TypeError(f"{what} expects a list such as [{example}], got {_text_of(given)}.")
+    if isinstance(value, str | type) or not isinstance(value, Iterable):
+        raise TypeError(f"{what} expects a list such as [{example}], got {_text_of(value)}.")
 
 
 def _check_loss(loss: Any) -> None:
-    own = 'kv.losses.BinaryCrossEntropy(label="label")'
+    example_ = 'kv.losses.BinaryCrossEntropy(label="label")'
     if isinstance(loss, type):
         raise TypeError(f"loss expects a function or an instance, got {_text_of(loss)}.")
     if not callable(loss):
-        raise TypeError(f"loss expects a function of output and batch, such as {own}, got {_text_of(loss)}.")
+        raise TypeError(
+            f"loss expects a function of output and batch, such as {example_}, got {_text_of(loss)}."
+        )
     if getattr(loss, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise TypeError(
             f"loss is called with the model's output and the batch, but torch's {name} expects labels: give "
-            f'{own}, or lambda output, batch: loss(output, batch["label"]).'
+            f'{example_}, or lambda output, batch: loss(output, batch["label"]).'
         )
 
 
@@ -207,17 +211,17 @@ class NeededMetrics:
 
     def check_known(self, metrics: Iterable[str], loss: Loss) -> None:
         """Raise if the evaluations of a Trainer with these metrics and this loss lack one."""
-        known = ["loss", *metrics]
+        names = ["loss", *metrics]
         named = isinstance(loss, Sum)
         if isinstance(loss, Sum):
-            known += [f"loss/{name}" for name in loss.losses]
+            names += [f"loss/{name}" for name in loss.losses]
         for who, needed in self._needs.items():
             for metric in needed:
                 # A loss function of the user's own may give losses by any names.
                 free = metric.startswith("loss/") and not (named or isinstance(loss, ColumnLoss))
-                if metric not in known and not free:
+                if metric not in names and not free:
                     raise ValueError(
-                        f"{_named(who, 'The')} needs '{metric}', but evaluations give: {', '.join(known)}. "
+                        f"{_named(who, 'The')} needs '{metric}', but evaluations give: {', '.join(names)}. "
                         f"Add it to the Trainer's metrics: metrics={{'{metric}': …}}."
                     )
 
@@ -303,11 +307,11 @@ def check_connection(model: nn.Module, connection: Connection) -> None:
 
 def _check_tables(model: nn.Module, update: OptimizerStep, frozen: Frozen) -> None:
     updated = {id(table) for table in update.tables}
-    said = {id(table) for table in frozen.tables}
+    frozen_ids = {id(table) for table in frozen.tables}
     missing = [
         table.name
         for table in tables_of(model)
-        if id(table) not in updated and id(table) not in said and not is_read_only(table)
+        if id(table) not in updated and id(table) not in frozen_ids and not is_read_only(table)
     ]
     if not missing:
         return
@@ -351,8 +355,10 @@ def _listed(names: list[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names[:3]) + (", …]" if len(names) > 3 else "]")
 
 
-def _same(one: Connection, other: Connection) -> bool:
-    return one is other or (one.settings.kind == other.settings.kind and one.settings.kind in IN_PROCESS)
+def _same(first: Connection, other: Connection) -> bool:
+    return first is other or (
+        first.settings.kind == other.settings.kind and first.settings.kind in IN_PROCESS
+    )
 
 
 def _under(connection: Connection) -> str:

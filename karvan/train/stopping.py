@@ -51,8 +51,10 @@ class Goal:
     @property
     def text(self) -> str:
         """The goal, as text."""
-        given = {"epoch": self.epochs, "step": self.max_steps}
-        return " or ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in given.items() if n is not None)
+        limits = {"epoch": self.epochs, "step": self.max_steps}
+        return " or ".join(
+            f"{n} {what}{'' if n == 1 else 's'}" for what, n in limits.items() if n is not None
+        )
 
     def evaluates_after_step(self, counts: TrainingCounts) -> bool:
         """Whether an evaluation is due."""
@@ -65,13 +67,13 @@ class Goal:
         if self.epochs is None or length is None:
             return limit
         per_epoch = passes.steps(length)
-        left = getattr(data, "batches_left", None)
+        batches_left = getattr(data, "batches_left", None)
         if not counts.batches:
             current = per_epoch
-        elif left is None:
+        elif batches_left is None:
             current = per_epoch - -(-counts.batches // passes.count)
         else:  # the epoch may have started on another number of ranks
-            current = passes.steps(left)
+            current = passes.steps(batches_left)
         epochs = self.epochs - counts.epoch
         steps = counts.step + (current + (epochs - 1) * per_epoch if epochs > 0 else 0)
         return steps if limit is None else min(steps, limit)
@@ -233,7 +235,7 @@ class Stopping:
         """Stop if any rank should; a collective."""
         if self._gathers:
             reasons = self._channel.gather_json(self._request.reason)
-            self.agree(next((each for each in reasons if each), None))
+            self.agree(next((reason for reason in reasons if reason), None))
 
     def agree(self, reason: str | None) -> None:
         """Stop on all ranks, if there is a reason."""

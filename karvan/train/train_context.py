@@ -84,10 +84,10 @@ class ContextSaves:
         path = Path(os.path.abspath(local_path(named)))
         if self.training and path not in self._owned:
             self._owned[path] = own_together(path, self._connection)
-        known = self._runs.get(path)
-        if known is None or (isinstance(folder, Checkpoints) and known.checkpoints is not folder):
-            made = folder if isinstance(folder, Checkpoints) else Checkpoints(path)
-            self._runs[path] = _Run(made, FailedSaves(self._settings, self._connection))
+        run = self._runs.get(path)
+        if run is None or (isinstance(folder, Checkpoints) and run.checkpoints is not folder):
+            checkpoints = folder if isinstance(folder, Checkpoints) else Checkpoints(path)
+            self._runs[path] = _Run(checkpoints, FailedSaves(self._settings, self._connection))
         return self._runs[path]
 
     def wait(self) -> None:
@@ -99,9 +99,9 @@ class ContextSaves:
         """Release the folders."""
         self.training = False
         owned, self._owned = self._owned, {}
-        for one in owned.values():
-            if one is not None:
-                one.release()
+        for checkpoint in owned.values():
+            if checkpoint is not None:
+                checkpoint.release()
 
     def finish(self, step: int) -> None:
         """Wait, and repeat a last save that failed; `step` is the current step of training."""
@@ -259,27 +259,27 @@ class ContextState:
         """Restore what a checkpoint has."""
         self._saves.wait()
 
-        def load(one: Checkpoint) -> tuple[dict[str, Any], bool]:
-            is_other = data is not None and self._is_other(one, data, data_name, drop_unfinished)
+        def load(checkpoint_: Checkpoint) -> tuple[dict[str, Any], bool]:
+            is_other = data is not None and self._is_other(checkpoint_, data, data_name, drop_unfinished)
             self._setup.update.forget()
-            return one.load(self._model), is_other
+            return checkpoint_.load(self._model), is_other
 
-        found, (saved, other) = checkpoints.resume_at(checkpoint, load)
+        resumed, (saved, other) = checkpoints.resume_at(checkpoint, load)
         train_state.restore_trained(self._setup, self.counts, saved)
         self.transforms.load(saved)
         set_random_state(train_state.random_of(self._connection, saved))
         self._setup.dense.begin()
-        self._saved, self._loaded, self._data_name = saved, found, data_name
+        self._saved, self._loaded, self._data_name = saved, resumed, data_name
         self._drop_unfinished = drop_unfinished
         if other:
             self._begin_data()
         return dict(saved.get("extra", {}))
 
-    def _is_other(self, found: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
+    def _is_other(self, checkpoint_: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
         """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
         self._identity = dataset.identify(data, name, self._connection)
-        record = dataset.record_of(found)
-        other = dataset.is_other(record, self._identity, found, drop_unfinished)
+        record = dataset.record_of(checkpoint_)
+        other = dataset.is_other(record, self._identity, checkpoint_, drop_unfinished)
         if record is not None:
             self._past = record.history if other else record.past
             self._before = dataset.trained_before(record, self._identity) if other else None
@@ -384,12 +384,12 @@ class ContextSteps:
             )
         if not self._setup.runs.model.training:
             raise RuntimeError("forward trains, but the model is in eval mode: expected train mode.")
-        made, batch = self._pass_of(batch)
-        if not made.index:
+        this_pass, batch = self._pass_of(batch)
+        if not this_pass.index:
             self._setup.dense.fresh()
-        self._routine.forward(made, batch)
-        self._pass, self._turn = made, None
-        return made.output, batch
+        self._routine.forward(this_pass, batch)
+        self._pass, self._turn = this_pass, None
+        return this_pass.output, batch
 
     def _pass_of(self, batch: Any) -> tuple[StepPass, Any]:
         if self._turn is not None and batch is self._turn.batch:
@@ -411,30 +411,30 @@ class ContextSteps:
 
     def backward(self, losses: Losses) -> bool | Tensor:
         """Go backward from the loss of the last forward; whether a step was made by it."""
-        made = self._pass
-        if made is None:
+        this_pass = self._pass
+        if this_pass is None:
             raise RuntimeError(
                 "backward was called without a forward: expected output, labels = ctx.forward(batch) before."
             )
-        loss = self._routine.add_loss(made, losses)
+        loss = self._routine.add_loss(this_pass, losses)
         if not loss.requires_grad:
             raise ValueError(
                 "The loss depends on nothing that is trained: expected a loss computed from the output "
                 "of forward, without detach, item or torch.no_grad."
             )
         self._pass = None
-        step = made.step
-        self._routine.backward(made)
-        if not made.last:
+        step = this_pass.step
+        self._routine.backward(this_pass)
+        if not this_pass.last:
             self._step = step
             return False
         if step.done < len(step.group):
             raise _incomplete(step)
         self._step = None
-        taken = self._routine.apply(step)
+        applied = self._routine.apply(step)
         self._count(step)
-        self._outcomes.add(self._counts.step, taken, [fed.batch for fed in step.group], loss.detach())
-        return taken if isinstance(taken, Tensor) else bool(taken)
+        self._outcomes.add(self._counts.step, applied, [fed.batch for fed in step.group], loss.detach())
+        return applied if isinstance(applied, Tensor) else bool(applied)
 
     def _count(self, step: StepBatches) -> None:
         if step.epoch is not None:

@@ -503,26 +503,28 @@ class Trainer:
             ValueError: There is no checkpoint.
             CheckpointError: The checkpoint is damaged, or does not fit this model.
         """
-        found = self.saver.latest() if path is None else find(path)
-        if found is None:
+        folder = self.saver.latest() if path is None else find(path)
+        if folder is None:
             raise ValueError(
                 f"load expects a checkpoint, but there is none in {shown(self.saver.folder)}."
                 if self.saver.folder is not None
                 else "load expects the path of a checkpoint, because this Trainer has no folder of its own."
             )
-        state = found.load(self.model)
-        check_fits(self.model, state, shown(found.path))
+        state = folder.load(self.model)
+        check_fits(self.model, state, shown(folder.path))
         self.model.load_state_dict(state["model"])
         self.callbacks.load_averages(state)
         self._loaded = state
-        return found
+        return folder
 
     def _prepare_evaluation(self, call: str, data: Iterable[Any]) -> None:
         check_data(call, data)
         transforms = Transforms(data, columns=self.run_progress.columns)
         if self._loaded is not None:
             transforms.load(self._loaded)
-        elif self.step == 0 and not any(each.step or each.state.filled for each in engines_of(self.model)):
+        elif self.step == 0 and not any(
+            engine.step or engine.state.filled for engine in engines_of(self.model)
+        ):
             newest = self.saver.latest()
             if newest is not None and self.connection.rank == 0:
                 _log.warning(
@@ -677,12 +679,12 @@ class TrainingJob:
         # Without the dense tensors there is nothing that depends on the scale of features.
         takes_dense = options.get("dense", "*") not in ((), [])
         transforms = Transforms(self.data, self.eval_data)
-        found = transforms.found if takes_dense else ()
+        transform_names = transforms.found if takes_dense else ()
         report = warm_start(
             self.trainer.model,
             **options,
             sparse_optimizer=self.trainer.update.sparse,
-            transforms=found,
+            transforms=transform_names,
         )
         features = [
             feature

@@ -88,17 +88,17 @@ class Pair(tuple[Any, Any]):
 Mapping.register(Pair)
 
 
-def as_batch(given: Any) -> Any:
+def as_batch(value: Any) -> Any:
     """A pair of features and labels, or features alone, as a `Pair`; anything else as it is."""
-    if isinstance(given, Tensor) and given.dim():
-        return Pair(given, None)
-    if not isinstance(given, tuple | list) or isinstance(given, Pair) or hasattr(given, "_fields"):
-        return given
-    if len(given) == 1 and _is_part(given[0]):
-        return _checked(Pair(given[0], None))
-    if len(given) == 2 and all(map(_is_part, given)):
-        return _checked(Pair(*given))
-    return given
+    if isinstance(value, Tensor) and value.dim():
+        return Pair(value, None)
+    if not isinstance(value, tuple | list) or isinstance(value, Pair) or hasattr(value, "_fields"):
+        return value
+    if len(value) == 1 and _is_part(value[0]):
+        return _checked(Pair(value[0], None))
+    if len(value) == 2 and all(map(_is_part, value)):
+        return _checked(Pair(*value))
+    return value
 
 
 def model_input(batch: Any) -> Any:
@@ -146,7 +146,7 @@ def _renewed(name: str, part: Any, columns: Mapping[str, Any]) -> Any:
         return None
     if not isinstance(part, Mapping):
         return columns[name]
-    renewed = {each: columns[each] for each in part}
+    renewed = {column: columns[column] for column in part}
     return Batch(renewed) if isinstance(part, Batch) else renewed
 
 
@@ -242,9 +242,9 @@ class Prediction(_OutputAndColumns):
         Returns:
             A copy.
         """
-        made = Prediction(*self)
-        made.records = records
-        return made
+        prediction = Prediction(*self)
+        prediction.records = records
+        return prediction
 
 
 def same(batch: Any) -> Any:

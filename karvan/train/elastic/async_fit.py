@@ -82,8 +82,8 @@ class TrainedBatches:
 
     def end_epoch(self) -> int:
         """The last step of an epoch may have fewer batches; the steps that are new."""
-        left, self.left = self.left, 0
-        return 1 if left else 0
+        leaving, self.left = self.left, 0
+        return 1 if leaving else 0
 
     def state_dict(self) -> dict[str, Any]:
         """What a trainer that joins needs."""
@@ -125,22 +125,22 @@ class OwnSteps(FitSteps):
         assert self._sent is None
         return self._train_batch(0, self._train)
 
-    def _train(self, taken: TakenBatch) -> TrainedBatch:
+    def _train(self, batch: TakenBatch) -> TrainedBatch:
         parts, routine = self._parts, self._parts.setup.routine
-        step = self._begin_batch(taken)
+        step = self._begin_batch(batch)
         number = self._commits.begin_own()
         parts.setup.dense.fresh()
-        with blaming(taken.records):
+        with blaming(batch.records):
             losses = routine.gradients(step, parts.loss, parts.metrics, parts.count)
         self.work.bad.computed = True
         made_step = bool(routine.apply(step))
-        done, confirmed = taken.done, self.work.records.confirmed
-        self._unconfirmed = {each: its for each, its in self._unconfirmed.items() if each > confirmed}
+        done, confirmed = batch.done, self.work.records.confirmed
+        self._unconfirmed = {step: its for step, its in self._unconfirmed.items() if step > confirmed}
         self._unconfirmed[number] = done
-        counts = {"samples": taken.samples, "skipped": int(not made_step)}
+        counts = {"samples": batch.samples, "skipped": int(not made_step)}
         ahead = {str(token): n for _, its in sorted(self._unconfirmed.items()) for token, n in its.items()}
         self._sent = self._commits.commit_own(counts, ahead), number, done
-        return TrainedBatch(taken.batch, taken.samples, losses.means(), made_step)
+        return TrainedBatch(batch.batch, batch.samples, losses.means(), made_step)
 
     def finish(self) -> Tally | None:
         """Wait until all servers have the last commit; the tally, if there was one to wait for."""
@@ -171,19 +171,22 @@ class OwnSteps(FitSteps):
             leaves=stop == "terminate",
         )
         channel = self._group.channel
-        said = channel.gather_json(asdict(contribution))
-        agreement = Agreement(0, tuple(Contribution(**each) for each in said))
-        if len({each.leaves for each in agreement.contributions}) == 2:
+        answers = channel.gather_json(asdict(contribution))
+        agreement = Agreement(0, tuple(Contribution(**answer) for answer in answers))
+        if len({contribution.leaves for contribution in agreement.contributions}) == 2:
             self.left_metrics = self._gather_left(agreement)
         tally = channel.gather_json(self.ask().counts if channel.rank == 0 else None)[0]
         return {"agreement": agreement.as_json(), "tally": tally, "world": channel.world_size}
 
     def _gather_left(self, agreement: Agreement) -> list[Any]:
         """The states of metrics of those that leave; a collective."""
-        channel, leaves = self._group.channel, [each.leaves for each in agreement.contributions]
+        channel, leaves = (
+            self._group.channel,
+            [contribution.leaves for contribution in agreement.contributions],
+        )
         metrics = self._parts.metrics if leaves[channel.rank] else {}
         states = gather_state(channel, {name: metric.state() for name, metric in metrics.items()})
-        return [state for state, left in zip(states, leaves, strict=True) if left]
+        return [state for state, leaves_group in zip(states, leaves, strict=True) if leaves_group]
 
     def _complete(self) -> None:
         """All batches of this trainer are committed everywhere, and the master knows their records."""
@@ -210,10 +213,10 @@ class OwnSteps(FitSteps):
 
     def abandon(self) -> None:
         """Servers and embedding workers forget trainers that are gone."""
-        gone = self._gone()
-        for member in gone:
+        gone_members = self._gone()
+        for member in gone_members:
             self._commits.abandon(member)
-        self._parts.connection.abandon(gone)
+        self._parts.connection.abandon(gone_members)
 
     def _gone(self) -> list[int]:
         """All trainers that are not in the round any more.
@@ -382,7 +385,7 @@ class AsyncFit(ElasticFit):
         self._take_over(agreement)
         if agreement.ended:
             self._count_steps(self._batches.end_epoch())
-        self._plan_due(saves=any(each.save for each in agreement.contributions))
+        self._plan_due(saves=any(contribution.save for contribution in agreement.contributions))
         if agreement.ended:
             self._end_epoch()
         if self._first:
@@ -392,10 +395,14 @@ class AsyncFit(ElasticFit):
     def _take_over(self, agreement: Agreement) -> None:
         """The first one that stays counts the batches of those that leave in its metrics."""
         states, self._own_steps.left_metrics = self._own_steps.left_metrics, []
-        stays = next((each.member for each in agreement.contributions if not each.leaves), None)
+        stays = next(
+            (contribution.member for contribution in agreement.contributions if not contribution.leaves), None
+        )
         if states and self._group.member == stays:
             for name, metric in self._parts.metrics.items():
-                metric.load_state(joined(metric, [metric.state(), *(each[name] for each in states)]).state())
+                metric.load_state(
+                    joined(metric, [metric.state(), *(state[name] for state in states)]).state()
+                )
 
     def _plan_due(self, *, saves: bool) -> None:
         """Plan what is due since the last meeting; saves: it is also time to save."""
@@ -410,14 +417,14 @@ class AsyncFit(ElasticFit):
         return self._reporter.metrics()
 
     def _save_together(self) -> None:
-        own = {name: metric.state() for name, metric in self._parts.metrics.items()}
-        self._metric_states = gather_state(self._group.channel, own)
+        states = {name: metric.state() for name, metric in self._parts.metrics.items()}
+        self._metric_states = gather_state(self._group.channel, states)
 
     def _trained_state(self) -> dict[str, Any]:
         state = super()._trained_state()
         if self._metric_states:
             metrics = {
-                name: joined(metric, [each[name] for each in self._metric_states]).state()
+                name: joined(metric, [metric_state[name] for metric_state in self._metric_states]).state()
                 for name, metric in self._parts.metrics.items()
             }
             state["ranks"] = [{**state["ranks"][0], "metrics": metrics}]

@@ -114,13 +114,13 @@ class LeasedPrediction:
         try:
             while not feed.ended:
                 self._host.welcome(self._number)
-                taken = self._take(feed)
-                if taken is None:
+                batch = self._take(feed)
+                if batch is None:
                     with activity.waiting(TRAINERS):
                         time.sleep(_IDLE)
                     continue
-                yield self._prediction(predictor, taken)
-                if self._client.acknowledge(taken.done):
+                yield self._prediction(predictor, batch)
+                if self._client.acknowledge(batch.done):
                     _log.warning(
                         "This trainer did not answer for too long, so others were given records of its "
                         "prediction."
@@ -135,21 +135,21 @@ class LeasedPrediction:
         except BatchError as failed:
             raise self._named(failed) from failed.__cause__
 
-    def _prediction(self, predictor: Predictor, taken: TakenBatch) -> Prediction:
+    def _prediction(self, predictor: Predictor, batch: TakenBatch) -> Prediction:
         try:
-            with blaming(taken.records):
-                output = predictor.output(taken.batch)
+            with blaming(batch.records):
+                output = predictor.output(batch.batch)
         except BatchError as failed:
             raise self._named(failed) from failed.__cause__
         self._predicted = True
-        (records,) = taken.records
-        return predictor.prediction(taken.batch, output).of(self._records(records))
+        (records,) = batch.records
+        return predictor.prediction(batch.batch, output).of(self._records(records))
 
-    def _records(self, taken: TakenRecords) -> PredictedRecords:
-        task, first = taken.lease.task, int(taken.places[0])
+    def _records(self, records: TakenRecords) -> PredictedRecords:
+        task, first = records.lease.task, int(records.places[0])
         start = task.first + first
         number = self._before[self._plan.place_of(task.number)] + start // self._data.batch_size
-        return PredictedRecords(number, task.path, start, len(taken.places))
+        return PredictedRecords(number, task.path, start, len(records.places))
 
     def _named(self, failed: BatchError) -> BaseException:
         """The error of a batch, with the record that raises it; as it is if every record raises one."""
@@ -159,10 +159,10 @@ class LeasedPrediction:
         def check(batch: Batch) -> None:
             self._evaluator.predictor(()).output(self._runs.placement.place(batch, training=False))
 
-        found = self._data.search(in_order=True).find(failed.records, [check])
-        if found.every and not self._predicted:
+        bad = self._data.search(in_order=True).find(failed.records, [check])
+        if bad.every and not self._predicted:
             return error
-        return named_error(error, failed.records, found.record)
+        return named_error(error, failed.records, bad.record)
 
 
 def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin) -> Fit:
@@ -195,8 +195,8 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
         )
     job = JobEnvironment.read()
     client = _connect(connection.group)
-    given = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
-    work = WorkSettings(job.global_batches, **{name: n for name, n in given.items() if n is not None})
+    limits = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
+    work = WorkSettings(job.global_batches, **{name: n for name, n in limits.items() if n is not None})
     if not connection.settings.mode.dense_on_servers:
         return ElasticFit(trainer, parts, leased, goal, begin, client, work)
     if job.global_batches is not None:

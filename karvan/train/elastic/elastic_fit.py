@@ -210,7 +210,7 @@ class ElasticFit(Fit):
         channel, counts, calls = self._group.channel, self._counts, self._group.calls
         knows = self.begun or calls.finished > 0
         mine = Standing(self._call, self.begun, knows, self._actions, self._last)
-        all_said = Standings([Standing(**each) for each in channel.gather_json(asdict(mine))])
+        all_said = Standings([Standing(**answer) for answer in channel.gather_json(asdict(mine))])
         leads, first = channel.rank == all_said.leader, all_said.first
         if not first.begun and leads:
             self._begin_run()
@@ -318,7 +318,7 @@ class ElasticFit(Fit):
         """What another trainer needs to train with this one."""
         return {
             "state": {**train_state.take(self._parts), **self._transforms.state()},
-            "past": [dict(vars(each)) for each in self._past],
+            "past": [dict(vars(finished)) for finished in self._past],
             "todo": list(self._todo),
             "actions": self._actions,
             "last": self._last,
@@ -337,7 +337,7 @@ class ElasticFit(Fit):
         self._last, self._unsaved = everything["last"], everything["unsaved"]
         self._saved_first = everything["saved_first"]
         self._steps.work.seed = everything["seed"]
-        self._past = tuple(FinishedData(**each) for each in everything["past"])
+        self._past = tuple(FinishedData(**finished) for finished in everything["past"])
         self._begin_training()
 
     # Actions
@@ -390,7 +390,7 @@ class ElasticFit(Fit):
 
     def _complete_step(self, result: Mapping[str, Any]) -> None:
         parts, counts = self._parts, self._counts
-        agreement, taken = self._group_steps.apply(result)
+        agreement, applied = self._group_steps.apply(result)
         if agreement.samples:
             note_training()
             counts.step += 1
@@ -398,7 +398,7 @@ class ElasticFit(Fit):
             counts.samples += agreement.samples
             losses = {name: torch.tensor(loss) for name, loss in agreement.losses.items()}
             self._window.add(losses)
-            self._note_step(agreement.samples, losses, taken, [])
+            self._note_step(agreement.samples, losses, applied, [])
             if counts.step % self._reporter.period == 0:
                 self._todo.append("report")
             elif self._first and self._reporter.shows(counts.step):
@@ -406,7 +406,7 @@ class ElasticFit(Fit):
             if self._goal.evaluates_after_step(counts):
                 self._plan_evaluation()
             saves = parts.saver.due_by_steps(counts.step) or any(
-                each.save for each in agreement.contributions
+                contribution.save for contribution in agreement.contributions
             )
             if saves and not self._has_all():
                 self._todo.append("save")
@@ -418,13 +418,13 @@ class ElasticFit(Fit):
 
     def _react(self, agreement: Agreement) -> None:
         """Follow what trainers have said beside their step."""
-        said = agreement.contributions
-        leavers = {each.member for each in said if each.leaves}
-        if leavers and len(leavers) == len(said):
+        contributions = agreement.contributions
+        leavers = {contribution.member for contribution in contributions if contribution.leaves}
+        if leavers and len(leavers) == len(contributions):
             self._stopping.agree("terminate")
         elif self._group.member in leavers:
             self._leave()
-        elif leavers or any(each.regroup for each in said):
+        elif leavers or any(contribution.regroup for contribution in contributions):
             self._regroup_due = True
         if agreement.stop is not None:
             self._stopping.agree(agreement.stop)
@@ -477,13 +477,13 @@ class ElasticFit(Fit):
 
     def _finish_together(self) -> dict[str, Any]:
         self._save_together()
-        said: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
         if self._first:
             finished = self._has_all() or self._parts.stop_request.final
             with self._steps.work.export() if finished else nullcontext():
-                said["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
-            said["bad_records"] = self._steps.work.bad_records()
-        first = self._group.channel.gather_json(said)[0]
+                shared["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
+            shared["bad_records"] = self._steps.work.bad_records()
+        first = self._group.channel.gather_json(shared)[0]
         return {**first, "metrics": self._training_metrics()}
 
     def _complete_finish(self, result: Mapping[str, Any]) -> None:
@@ -491,9 +491,9 @@ class ElasticFit(Fit):
             self._note_save()
         if self._stopping.reason is None:
             self._outcomes.end()
-        made = self._make_result(self._stopping.reason, result["checkpoint"], result["metrics"])
-        self._result = made = self._finish(replace(made, bad_records=result["bad_records"]))
-        if made.stopped == "terminate":
+        result_ = self._make_result(self._stopping.reason, result["checkpoint"], result["metrics"])
+        self._result = result_ = self._finish(replace(result_, bad_records=result["bad_records"]))
+        if result_.stopped == "terminate":
             self._group.leave()  # for the master, the job is not done
 
     def _finished(self) -> bool:

@@ -83,41 +83,43 @@ class Agreement:
     @property
     def batches(self) -> list[StepBatch]:
         """The batches of the step that have samples, in their order."""
-        found = [StepBatch(**each) for said in self.contributions for each in said.batches]
-        return sorted((each for each in found if each.samples), key=lambda each: each.place)
+        batches = [
+            StepBatch(**batch) for contribution in self.contributions for batch in contribution.batches
+        ]
+        return sorted((batch for batch in batches if batch.samples), key=lambda batch: batch.place)
 
     @property
     def samples(self) -> int:
         """Those of all batches."""
-        return sum(each.samples for each in self.batches)
+        return sum(batch.samples for batch in self.batches)
 
     @property
     def taken(self) -> bool:
         """Whether all gradients are finite; otherwise the step is skipped."""
-        return all(each.finite for each in self.batches)
+        return all(batch.finite for batch in self.batches)
 
     @property
     def ended(self) -> bool:
         """Whether the epoch is over."""
-        return all(each.ended for each in self.contributions)
+        return all(contribution.ended for contribution in self.contributions)
 
     @property
     def stop(self) -> str | None:
         """Why training stops, if it does."""
-        return next((each.stop for each in self.contributions if each.stop), None)
+        return next((contribution.stop for contribution in self.contributions if contribution.stop), None)
 
     @property
     def records(self) -> dict[int, int]:
         """How many records are done, by token."""
-        return {int(token): done for each in self.batches for token, done in each.records.items()}
+        return {int(token): done for batch in self.batches for token, done in batch.records.items()}
 
     @property
     def losses(self) -> dict[str, float]:
         """The means over all samples."""
         sums: dict[str, float] = {}
-        for each in self.batches:
-            for name, loss in each.losses.items():
-                sums[name] = sums.get(name, 0.0) + loss * each.samples
+        for batch in self.batches:
+            for name, loss in batch.losses.items():
+                sums[name] = sums.get(name, 0.0) + loss * batch.samples
         return {name: total / self.samples for name, total in sums.items()}
 
     def row_scale(self, grad_reduce: str) -> float:
@@ -130,12 +132,17 @@ class Agreement:
 
     def as_json(self) -> dict[str, Any]:
         """For other trainers, which may have missed it."""
-        return {"step": self.step, "contributions": [asdict(each) for each in self.contributions]}
+        return {
+            "step": self.step,
+            "contributions": [asdict(contribution) for contribution in self.contributions],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Agreement:
         """What `as_json` gave."""
-        return cls(value["step"], tuple(Contribution(**each) for each in value["contributions"]))
+        return cls(
+            value["step"], tuple(Contribution(**contribution) for contribution in value["contributions"])
+        )
 
 
 class JointStep:
@@ -144,7 +151,7 @@ class JointStep:
     def __init__(self, group: ElasticGroup, update: OptimizerStep, servers: Servers | None) -> None:
         self._group = group
         self._update = update
-        self._parameters = [each for each in update.parameters() if each.requires_grad]
+        self._parameters = [parameter for parameter in update.parameters() if parameter.requires_grad]
         self._mine: dict[int, Tensor] = {}  # the gradients of this trainer's batches, by number
         self._total: Tensor | None = None  # the sum over all trainers, once it is known
         commits = None if servers is None else servers.commits
@@ -172,14 +179,14 @@ class JointStep:
             self._staged[number] = self._commits.staged(self._step)[before:]
         self._mine[number] = flat = flat_gradients(self._parameters)
         self._update.forget()
-        pushes = [list(each.part) for each in self._staged.get(number, ())]
+        pushes = [list(push.part) for push in self._staged.get(number, ())]
         finite = finite and all_finite([flat])
         return replace(batch, finite=finite, pushes=pushes, tables=tables)
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Forget all other batches: other trainers compute them now."""
         self._mine = {number: flat for number, flat in self._mine.items() if number in numbers}
-        for number in [each for each in self._staged if each not in numbers]:
+        for number in [staged for staged in self._staged if staged not in numbers]:
             for staged in self._staged.pop(number):
                 staged.release()
 
@@ -189,33 +196,33 @@ class JointStep:
         mine = [self._mine[number] for _, number in plan.mine(channel.rank)]
         self._total = ordered_sum(channel, mine, plan.ranks) if plan.ranks else None
         for staged in self._staged.values():
-            for each in staged:
-                each.wait()
-        said = channel.gather_json(asdict(contribution))
-        return Agreement(step, tuple(Contribution(**each) for each in said))
+            for push in staged:
+                push.wait()
+        answers = channel.gather_json(asdict(contribution))
+        return Agreement(step, tuple(Contribution(**answer) for answer in answers))
 
     def apply(self, agreement: Agreement) -> bool:
         """Apply a step that is committed; whether it was taken, not skipped."""
-        taken = agreement.taken
+        applied = agreement.taken
         if agreement.samples:
             assert self._total is not None
-            self._commit(agreement, taken)  # servers apply it while this trainer makes the dense step
-            if taken:
+            self._commit(agreement, applied)  # servers apply it while this trainer makes the dense step
+            if applied:
                 set_gradients(self._parameters, self._total / agreement.samples)
-                self._update.count_tables({table for each in agreement.batches for table in each.tables})
-            self._update.finish(taken)
+                self._update.count_tables({table for batch in agreement.batches for table in batch.tables})
+            self._update.finish(applied)
         self._mine, self._total, self._staged = {}, None, {}
-        return taken
+        return applied
 
-    def _commit(self, agreement: Agreement, taken: bool) -> None:
+    def _commit(self, agreement: Agreement, applied: bool) -> None:
         if self._commits is None:
             return
-        pushes = [(member, number) for each in agreement.batches for member, number in each.pushes]
+        pushes = [(member, number) for batch in agreement.batches for member, number in batch.pushes]
         scale = agreement.row_scale(self._reduce)
-        self._commits.commit(agreement.step, pushes if taken else [], scale, agreement.as_json())
+        self._commits.commit(agreement.step, pushes if applied else [], scale, agreement.as_json())
         self._commits.send()
 
-    def missed(self, step: int, gone: Iterable[int]) -> dict[str, Any] | None:
+    def missed(self, step: int, lost: Iterable[int]) -> dict[str, Any] | None:
         """What a server says of this step, if it was committed by a trainer that is gone.
 
         One that is only silent, and wakes, cannot commit it any more.
@@ -223,9 +230,9 @@ class JointStep:
         if self._commits is None:
             return None
         self._commits.flush()
-        for member in sorted(gone):
+        for member in sorted(lost):
             self._commits.fence(member)
-        newest = [each for each in self._commits.progress() if each.committed == step]
+        newest = [progress for progress in self._commits.progress() if progress.committed == step]
         return dict(newest[0].ack) if newest else None
 
     def abandon(self, members: Iterable[int]) -> None:
@@ -264,16 +271,16 @@ class SharedMetrics:
                 tensors.setdefault(key, tensor)
                 uses[name][role] = list(tensors).index(key)
         # On the CPU, and not in memory that a later batch may use.
-        copies = [each.detach().to("cpu", copy=True).contiguous() for each in tensors.values()]
+        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors.values()]
         self._mine[number] = {"tensors": copies, "uses": uses}
 
     def share(self, channel: CollectiveChannel, mine: Sequence[tuple[int, int]]) -> None:
         """Exchange what was read with all trainers; a collective. mine: places and numbers of own batches."""
         if not self._metrics:
             return
-        own = [[place, self._mine[number]] for place, number in mine if number in self._mine]
-        everything = [each for said in gather_state(channel, own) for each in said]
-        self._step = [read for _, read in sorted(everything, key=lambda each: int(each[0]))]
+        readings = [[place, self._mine[number]] for place, number in mine if number in self._mine]
+        everything = [reading for reading in gather_state(channel, readings) for reading in reading]
+        self._step = [read for _, read in sorted(everything, key=lambda reading: int(reading[0]))]
 
     def count(self) -> None:
         """Count the batches of the step, which is committed."""
@@ -302,12 +309,12 @@ def _taken(metric: MetricLike, output: Any, batch: Any) -> Mapping[str, Tensor]:
     return alone.state()
 
 
-def _add(metric: MetricLike, taken: Mapping[str, Tensor]) -> None:
+def _add(metric: MetricLike, values: Mapping[str, Tensor]) -> None:
     """Count what `_taken` gave."""
     if isinstance(metric, Metric) and _selects(metric):
-        metric.add_selection(taken)
+        metric.add_selection(values)
     else:
-        require_merge(metric)(taken)
+        require_merge(metric)(values)
 
 
 class GroupSteps(FitSteps):
@@ -353,7 +360,7 @@ class GroupSteps(FitSteps):
     def apply(self, result: Mapping[str, Any]) -> tuple[Agreement, bool]:
         """The effects of a step that is committed: what was agreed on, and whether it was taken."""
         agreement = Agreement.from_json(result)
-        taken = self._joint.apply(agreement)
+        applied = self._joint.apply(agreement)
         if agreement.samples:
             self._metrics.count()
         else:
@@ -364,8 +371,8 @@ class GroupSteps(FitSteps):
         elif agreement.samples:
             self.work.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
         if self._group.rank != 0:
-            self.work.records.forget(max(each.confirmed for each in agreement.contributions))
-        return agreement, taken
+            self.work.records.forget(max(contribution.confirmed for contribution in agreement.contributions))
+        return agreement, applied
 
     def missed(self) -> dict[str, Any] | None:
         """The agreement of a step that servers have committed, and no trainer that is left."""
@@ -382,17 +389,17 @@ class GroupSteps(FitSteps):
         self._parts.connection.abandon(self._group.gone)
         self._group.settle()
 
-    def _gradients(self, number: int, taken: TakenBatch) -> StepBatch:
+    def _gradients(self, number: int, batch: TakenBatch) -> StepBatch:
         """Compute the gradients of a batch."""
-        parts, samples = self._parts, taken.samples
-        with blaming(taken.records):
-            step = self._begin_batch(taken)
+        parts, samples = self._parts, batch.samples
+        with blaming(batch.records):
+            step = self._begin_batch(batch)
             if self._of_step is not None:  # generators belong to the batch, not to the trainer
                 seed_random(self.work.seed, parts.counts.epoch, number)
             read = partial(self._metrics.read, number)
             losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, read, 1.0 / samples)
             self.work.bad.computed = True
-            done = {} if self._of_step is not None else taken.done
+            done = {} if self._of_step is not None else batch.done
             return StepBatch(
                 place=0,
                 samples=samples,

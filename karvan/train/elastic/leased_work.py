@@ -100,10 +100,10 @@ class LeasedFeed:
                 if self._complete or self._closed or stopped() or idle:
                     return None
                 self._changed.wait(_WAKE)
-            taken = self._ready.popleft()
+            batch = self._ready.popleft()
             self._changed.notify_all()
         activity.advance()
-        return taken
+        return batch
 
     def close(self) -> None:
         """End the thread; the leases of batches that were not taken stay with the client."""
@@ -126,9 +126,9 @@ class LeasedFeed:
                 self._placing = True
                 records = self._loader.hand_over()
                 with blaming(records):
-                    made = TakenBatch(self._place(batch), records, samples_of(batch))
+                    taken_batch = TakenBatch(self._place(batch), records, samples_of(batch))
                 with self._changed:
-                    self._ready.append(made)
+                    self._ready.append(taken_batch)
                     self._placing = False
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: len(self._ready) < self._size or self._closed)
@@ -255,9 +255,9 @@ class PlannedSteps(LeasedSteps):
     def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
         """It waits for the batch, whatever `stopped` says: the step needs it."""
         feed = self._open(number)
-        while (taken := feed.take(lambda: False)) is not None:
-            if number in taken.done:
-                return taken
+        while (batch := feed.take(lambda: False)) is not None:
+            if number in batch.done:
+                return batch
         raise RuntimeError(f"Expected batch {number} of epoch {self._epoch}, but the data has ended.")
 
     @override
@@ -347,13 +347,13 @@ class Acknowledgements:
                     self._changed.wait_for(lambda: self._closed or (self._steps and self._reports))
                     if self._closed:
                         return
-                    taken, self._steps = self._steps, {}
+                    steps, self._steps = self._steps, {}
                     self._busy = True
                 done: dict[int, int] = {}
-                for step in sorted(taken):
-                    done |= taken[step]
+                for step in sorted(steps):
+                    done |= steps[step]
                 self._client.acknowledge(done)
-                self._confirmed = max(taken)
+                self._confirmed = max(steps)
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -397,11 +397,11 @@ class BadRecords:
             lambda: evaluating(self._parts.model),  # some modules need more than one sample while they train
         ]
         with same_random_state_afterwards(), _same_buffers_afterwards(self._parts.model):
-            found = self._data.search().find(failed.records, [self._check_in(mode) for mode in modes])
+            bad = self._data.search().find(failed.records, [self._check_in(mode) for mode in modes])
         self._parts.setup.runs.placement.forget()
-        if found.every and not self.computed:
+        if bad.every and not self.computed:
             raise error from error.__cause__
-        return found
+        return bad
 
     def _check_in(self, mode: Callable[[], AbstractContextManager[None]]) -> Callable[[Batch], None]:
         parts, runs = self._parts, self._parts.setup.runs
@@ -457,12 +457,12 @@ class LeasedWork:
         """Report a batch that raised an error, and return all records that are not trained."""
         self._parts.setup.update.forget()
         self._close_batches()
-        found, error = self.bad.find(failed), failed.__cause__
+        bad, error = self.bad.find(failed), failed.__cause__
         assert error is not None
         if self._of_step is not None:  # every step has fixed batches, so none can be left out
-            raise named_error(error, failed.records, found.record) from error
+            raise named_error(error, failed.records, bad.record) from error
         self.records.flush()  # what is returned must not have been trained
-        report(self._client, error, failed.records, found.record, _HINT)
+        report(self._client, error, failed.records, bad.record, _HINT)
         self._client.give_back_all()
 
     def position(self) -> dict[str, Any]:
@@ -558,14 +558,14 @@ class FitSteps(ABC):
         trained returns to the master.
         """
         try:
-            taken = self._batches.take(number, self._stopped)
-            return None if taken is None else train(taken)
+            batch = self._batches.take(number, self._stopped)
+            return None if batch is None else train(batch)
         except BatchError as failed:
             self.work.set_aside(failed)
             return None
 
-    def _begin_batch(self, taken: TakenBatch) -> StepBatches:
+    def _begin_batch(self, batch: TakenBatch) -> StepBatches:
         """Gradients from now on are those of a batch, which is computed alone."""
         for engine in self._engines:
             engine.step = self._parts.counts.step  # that of all trainers
-        return self._parts.setup.routine.begin([FedBatch(taken.batch, None, taken.samples, taken.samples)])
+        return self._parts.setup.routine.begin([FedBatch(batch.batch, None, batch.samples, batch.samples)])

@@ -49,13 +49,13 @@ _WIDE, _NARROW = 100, 70  # columns of a terminal
 
 def make_columns(console: Console, total: int | None) -> list[ProgressColumn]:
     """The columns for a fit of `total` steps; without a total, remaining time is not shown."""
-    known = "" if total is None else f"/{total:,}"
+    suffix = "" if total is None else f"/{total:,}"
     last: list[ProgressColumn] = [TimeElapsedColumn(_fixed())]
     if total is not None:
         last += [TextColumn("left", table_column=_fixed()), TimeRemainingColumn(table_column=_fixed())]
     return [
         SpinnerColumn(table_column=_fixed()),
-        TextColumn(f"step {{task.completed:,.0f}}{known}", table_column=_fixed()),
+        TextColumn(f"step {{task.completed:,.0f}}{suffix}", table_column=_fixed()),
         _Bar(console),
         *last,
         _Numbers(),
@@ -193,7 +193,7 @@ class _Schedule:
 def _next_round(number: int) -> int:
     """The first of 1, 2, 5, 10, 20, 50, … that is larger."""
     power = int("1" + "0" * (len(str(number)) - 1))
-    return next(each for each in (power, 2 * power, 5 * power, 10 * power) if each > number)
+    return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step > number)
 
 
 class _ScheduledProgress(NoProgress):
@@ -381,11 +381,12 @@ class NotebookProgress(_ScheduledProgress):
         line = "  ".join([*texts, *self._numbers])
         names = dict.fromkeys(name for report in self._evaluations for name in report.values)
         rows = [
-            [each.step, *(each.values.get(name, "") for name in names)] for each in self._evaluations[-10:]
+            [evaluation.step, *(evaluation.values.get(name, "") for name in names)]
+            for evaluation in self._evaluations[-10:]
         ]
         evaluations = html_table("", ["evaluation at step", *names], rows) if rows else ""
-        said = "".join(f"<div>{escape(text)}</div>" for text in self._said)
-        html = f"{bar}<div>{escape(line.replace('  ', ' · '))}</div>{evaluations}{said}"
+        lines = "".join(f"<div>{escape(text)}</div>" for text in self._said)
+        html = f"{bar}<div>{escape(line.replace('  ', ' · '))}</div>{evaluations}{lines}"
         self._display.show(html, "\n".join([line, *self._said]))
 
 
@@ -447,8 +448,8 @@ def memory_bytes(device: torch.device) -> int:
 
 def memory_owner(device: torch.device, ranks: int) -> str:
     """Whose memory the sum of `memory_bytes` over all ranks is."""
-    one, several = ("GPU", "GPUs") if device.type == "cuda" else ("process", "processes")
-    return one if ranks == 1 else f"{ranks} {several}"
+    singular, several = ("GPU", "GPUs") if device.type == "cuda" else ("process", "processes")
+    return singular if ranks == 1 else f"{ranks} {several}"
 
 
 # Shown behind losses and metrics, because a narrow terminal shows what comes first.
@@ -487,7 +488,7 @@ def _short(number: float) -> str:
     """A count in at most five letters, such as 252k."""
     if not number >= 9_999.5:
         return f"{number:,.0f}"
-    unit, size = next((each for each in _UNITS if number < 999.5 * each[1]), _UNITS[-1])
+    unit, size = next((unit_ for unit_ in _UNITS if number < 999.5 * unit_[1]), _UNITS[-1])
     return f"{_three_digits(number / size)}{unit}"
 
 

@@ -90,7 +90,9 @@ def _tables(parts: TrainerParts) -> str:
 def _dense(parts: TrainerParts) -> str:
     parameters = list(parts.model.parameters())
     lazy = ", more with the first batch" if any(map(is_lazy, parameters)) else ""
-    return f"{sum(each.numel() for each in parameters if not is_lazy(each)):,} parameters{lazy}"
+    return (
+        f"{sum(parameter.numel() for parameter in parameters if not is_lazy(parameter)):,} parameters{lazy}"
+    )
 
 
 def _optimizer(optimizer: Optimizer | None) -> str:
@@ -229,19 +231,19 @@ class Reporter:
             return {}
         ahead, dense = [engine.store.staleness for engine in self._engines], parts.setup.dense.staleness
         now = {
-            "lookups": sum(each.lookups for each in ahead),
-            "out": sum(each.total for each in ahead),
+            "lookups": sum(lookups.lookups for lookups in ahead),
+            "out": sum(lookups.total for lookups in ahead),
             "pushes": dense.pushes,
             "behind": dense.total,
         }
         gathered = parts.connection.main.gather_json(
             [
                 {name: value - self._counted.get(name, 0) for name, value in now.items()},
-                max((each.most for each in ahead), default=0),
+                max((lookups.most for lookups in ahead), default=0),
             ]
         )
         self._counted = now
-        counts = {name: sum(each[name] for each, _ in gathered) for name in now}
+        counts = {name: sum(rank_counts[name] for rank_counts, _ in gathered) for name in now}
         if counts["lookups"]:  # otherwise all were made before
             self._stale["staleness"] = counts["out"] / counts["lookups"]
             self._stale["staleness_max"] = max(most for _, most in gathered)

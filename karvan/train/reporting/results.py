@@ -82,9 +82,9 @@ class Report:
         Returns:
             The fields other than `values`, by name.
         """
-        known = {"samples": self.samples, "time": self.time}
-        found = {name: value for name, value in known.items() if value is not None}
-        return {"kind": self.kind, "step": self.step, "epoch": self.epoch, **found}
+        limits = {"samples": self.samples, "time": self.time}
+        reached = {name: value for name, value in limits.items() if value is not None}
+        return {"kind": self.kind, "step": self.step, "epoch": self.epoch, **reached}
 
 
 @dataclass(frozen=True)

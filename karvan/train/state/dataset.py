@@ -64,7 +64,7 @@ class FinishedData:
 
 def with_newest(history: Iterable[FinishedData], newest: FinishedData) -> tuple[FinishedData, ...]:
     """The history with one more at its end, in place of an older one of the same data."""
-    return (*(each for each in history if each.id != newest.id), newest)[-_MOST:]
+    return (*(finished for finished in history if finished.id != newest.id), newest)[-_MOST:]
 
 
 _log = logging.getLogger("karvan.train")
@@ -77,25 +77,25 @@ class UnfinishedError(ValueError):
 def identify(data: Any, name: str | None, connection: Connection) -> Identity | None:
     """The identity of the data of all ranks, by its name if it has one; a collective. None: unknown."""
     ask = getattr(data, "identity", None)
-    known = ask() if callable(ask) else None
-    if known is not None and not isinstance(known, Identity):
+    identity = ask() if callable(ask) else None
+    if identity is not None and not isinstance(identity, Identity):
         raise TypeError(
             f"identity() of {type(data).__name__} must give a karvan.data.Identity or None, "
-            f"got {type(known).__name__}."
+            f"got {type(identity).__name__}."
         )
     if name is not None:
         if not name:
             raise ValueError("data_name must not be empty.")
-        known = Identity.named(name, () if known is None else known.files)
+        identity = Identity.named(name, () if identity is None else identity.files)
     if connection.world_size == 1:
-        return known
-    ids = connection.main.gather_json(None if known is None else known.id)
-    if known is None or None in ids:
+        return identity
+    ids = connection.main.gather_json(None if identity is None else identity.id)
+    if identity is None or None in ids:
         return None
     if len(set(ids)) == 1:
-        return known
+        return identity
     combined = hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16]  # every rank has its own files
-    return Identity(combined, f"{known.label} and the data of {len(ids) - 1} more ranks", known.name)
+    return Identity(combined, f"{identity.label} and the data of {len(ids) - 1} more ranks", identity.name)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class Record:
     @property
     def history(self) -> tuple[FinishedData, ...]:
         """What the run has trained to its end, this data included if it was."""
-        known = self.identity
-        if known is None or known.grows or not self.finished:
+        identity = self.identity
+        if identity is None or identity.grows or not self.finished:
             return self.past
-        newest = FinishedData(known.id, known.label, self.step, self.epoch, self.steps, self.early)
+        newest = FinishedData(identity.id, identity.label, self.step, self.epoch, self.steps, self.early)
         return with_newest(self.past, newest)
 
     @property
@@ -141,7 +141,7 @@ def state_of(
         "finished": finished,
         "wanted": goal,
         "early": early,
-        "past": [dict(vars(each)) for each in past],
+        "past": [dict(vars(finished)) for finished in past],
     }
 
 
@@ -152,10 +152,10 @@ def record_of(checkpoint: Checkpoint) -> Record | None:
         return None
     counts = decode(tree["trainer"], {})
     data = decode(tree["data"], {}) if "data" in tree else {}
-    known = data.get("identity")
+    identity = data.get("identity")
     epoch, batches = int(counts["epoch"]), int(counts["batches"])
     return Record(
-        None if known is None else Identity.from_state(known),
+        None if identity is None else Identity.from_state(identity),
         bool(data.get("finished", batches == 0)),
         str(data.get("wanted", "")),
         epoch,
@@ -163,7 +163,7 @@ def record_of(checkpoint: Checkpoint) -> Record | None:
         int(counts["step"]),
         int(counts["step"]) - int(counts.get("start_step", 0)),
         bool(data.get("early", False)),
-        tuple(FinishedData(**each) for each in data.get("past", ())),
+        tuple(FinishedData(**finished) for finished in data.get("past", ())),
     )
 
 
@@ -201,7 +201,7 @@ def trained_before(record: Record | None, identity: Identity | None) -> Finished
     """How a run has trained data before that of its newest checkpoint; a warning if it has."""
     if record is None or identity is None or identity.grows:
         return None
-    before = next((each for each in record.history if each.id == identity.id), None)
+    before = next((finished for finished in record.history if finished.id == identity.id), None)
     if before is not None:
         _log.warning(
             "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",

@@ -79,7 +79,7 @@ def merged(channel: CollectiveChannel, metrics: Mapping[str, MetricLike]) -> dic
         return {name: metric.compute() for name, metric in metrics.items()}
     states = gather_state(channel, {name: metric.state() for name, metric in metrics.items()})
     return {
-        name: joined(metric, [each[name] for each in states]).compute() for name, metric in metrics.items()
+        name: joined(metric, [state[name] for state in states]).compute() for name, metric in metrics.items()
     }
 
 
@@ -106,7 +106,7 @@ def require_merge(metric: MetricLike) -> Callable[[Any], None]:
 def summed(channel: CollectiveChannel, values: Mapping[str, float]) -> dict[str, float]:
     """Numbers by name, added up in the order of ranks; a rank may lack some."""
     sums: dict[str, float] = {}
-    for each in channel.gather_json(dict(values)):
-        for name, value in each.items():
+    for rank_values in channel.gather_json(dict(values)):
+        for name, value in rank_values.items():
             sums[name] = sums.get(name, 0) + value
     return sums

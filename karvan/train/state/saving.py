@@ -145,8 +145,8 @@ class FailedSaves:
         while (error := attempt()) is not None:
             if not is_outage(error):
                 raise error
-            left = channel.gather_json(due - time.monotonic())[0]
-            if left <= 0:
+            remaining = channel.gather_json(due - time.monotonic())[0]
+            if remaining <= 0:
                 raise CheckpointError(
                     folder,
                     f"the last checkpoint, of step {step}, could not be saved in {self.retry_seconds:g} "
@@ -163,7 +163,7 @@ class FailedSaves:
                     newest_text(folder),
                 )
             activity.advance()  # waiting is not a stall: it is limited
-            time.sleep(min(delay, left))
+            time.sleep(min(delay, remaining))
             delay = min(2 * delay, _LONGEST_DELAY)
         self.succeeded()
 
@@ -176,14 +176,14 @@ def is_outage(error: BaseException) -> bool:
 def newest_text(folder: Path) -> str:
     """Which checkpoint is the newest now, in a sentence."""
     try:
-        found = folders(folder)
+        step_folders = folders(folder)
     except OSError as error:
         return f"Which checkpoint is the newest in {folder} cannot be read: {os.strerror(error.errno or 0)}."
     except CheckpointError as error:
         return f"Which checkpoint is the newest cannot be read: {error}"
-    if not found:
+    if not step_folders:
         return f"There is no checkpoint in {shown(folder)} yet."
-    return f"The newest checkpoint is {shown(found[-1])}."
+    return f"The newest checkpoint is {shown(step_folders[-1])}."
 
 
 def _sentence(error: BaseException) -> str:
@@ -448,8 +448,8 @@ def make_saver(
     """A saver for checkpoints or for the path of their folder; one that does nothing for None."""
     if checkpoints is None:
         return NoSaver()
-    made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-    return Saver(made, settings, connection)
+    converted = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+    return Saver(converted, settings, connection)
 
 
 # Which checkpoint a fit continues from: `resume` of `Trainer.fit`.

@@ -64,8 +64,8 @@ def restore_optimizer(
             "(kv.checkpoint.warm_start) into another folder."
         )
     given = [_settings(group) for group in optimizer.param_groups]
-    own = [{name: group[name] for name in _OWN if name in group} for group in optimizer.param_groups]
-    groups = [{**group, **mine} for group, mine in zip(saved["param_groups"], own, strict=True)]
+    unsaved = [{name: group[name] for name in _OWN if name in group} for group in optimizer.param_groups]
+    groups = [{**group, **mine} for group, mine in zip(saved["param_groups"], unsaved, strict=True)]
     optimizer.load_state_dict({**saved, "param_groups": groups})
     if new_settings:
         for group, settings in zip(optimizer.param_groups, given, strict=True):
@@ -82,10 +82,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in names}
 
 
-def _warn_unused(name: str, kind: str, given: list[dict[str, Any]], used: list[dict[str, Any]]) -> None:
+def _warn_unused(name: str, kind: str, saved: list[dict[str, Any]], used: list[dict[str, Any]]) -> None:
     different = {
         setting: (value, after[setting])
-        for before, after in zip(given, used, strict=True)
+        for before, after in zip(saved, used, strict=True)
         for setting, value in before.items()
         if setting in after and _differs(value, after[setting])
     }
@@ -100,10 +100,10 @@ def _warn_unused(name: str, kind: str, given: list[dict[str, Any]], used: list[d
         )
 
 
-def _differs(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) != list(other)
-    return bool(one != other)
+def _differs(first: Any, other: Any) -> bool:
+    if isinstance(first, list | tuple) and isinstance(other, list | tuple):
+        return list(first) != list(other)
+    return bool(first != other)
 
 
 def _counts(sizes: list[int]) -> str:
@@ -115,31 +115,31 @@ REDUCTION = "dense_reduction"  # in the state of a checkpoint: what PowerSGD has
 
 def take(parts: TrainerParts) -> dict[str, Any]:
     """The state of everything but the data, the same on all ranks; a collective."""
-    own = {
+    position = {
         "metrics": {name: metric.state() for name, metric in parts.metrics.items()},
         "window": parts.window.state_dict(),
     }
     return {
-        **take_trained(parts.setup, parts.counts, own),
+        **take_trained(parts.setup, parts.counts, position),
         "scheduler": parts.schedule.state_dict(),
         "callbacks": parts.callbacks.state_dict(),
     }
 
 
-def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str, Any]) -> dict[str, Any]:
+def take_trained(setup: TrainingSetup, counts: TrainingCounts, position: Mapping[str, Any]) -> dict[str, Any]:
     """The state of the model and its optimizers; `own` is further state of this rank alone."""
     runs, optimizers = setup.runs, setup.update.optimizers
     reduction = setup.routine.parallel.reduction
     if of_rank := reduction.rank_state():
-        own = {**own, REDUCTION: of_rank}
+        position = {**position, REDUCTION: of_rank}
     return {
         "model": _without_content(runs.model.state_dict()),
-        **{f"{name}_optimizer": each.state_dict() for name, each in optimizers.items()},
-        KINDS: {name: type(each).__name__ for name, each in optimizers.items()},
+        **{f"{name}_optimizer": optimizer.state_dict() for name, optimizer in optimizers.items()},
+        KINDS: {name: type(optimizer).__name__ for name, optimizer in optimizers.items()},
         TABLE_STEPS: {} if setup.update.sparse is None else setup.update.sparse.table_steps(),
         "scaler": runs.precision.state_dict(),
         "trainer": counts.state_dict(),
-        "ranks": gather_state(runs.connection.main, {**own, "random": random_state()}),
+        "ranks": gather_state(runs.connection.main, {**position, "random": random_state()}),
         **({REDUCTION: of_all} if (of_all := reduction.state()) else {}),
     }
 
@@ -156,21 +156,21 @@ def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_fits(model: nn.Module, state: Mapping[str, Any], where: object) -> None:
     """Raise unless the parameters and buffers in the state of a checkpoint are those of a model."""
-    saved = {name: each for name, each in state.get("model", {}).items() if isinstance(each, Tensor)}
-    own = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+    saved = {name: tensor for name, tensor in state.get("model", {}).items() if isinstance(tensor, Tensor)}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     advice = (
         "expected the model that was trained, or another folder: a new run takes what fits by "
         "kv.checkpoint.warm_start."
     )
-    for name in [name for name in saved if name in own]:
-        if saved[name].shape != own[name].shape:
+    for name in [name for name in saved if name in tensors]:
+        if saved[name].shape != tensors[name].shape:
             raise ValueError(
-                f"Parameter '{name}' has shape {tuple(own[name].shape)} in this model, but "
+                f"Parameter '{name}' has shape {tuple(tensors[name].shape)} in this model, but "
                 f"{tuple(saved[name].shape)} in {where}: {advice}"
             )
     differing = {
-        "lacks": [*own.keys() - saved.keys()],
-        "has, but this model not,": [*saved.keys() - own.keys()],
+        "lacks": [*tensors.keys() - saved.keys()],
+        "has, but this model not,": [*saved.keys() - tensors.keys()],
     }
     for what, names in differing.items():
         if names and saved:
@@ -195,7 +195,7 @@ def restore_trained(
         restore_optimizer(name, optimizer, state, new_settings=new_settings, warns=warns)
     setup.runs.precision.load_state_dict(state["scaler"])
     counts.load_state_dict(state["trainer"])
-    of_ranks = [each.get(REDUCTION, {}) for each in state["ranks"]]
+    of_ranks = [rank_state.get(REDUCTION, {}) for rank_state in state["ranks"]]
     setup.routine.parallel.reduction.load(state.get(REDUCTION, {}), of_ranks, setup.runs.connection.rank)
 
 
@@ -217,8 +217,8 @@ def restore(parts: TrainerParts, state: Mapping[str, Any], *, new_settings: bool
         return
     for name, metric in parts.metrics.items() if rank == 0 else ():
         if name in saved[0]["metrics"]:
-            metric.load_state(joined(metric, [each["metrics"][name] for each in saved]).state())
-    parts.window.load_share([each["window"] for each in saved], rank)
+            metric.load_state(joined(metric, [rank_state["metrics"][name] for rank_state in saved]).state())
+    parts.window.load_share([rank_state["window"] for rank_state in saved], rank)
 
 
 def random_of(connection: Connection, state: Mapping[str, Any]) -> Any:

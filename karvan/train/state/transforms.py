@@ -84,7 +84,7 @@ class Transforms:
                 self._add_columns(column_kinds())
         for each in data:
             transform_states = getattr(each, "transform_states", None)
-            if callable(transform_states) and all(each is not one for one in self._asked):
+            if callable(transform_states) and all(each is not transform_ for transform_ in self._asked):
                 self._add_states(transform_states())
                 self._asked.append(each)
 
@@ -184,17 +184,17 @@ class Transforms:
 
     def state(self) -> dict[str, Any]:
         """The state for checkpoints."""
-        own = {name: transform.state_dict() for name, transform in self._found.items()}
-        return {KEY: {**self._saved, **self._streamed, **own}, **self._column_state()}
+        states = {name: transform.state_dict() for name, transform in self._found.items()}
+        return {KEY: {**self._saved, **self._streamed, **states}, **self._column_state()}
 
     def _column_state(self) -> dict[str, Any]:
         return {COLUMNS: {name: list(kind) for name, kind in self.columns.items()}}
 
     def require_fitted(self, model: nn.Module) -> None:
         """Raise if a transform, or an engine of the model, has no statistics yet."""
-        for each in (*self._found.values(), *model.modules()):
-            if isinstance(each, FeatureEngine):
-                each.require_fitted()
+        for part in (*self._found.values(), *model.modules()):
+            if isinstance(part, FeatureEngine):
+                part.require_fitted()
 
     def require_equal(self, channel: CollectiveChannel, model: nn.Module) -> None:
         """Raise if ranks have other statistics, or other kinds of columns; a collective."""
@@ -209,7 +209,7 @@ class Transforms:
             self._add_columns(_columns_of(kinds))
         digest = hashlib.sha256(pack({KEY: self.state()[KEY], "model": engines})).hexdigest()
         gathered = channel.gather_json(digest)
-        if others := [rank for rank, each in enumerate(gathered) if each != digest]:
+        if others := [rank for rank, rank_digest in enumerate(gathered) if rank_digest != digest]:
             raise ValueError(
                 f"Features of rank {channel.rank} and rank {others[0]} have different statistics. Call "
                 "fit after kv.connect, on all ranks, which merges them, or load them from a checkpoint."

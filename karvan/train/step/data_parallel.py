@@ -94,8 +94,8 @@ class HalfReduction(_Hook):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
         first, *others = received.view(ranks, chunk).float()
-        for each in others:
-            first += each
+        for other in others:
+            first += other
         means = list(sent.view(ranks, chunk))
         dist.all_gather(means, (first / ranks).to(self._dtype))
         buffer.copy_(sent[: len(buffer)])
@@ -109,7 +109,7 @@ class PowerSGDReduction(_Hook):
 
     def __init__(self, settings: PowerSGD, model: nn.Module) -> None:
         self._settings = settings
-        self._names = {id(each): name for name, each in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._steps = 0
         self._factors: dict[str, Tensor] = {}
         self._errors: dict[str, Tensor] = {}
@@ -128,16 +128,20 @@ class PowerSGDReduction(_Hook):
             self._steps += 1
 
     def _compress(self, bucket: GradBucket) -> None:
-        names = [self._names[id(each)] for each in bucket.parameters()]
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         gradients = dict(zip(names, bucket.gradients(), strict=True))
-        matrices = {name: self._whole(name, each) for name, each in gradients.items() if self._rank_of(each)}
-        plain = [each for name, each in gradients.items() if name not in matrices]
-        left = [each @ self._start(name, each) for name, each in matrices.items()]
-        _average([*plain, *left])
-        left = [_orthonormal(each) for each in left]
-        right = [each.T @ basis for each, basis in zip(matrices.values(), left, strict=True)]
+        matrices = {
+            name: self._whole(name, gradient)
+            for name, gradient in gradients.items()
+            if self._rank_of(gradient)
+        }
+        plain = [gradient for name, gradient in gradients.items() if name not in matrices]
+        lefts = [matrix @ self._start(name, matrix) for name, matrix in matrices.items()]
+        _average([*plain, *lefts])
+        lefts = [_orthonormal(factor) for factor in lefts]
+        right = [matrix.T @ basis for matrix, basis in zip(matrices.values(), lefts, strict=True)]
         _average(right)
-        for (name, whole), basis, factor in zip(matrices.items(), left, right, strict=True):
+        for (name, whole), basis, factor in zip(matrices.items(), lefts, right, strict=True):
             sent = basis @ factor.T
             self._factors[name], self._errors[name] = factor, whole - sent
             gradients[name].copy_(sent.view(gradients[name].shape))
@@ -159,11 +163,11 @@ class PowerSGDReduction(_Hook):
 
     def _start(self, name: str, matrix: Tensor) -> Tensor:
         """A basis, the same on all ranks, that the power iteration starts with."""
-        shape, known = (matrix.shape[1], self._rank_of(matrix)), self._factors.get(name)
-        if known is None or known.shape != shape:
+        shape, factors = (matrix.shape[1], self._rank_of(matrix)), self._factors.get(name)
+        if factors is None or factors.shape != shape:
             random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            known = torch.randn(shape, generator=random, dtype=matrix.dtype)
-        return _orthonormal(known.to(matrix.device))
+            factors = torch.randn(shape, generator=random, dtype=matrix.dtype)
+        return _orthonormal(factors.to(matrix.device))
 
     @override
     def undo(self) -> None:
@@ -172,11 +176,14 @@ class PowerSGDReduction(_Hook):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"steps": self._steps, "factors": {name: each.cpu() for name, each in self._factors.items()}}
+        return {
+            "steps": self._steps,
+            "factors": {name: factor.cpu() for name, factor in self._factors.items()},
+        }
 
     @override
     def rank_state(self) -> dict[str, Any]:
-        return {"errors": {name: each.cpu() for name, each in self._errors.items()}}
+        return {"errors": {name: error.cpu() for name, error in self._errors.items()}}
 
     @override
     def load(self, state: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
@@ -186,11 +193,13 @@ class PowerSGDReduction(_Hook):
         has no factors.
         """
         self._steps = int(state.get("steps", 0))
-        saved = [each.get("errors", {}) for each in ranks]
+        saved = [rank.get("errors", {}) for rank in ranks]
         if len(saved) == dist.get_world_size():
             self._errors = dict(saved[rank])
         else:
-            self._errors = {name: torch.stack([each[name] for each in saved]).mean(0) for name in saved[0]}
+            self._errors = {
+                name: torch.stack([errors[name] for errors in saved]).mean(0) for name in saved[0]
+            }
         self._factors = dict(state.get("factors", {}))
 
 
@@ -202,11 +211,11 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 def _average(values: Sequence[Tensor]) -> None:
     """Replace values by their means over all ranks, in one message."""
-    flat = torch.cat([each.reshape(-1) for each in values])
+    flat = torch.cat([value.reshape(-1) for value in values])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for each, part in zip(values, torch.split(flat, [each.numel() for each in values]), strict=True):
-        each.copy_(part.view(each.shape))
+    for value, part in zip(values, torch.split(flat, [value.numel() for value in values]), strict=True):
+        value.copy_(part.view(value.shape))
 
 
 def make_reduction(communication: DenseCommunication, model: nn.Module) -> Reduction:
@@ -305,7 +314,10 @@ class _Rehearsal(nn.Module):
     def forward(self, batch: Any) -> Any:
         if batch is None:
             return (
-                torch.stack([each.sum() for each in self.model.parameters() if each.requires_grad]).sum() * 0
+                torch.stack(
+                    [parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad]
+                ).sum()
+                * 0
             )
         return self.model(batch)
 

@@ -132,8 +132,8 @@ class CudaPlacement(Placement):
             if checks and self._checks_first:  # on the CPU, as a rule, so that nothing waits for the GPU
                 self._check(batch)
             # The data may have copied it to the device already; not for columns that the CPU needs.
-            there = isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
-            placed = batch if there else self._moved(batch)
+            is_placed = isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
+            placed = batch if is_placed else self._moved(batch)
             prepared = self._prepare(placed, training, checks=checks and not self._checks_first)
             self._placed[id(prepared)] = self._stream.record_event()
             return prepared
@@ -249,7 +249,7 @@ def host_columns(model: nn.Module, device: torch.device) -> set[str]:
     names = {feature for engine in on_host for feature in engine.features}
     for module in model.modules():
         if isinstance(module, FeatureEngine):
-            names.update(name for each in module.features for name in each.columns or (each.name,))
+            names.update(name for feature in module.features for name in feature.columns or (feature.name,))
     return names
 
 

@@ -27,15 +27,15 @@ class Schedule:
     after every evaluation of a fit instead, by its loss.
     """
 
-    def __init__(self, given: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:
+    def __init__(self, schedulers: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:
         if per not in ("step", "epoch"):
             raise ValueError(f"schedule_per must be 'step' or 'epoch', got {per!r}.")
         self._per = per
-        self._schedulers = list(_make(given, optimizers))
+        self._schedulers = list(_make(schedulers, optimizers))
         for scheduler in self._schedulers:
             if not isinstance(scheduler, LRScheduler):
                 raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
-            if not any(scheduler.optimizer is each for each in optimizers.values()):
+            if not any(scheduler.optimizer is optimizer for optimizer in optimizers.values()):
                 raise ValueError(
                     "scheduler expects schedulers of this Trainer's optimizers, but the "
                     f"{type(scheduler).__name__} changes the learning rates of another optimizer: give it "
@@ -45,7 +45,11 @@ class Schedule:
     @property
     def metric(self) -> str | None:
         """The metric of evaluations by which a scheduler decides, if there is one."""
-        return "loss" if any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers) else None
+        return (
+            "loss"
+            if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+            else None
+        )
 
     def after_evaluation(self, metrics: Mapping[str, float]) -> None:
         """An evaluation is over: schedulers that wait for one follow its loss."""
@@ -90,38 +94,38 @@ class Schedule:
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
 
 
-def _make(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
-    if given is None:
+def _make(schedulers: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
+    if schedulers is None:
         return []
-    if isinstance(given, Mapping):
-        if unknown := sorted(set(given) - set(optimizers)):
+    if isinstance(schedulers, Mapping):
+        if unknown := sorted(set(schedulers) - set(optimizers)):
             raise ValueError(
                 f"There is no optimizer for the scheduler of {', '.join(map(repr, unknown))}; "
                 f"there are: {', '.join(map(repr, optimizers))}."
             )
-        return [_one(its, optimizers[name]) for name, its in given.items()]
-    if isinstance(given, LRScheduler):
-        return [given]
-    if callable(given):
-        return [_one(given, optimizer) for optimizer in optimizers.values()]
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(given)}.")
-    listed = list(given)
-    if any(isinstance(each, list | tuple) for each in listed):  # which may contain itself
+        return [_one(its, optimizers[name]) for name, its in schedulers.items()]
+    if isinstance(schedulers, LRScheduler):
+        return [schedulers]
+    if callable(schedulers):
+        return [_one(schedulers, optimizer) for optimizer in optimizers.values()]
+    if isinstance(schedulers, str) or not isinstance(schedulers, Iterable):
+        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(schedulers)}.")
+    listed = list(schedulers)
+    if any(isinstance(item, list | tuple) for item in listed):  # which may contain itself
         raise TypeError(f"scheduler expects {_EXAMPLE}, or a list of them, got a list within a list.")
-    return [each for one in listed for each in _make(one, optimizers)]
+    return [scheduler for item in listed for scheduler in _make(item, optimizers)]
 
 
-def _one(given: Given, optimizer: Optimizer) -> Any:
-    if isinstance(given, LRScheduler):
-        return given
-    if not callable(given):
-        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(given)}.")
+def _one(scheduler: Given, optimizer: Optimizer) -> Any:
+    if isinstance(scheduler, LRScheduler):
+        return scheduler
+    if not callable(scheduler):
+        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
     try:
-        return given(optimizer)
+        return scheduler(optimizer)
     except TypeError as error:
-        name = getattr(given, "__name__", type(given).__name__)
-        if not isinstance(given, type):
+        name = getattr(scheduler, "__name__", type(scheduler).__name__)
+        if not isinstance(scheduler, type):
             raise
         raise TypeError(
             f"scheduler expects a function of an optimizer, but {name} needs more: {error}. Give it "

@@ -36,7 +36,7 @@ class Frozen:
     def __init__(self, model: nn.Module, patterns: Patterns = ()) -> None:
         single = isinstance(patterns, str) or not isinstance(patterns, Iterable)
         listed: list[Any] = [patterns] if single else list(patterns)
-        if wrong := [each for each in listed if not isinstance(each, str)]:
+        if wrong := [pattern for pattern in listed if not isinstance(pattern, str)]:
             raise TypeError(
                 f"frozen expects names of tables and parameters, got {type(wrong[0]).__name__}: "
                 'frozen=["user", "net.*"].'
@@ -44,7 +44,9 @@ class Frozen:
         tables, parameters = tables_of(model), dict(model.named_parameters())
         names = _names_of(model)
         for pattern in listed:
-            if not any(_matches(name, pattern) for each in names.values() for name in each):
+            if not any(
+                _matches(name, pattern) for parameter_names in names.values() for name in parameter_names
+            ):
                 raise ValueError(
                     f"frozen names '{pattern}', but the model has no such table, parameter or module. Its "
                     f"tables are: {names_text([t.name for t in tables])}. Its parameters are: "
@@ -55,7 +57,7 @@ class Frozen:
             return any(_matches(name, pattern) for name in names[id(part)] for pattern in listed)
 
         self.tables = [table for table in tables if chosen(table)]
-        self.parameters = {name: each for name, each in parameters.items() if chosen(each)}
+        self.parameters = {name: parameter for name, parameter in parameters.items() if chosen(parameter)}
 
     def __bool__(self) -> bool:
         return bool(self.tables or self.parameters)
@@ -217,8 +219,10 @@ class OptimizerStep:
         of_rows = [] if self._sparse is None else self._sparse.late_gradients()
         if of_rows is None:
             return None
-        gradients = [each for each in (*self._gradients(), *of_rows) if each.numel()]
-        if len({each.device for each in gradients}) != 1 or any(each.is_sparse for each in gradients):
+        gradients = [gradient for gradient in (*self._gradients(), *of_rows) if gradient.numel()]
+        if len({gradient.device for gradient in gradients}) != 1 or any(
+            gradient.is_sparse for gradient in gradients
+        ):
             return None
         largest = largest_magnitude(gradients)
         found_inf = (largest - largest != 0).float()  # an infinity less itself is NaN, which is not 0
@@ -258,9 +262,9 @@ class OptimizerStep:
             steps = self._sparse.table_steps()
             self._sparse.set_table_steps({name: step + (name in tables) for name, step in steps.items()})
 
-    def finish(self, taken: bool) -> None:
+    def finish(self, applied: bool) -> None:
         """Make a dense step with the gradients that trainers have agreed on, or skip it."""
-        if taken:
+        if applied:
             self._clip()
             self._stepping.step()
         self._precision.update()
@@ -305,16 +309,16 @@ def make_dense(
     if optimizer is None:
         return None
     if isinstance(optimizer, torch.optim.Optimizer):
-        has = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if both := [name for name, each in frozen.parameters.items() if id(each) in has]:
+        has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if both := [name for name, parameter in frozen.parameters.items() if id(parameter) in has]:
             raise ValueError(
                 f"frozen names {names_text(both)}, but the dense_optimizer has them: make it of the other "
                 "parameters, or give a function that makes it: dense_optimizer=torch.optim.Adam."
             )
         return optimizer
-    frozen_ids = {id(each) for each in frozen.parameters.values()}
+    frozen_ids = {id(parameter) for parameter in frozen.parameters.values()}
     trained = (
-        [each for each in model.parameters() if id(each) not in frozen_ids]
+        [parameter for parameter in model.parameters() if id(parameter) not in frozen_ids]
         if frozen_ids
         else model.parameters()
     )
@@ -323,35 +327,35 @@ def make_dense(
             "frozen names all parameters of the model, so the dense_optimizer has nothing to update: give "
             "none, or name fewer parameters."
         )
-    made: Any = optimizer(trained)
-    if not isinstance(made, torch.optim.Optimizer):
+    built: Any = optimizer(trained)
+    if not isinstance(built, torch.optim.Optimizer):
         raise TypeError(
             "dense_optimizer must be a torch optimizer, or a function that makes one of parameters, "
-            f"but it made {type(made).__name__}."
+            f"but it made {type(built).__name__}."
         )
-    return made
+    return built
 
 
-def fuse_on_gpu(made: torch.optim.Optimizer) -> None:
+def fuse_on_gpu(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer torch's fused form, which can skip a step on a GPU, if that is left to choose.
 
     It is the same object afterwards, which the program may know.
     """
-    kind: Any = type(made)
-    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or made.state:
+    kind: Any = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or optimizer.state:
         return
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
             return
         if group.get("capturable") or not all(p.is_cuda and p.is_floating_point() for p in group["params"]):
             return
-    if has_step_hooks(made):  # they would be lost
+    if has_step_hooks(optimizer):  # they would be lost
         return
-    defaults, groups = made.defaults, made.param_groups
+    defaults, groups = optimizer.defaults, optimizer.param_groups
     for settings in (defaults, *groups):
         settings["fused"] = True
-    kind.__init__(made, [dict(group) for group in groups], fused=True)
-    made.defaults, made.param_groups = defaults, groups
+    kind.__init__(optimizer, [dict(group) for group in groups], fused=True)
+    optimizer.defaults, optimizer.param_groups = defaults, groups
 
 
 def make_sparse(

@@ -66,20 +66,20 @@ class StepOutcomes:
     def add(
         self,
         number: int,
-        taken: bool | Tensor | None,
+        applied: bool | Tensor | None,
         batches: Sequence[Any],
         loss: Tensor | None = None,
     ) -> None:
         """A step has been made or skipped; raises if this, or one before, was skipped and must not be."""
-        if isinstance(taken, Tensor) and taken.is_cuda:
-            with torch.cuda.device(taken.device):
-                here, copied = self._spare.pop() if self._spare else _copy_space(taken)
-                here.copy_(taken, non_blocking=True)
+        if isinstance(applied, Tensor) and applied.is_cuda:
+            with torch.cuda.device(applied.device):
+                host_flag, copied = self._spare.pop() if self._spare else _copy_space(applied)
+                host_flag.copy_(applied, non_blocking=True)
                 copied.record()
-            held = () if self.count else batches  # only the first warning says what is in them
-            self._waiting.append(_Step(number, here, copied, held, loss))
+            described = () if self.count else batches  # only the first warning says what is in them
+            self._waiting.append(_Step(number, host_flag, copied, described, loss))
         else:
-            self._note(number, bool(taken), batches, loss)
+            self._note(number, bool(applied), batches, loss)
         while self._waiting and (len(self._waiting) > _MOST or self._waiting[0].copied.query()):  # type: ignore[no-untyped-call]
             self._learn()
 
@@ -89,14 +89,14 @@ class StepOutcomes:
             self._learn()
 
     def _learn(self) -> None:
-        number, here, copied, batches, loss = self._waiting.popleft()
+        number, host_flag, copied, batches, loss = self._waiting.popleft()
         copied.synchronize()
-        taken = bool(here)
-        self._spare.append((here, copied))
-        self._note(number, taken, batches, loss)
+        applied = bool(host_flag)
+        self._spare.append((host_flag, copied))
+        self._note(number, applied, batches, loss)
 
-    def _note(self, number: int, taken: bool, batches: Sequence[Any], loss: Tensor | None) -> None:
-        if taken:
+    def _note(self, number: int, applied: bool, batches: Sequence[Any], loss: Tensor | None) -> None:
+        if applied:
             self.take()
             return
         self._counts.skipped += 1
@@ -136,23 +136,23 @@ class StepOutcomes:
         )
 
 
-def _copy_space(taken: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+def _copy_space(flag: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """Page-locked memory for a copy, and an event for its end."""
-    here = torch.empty_like(taken, device="cpu", pin_memory=True)
-    return here, torch.cuda.Event()  # type: ignore[no-untyped-call]
+    host_flag = torch.empty_like(flag, device="cpu", pin_memory=True)
+    return host_flag, torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def nonfinite_text(batches: Iterable[Any]) -> str:
     """Which columns of these batches have NaN or infinite values, as sentences; nothing if none has."""
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for batch in batches:
         for name, entry in batch.items() if isinstance(batch, Mapping) else ():
-            if name not in found and (text := _column_text(name, entry)):
-                found[name] = text
-    if not found:
+            if name not in problems and (text := _column_text(name, entry)):
+                problems[name] = text
+    if not problems:
         return ""
     return (
-        f" {' '.join(found.values())} Fill missing values (kv.Feature(…).fill_missing(0)), or leave such "
+        f" {' '.join(problems.values())} Fill missing values (kv.Feature(…).fill_missing(0)), or leave such "
         "samples out."
     )
 

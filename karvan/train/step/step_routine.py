@@ -127,13 +127,13 @@ class StepRoutine:
         see: gets the output of each batch that has samples, and the batch. metrics: see `losses_of`.
         """
         losses = LossMeans()
-        for made in step.passes():
-            self.placement.receive(made.batch)
-            self.forward(made, made.batch, loss)
-            self.backward(made, divisor)
-            if made.losses is not None:
-                see(made.output, made.batch)
-                losses.add(self.losses_of(made, metrics), made.weight)
+        for one_pass in step.passes():
+            self.placement.receive(one_pass.batch)
+            self.forward(one_pass, one_pass.batch, loss)
+            self.backward(one_pass, divisor)
+            if one_pass.losses is not None:
+                see(one_pass.output, one_pass.batch)
+                losses.add(self.losses_of(one_pass, metrics), one_pass.weight)
         return losses
 
     def forward(self, step_pass: StepPass, batch: Any, loss: Loss | None = None) -> None:
@@ -183,7 +183,7 @@ class StepRoutine:
             return self.update.pass_over()
         if self.late and (known_there := self.update.apply_late()) is not None:
             return known_there
-        taken = self.update.apply()
-        if taken is False:
+        applied = self.update.apply()
+        if applied is False:
             self.parallel.reduction.undo()
-        return taken
+        return applied
