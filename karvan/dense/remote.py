@@ -478,13 +478,13 @@ class RemoteDense(LocalDense):
     def _fill(self) -> None:
         """Send this rank's parameters and optimizer state to the servers."""
         assert self.optimizer is not None
-        own = self.optimizer.state
+        optimizer_state = self.optimizer.state
         state = {
             "version": 0,
             "optimizer": describe(self.optimizer),
             "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "slots": {
-                name: dict(own[parameter]) if parameter in own else {}
+                name: dict(optimizer_state[parameter]) if parameter in optimizer_state else {}
                 for name, parameter in self._parameters.items()
             },
             "waiting": [],
@@ -553,8 +553,8 @@ class StagingServerProxy(DenseServerProxy):
         commits = self._servers.commits
         assert isinstance(commits, OwnCommits)
         head = {"version": version, "step": commits.step, "lr": lr}
-        found = self._call(protocol.STAGE_DENSE, tensors_message(gradients, **head)).head.version
-        return Answer(True, found + 1, True, found - version)
+        model_version = self._call(protocol.STAGE_DENSE, tensors_message(gradients, **head)).head.version
+        return Answer(True, model_version + 1, True, model_version - version)
 
 
 class ElasticDense(RemoteDense):

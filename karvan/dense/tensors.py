@@ -127,13 +127,13 @@ def tensors_of(
 ) -> dict[str, WireArray]:
     """The tensors of a message that was checked against its declaration (its call)."""
     flat = arrays[0]
-    made: dict[str, WireArray] = {}
+    tensors: dict[str, WireArray] = {}
     at = 0
     for name, shape in shapes:
         size = math.prod(shape)
-        made[name] = flat[at : at + size].reshape(shape)
+        tensors[name] = flat[at : at + size].reshape(shape)
         at += size
-    return made
+    return tensors
 
 
 def state_message(state: Mapping[str, Any], **head: Any) -> Message:

@@ -124,18 +124,18 @@ def require_gpu(wanted: str) -> None:
         )
 
 
-def memory_size(given: str | int) -> int:
+def memory_size(requested: str | int) -> int:
     """The bytes of a size such as "20GB", "1.5GiB" or 512_000_000; raises ValueError for anything else."""
     size = 0.0
-    if isinstance(given, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", given.strip())
+    if isinstance(requested, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", requested.strip())
         if match is not None and match[2] in _UNITS:
             size = float(match[1]) * _UNITS[match[2]]
-    elif isinstance(given, int) and not isinstance(given, bool):
-        size = given
+    elif isinstance(requested, int) and not isinstance(requested, bool):
+        size = requested
     if not size >= 1:
         raise ValueError(
             'device_memory expects a size above 0, such as "20GB", "512MiB" or a number of bytes, got '
-            f"{given!r}."
+            f"{requested!r}."
         )
     return int(size)

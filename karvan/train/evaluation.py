@@ -204,8 +204,8 @@ class Evaluator:
         sums.nonfinite.warn()
         sums.checks.warn_without_weight()
         self.nonfinite = sums.nonfinite.columns
-        own = {name: loss.parts() for name, loss in sums.losses.items()}
-        totals = channel.gather_json({"samples": sums.samples, "losses": own})
+        sums_of_losses = {name: loss.parts() for name, loss in sums.losses.items()}
+        totals = channel.gather_json({"samples": sums.samples, "losses": sums_of_losses})
         samples = sum(total["samples"] for total in totals)
         if not samples:
             raise ValueError(

@@ -284,23 +284,23 @@ def check_connection(model: nn.Module, connection: Connection) -> None:
     An engine with a `store` from the user is not checked.
     """
     for engine in engines_of(model):
-        made = engine.connection
-        if made is None or _same(made, connection):
+        its = engine.connection
+        if its is None or _same(its, connection):
             continue
         names = names_text(table.name for table in engine.tables())
         kind = connection.settings.kind
-        if made.settings.kind in IN_PROCESS and kind in IN_PROCESS:
+        if its.settings.kind in IN_PROCESS and kind in IN_PROCESS:
             raise ValueError(
-                f"The model was made under {_under(made)}, and its tables ({names}) stay where they are, but "
+                f"The model was made under {_under(its)}, and its tables ({names}) stay where they are, but "
                 f"the program has called {_under(connection)} since: call it first, then make the model."
             )
-        if made.settings.kind in IN_PROCESS:
+        if its.settings.kind in IN_PROCESS:
             raise ValueError(
                 f'The model was made before kv.connect("{kind}"), so the rows of its tables ({names}) are in '
                 f'this process and no other sees them: call kv.connect("{kind}") first, then make the model.'
             )
         raise ValueError(
-            f"The rows of the tables {names} belong to a connection that has ended ({_under(made)}). The "
+            f"The rows of the tables {names} belong to a connection that has ended ({_under(its)}). The "
             f"present one is {_under(connection)}: make the model after the last kv.connect."
         )
 

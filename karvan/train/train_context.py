@@ -238,9 +238,9 @@ class ContextState:
         data["data"] = dataset.state_of(self._identity, finished, past=self._past)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
-        own = {"metrics": {}, "window": ReportWindow().state_dict()}
+        start = {"metrics": {}, "window": ReportWindow().state_dict()}
         state = {
-            **train_state.take_trained(self._setup, self.counts, own),
+            **train_state.take_trained(self._setup, self.counts, start),
             **data,
             **self.transforms.state(),
             "scheduler": {"schedulers": []},
@@ -293,13 +293,15 @@ class ContextState:
 
     def _change_data(self, identity: Identity | None) -> None:
         """The next loader has this data; data before it counts as trained if its loader has ended."""
-        known, (epoch, step) = self._identity, self._data_begin
+        data_identity, (epoch, step) = self._identity, self._data_begin
         self._identity = identity
-        if known is not None and identity is not None and known.id == identity.id:
+        if data_identity is not None and identity is not None and data_identity.id == identity.id:
             return
         epochs = self.counts.epoch - epoch
-        if known is not None and not known.grows and epochs > 0 and self.counts.batches == 0:
-            newest = FinishedData(known.id, known.label, self.counts.step, epochs, self.counts.step - step)
+        if data_identity is not None and not data_identity.grows and epochs > 0 and self.counts.batches == 0:
+            newest = FinishedData(
+                data_identity.id, data_identity.label, self.counts.step, epochs, self.counts.step - step
+            )
             self._past = with_newest(self._past, newest)
         self._data_begin = (self.counts.epoch, self.counts.step)
 

@@ -317,7 +317,7 @@ class Acknowledgements:
     def forget(self, step: int) -> None:
         """The master knows the records of all steps up to this one."""
         with self._changed:
-            self._steps = {each: records for each, records in self._steps.items() if each > step}
+            self._steps = {number: records for number, records in self._steps.items() if number > step}
 
     def flush(self) -> None:
         """Report everything now; returns when the master has confirmed it."""

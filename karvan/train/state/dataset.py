@@ -171,12 +171,14 @@ def is_other(
     record: Record | None, identity: Identity | None, checkpoint: Checkpoint, drop_unfinished: bool
 ) -> bool:
     """Whether data is not the checkpoint's; an error if the checkpoint's was not trained to its end."""
-    known = None if record is None else record.identity
-    if record is None or (None if known is None else known.id) == (None if identity is None else identity.id):
+    saved_identity = None if record is None else record.identity
+    if record is None or (None if saved_identity is None else saved_identity.id) == (
+        None if identity is None else identity.id
+    ):
         return False
     if record.finished:
         return True
-    before = "data without an identity" if known is None else known.label
+    before = "data without an identity" if saved_identity is None else saved_identity.label
     now = "data without an identity" if identity is None else identity.label
     if drop_unfinished:
         _log.warning("The rest of %s is dropped. %s", before, record.left)
@@ -234,8 +236,8 @@ def announcement(
         )
     if not other or identity is None:
         return f"Resuming from {checkpoint.path}."
-    known = None if record is None else record.identity
-    shared = 0 if known is None else len(set(known.files) & set(identity.files))
+    saved_identity = None if record is None else record.identity
+    shared = 0 if saved_identity is None else len(set(saved_identity.files) & set(identity.files))
     again = f" {shared} of its {len(identity.files)} files were trained on before." if shared else ""
     return f"Resuming from {checkpoint.path} with new data: {identity.label}.{again}"
 

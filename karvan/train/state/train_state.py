@@ -63,17 +63,17 @@ def restore_optimizer(
             f"{_counts(sizes)}: expected the same parameters, with the same `frozen`, or a warm start "
             "(kv.checkpoint.warm_start) into another folder."
         )
-    given = [_settings(group) for group in optimizer.param_groups]
+    requested = [_settings(group) for group in optimizer.param_groups]
     unsaved = [{name: group[name] for name in _OWN if name in group} for group in optimizer.param_groups]
     groups = [{**group, **mine} for group, mine in zip(saved["param_groups"], unsaved, strict=True)]
     optimizer.load_state_dict({**saved, "param_groups": groups})
     if new_settings:
-        for group, settings in zip(optimizer.param_groups, given, strict=True):
+        for group, settings in zip(optimizer.param_groups, requested, strict=True):
             if group.get("initial_lr"):  # the schedule continues from the new rate
                 group["lr"] *= settings.get("initial_lr", group["initial_lr"]) / group["initial_lr"]
             group.update(settings)
     elif warns:
-        _warn_unused(name, kind, given, [_settings(group) for group in optimizer.param_groups])
+        _warn_unused(name, kind, requested, [_settings(group) for group in optimizer.param_groups])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,18 +75,18 @@ class Transforms:
 
     def use(self, *data: object) -> None:
         """Find the transforms of more data, and load their statistics into them."""
-        for each in data:
-            transform = getattr(each, "transform", None)
+        for part in data:
+            transform = getattr(part, "transform", None)
             if has_state(transform):
                 self._add(name_of(transform), transform)
-            column_kinds = getattr(each, "column_kinds", None)
+            column_kinds = getattr(part, "column_kinds", None)
             if callable(column_kinds):
                 self._add_columns(column_kinds())
-        for each in data:
-            transform_states = getattr(each, "transform_states", None)
-            if callable(transform_states) and all(each is not transform_ for transform_ in self._asked):
+        for part in data:
+            transform_states = getattr(part, "transform_states", None)
+            if callable(transform_states) and all(part is not transform_ for transform_ in self._asked):
                 self._add_states(transform_states())
-                self._asked.append(each)
+                self._asked.append(part)
 
     def _add_columns(self, kinds: Mapping[str, ColumnKind]) -> None:
         require_equal(self.columns, kinds)

@@ -225,8 +225,8 @@ def target_device(model: nn.Module, device: torch.device | str | None) -> torch.
     """The requested device, with its index; without one, that of the tables on a GPU, or of the model."""
     tables = {engine.store.device for engine in engines_of(model)} - {_CPU}
     if device is None:
-        here = device_of(model)
-        return tables.pop() if here == _CPU and len(tables) == 1 else here
+        current = device_of(model)
+        return tables.pop() if current == _CPU and len(tables) == 1 else current
     where = exact_device(device)
     if where.type == "cpu" and tables:
         raise ValueError(
