@@ -28,15 +28,8 @@ from typing_extensions import override
 from karvan.argument_checks import check_counts
 from karvan.dense.optimizer_spec import describe, rate_of
 from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
-from karvan.dense.tensors import (
-    Array,
-    all_finite,
-    dense_tensor,
-    state_message,
-    state_of,
-    tensors_message,
-    tensors_of,
-)
+from karvan.dense.tensors import Array, all_finite, dense_tensor
+from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
 from karvan.distributed import Connection, RankError
 from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import OwnCommits

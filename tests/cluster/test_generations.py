@@ -71,7 +71,7 @@ def test_a_generation_that_the_launcher_has_begun_is_the_only_one(registry, name
 @pytest.mark.parametrize("name", SERVICES)
 def test_without_a_registry_the_generation_is_that_of_the_start(name):
     kind, hello = SERVICES[name]
-    with Server(kind(generations=Generations(own=2))) as server:
+    with Server(kind(generations=Generations(requested=2))) as server:
         come(server, hello, 2)
         for other in (1, 3, HUGE):
             with pytest.raises(

@@ -108,7 +108,7 @@ def test_a_path_gives_its_url_back(url, tmp_path, monkeypatch):
     assert local_path(f"{plain}/step-1/{options}") == path / "step-1"
     assert "secret" not in str(path) + shown(path)
     assert shown(path) == plain.replace("key:secret@", "")
-    checkpoint_url._known.clear()  # as in another process
+    checkpoint_url._credentials.clear()  # as in another process
     assert url_of(path) == url
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.rglob("*.json"))
 

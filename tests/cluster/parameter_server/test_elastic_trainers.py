@@ -121,7 +121,7 @@ def test_survivors_fence_a_member_off_before_they_ask_how_far_it_came(join):
         precision = make_precision("fp32", torch.device("cpu"), [survivor.engine])
         update = OptimizerStep(None, survivor.sparse, OptimizerStepSettings(), precision)
         joint = JointStep(None, update, survivor.connection.servers)
-        assert joint.missed(1, gone={1}) is None  # so the survivors decide against the step
+        assert joint.missed(1, lost={1}) is None  # so the survivors decide against the step
         zombie.commits.commit(1, [its.part], 1.0)
         with pytest.raises(RefusedError, match="got member 1, fenced off by the others"):
             zombie.commits.flush()

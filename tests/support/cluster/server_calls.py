@@ -8,7 +8,7 @@ from dense_helpers import new_state
 import karvan as kv
 from karvan import checkpoint
 from karvan.cluster.parameter_server.service import ParameterServer
-from karvan.dense.tensors import state_message, state_of, tensors_message
+from karvan.dense.wire_format import state_message, state_of, tensors_message
 from karvan.protocol.values import words
 
 KEYS = 25  # of each table in a lookup
