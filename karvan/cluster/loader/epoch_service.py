@@ -234,8 +234,9 @@ class EpochService(LoaderService[protocol.DataIdentity]):
     ) -> Message[protocol.NoAnswerYet | protocol.StatisticsDigest]:
         reference = BatchName(*call.head.reference)
         with self._changed:
-            read = lambda: self._closed or self._error or self._has_read(call.caller, reference)  # noqa: E731
-            self._changed.wait_for(read, self.wait)
+            self._changed.wait_for(
+                lambda: self._closed or self._error or self._has_read(call.caller, reference), self.wait
+            )
             if not self._has_read(call.caller, reference):
                 if self._error:
                     raise self._failure()
@@ -364,8 +365,11 @@ class EpochService(LoaderService[protocol.DataIdentity]):
             needed = self._trainers[owner].wants(cursor)
             unread = cursor in self._trainers[owner].unread
             if needed:
-                room = lambda: self._stopped() or len(self._trainers[owner].items) < self._bound  # noqa: E731
-                activity.wait_for(self._changed, TRAINERS, room)
+                activity.wait_for(
+                    self._changed,
+                    TRAINERS,
+                    lambda: self._stopped() or len(self._trainers[owner].items) < self._bound,
+                )
                 if self._stopped():
                     return False
             generation, names = self._generation, self._trainers[owner].ids

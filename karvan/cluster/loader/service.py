@@ -75,8 +75,9 @@ class LoaderService(Service, Generic[D]):
     def _described(self) -> D | None:
         """The description of the data, once the program has started; None if that takes longer."""
         with self._changed:
-            ready = lambda: self._closed or self._error or self._description is not None  # noqa: E731
-            self._changed.wait_for(ready, self.wait)
+            self._changed.wait_for(
+                lambda: self._closed or self._error or self._description is not None, self.wait
+            )
             if self._description is None and self._error:
                 raise self._failure()
             return self._description

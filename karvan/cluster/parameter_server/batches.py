@@ -55,7 +55,7 @@ class Members:
         self._round = 0
 
     @property
-    def known(self) -> list[int]:
+    def present(self) -> list[int]:
         """Those that have trained with this server, or are fenced, and are not abandoned."""
         return sorted((self._trained | self.fenced) - self._abandoned)
 
@@ -302,7 +302,7 @@ class FixedBatches(Batches):
 
     @override
     def between_steps(self) -> AbstractContextManager[Any]:
-        """Do-nothing: a push changes the rows in one operation."""
+        """A context that does nothing, as a push changes the rows in one operation."""
         return nullcontext()
 
     @override

@@ -255,7 +255,7 @@ class ElasticBatches(Batches):
         """The caller trains from now on, so it is one of them."""
         self._members.enter_round(call.head.round)
         self._members.note(member)
-        return Message({"members": self._members.known})
+        return Message({"members": self._members.present})
 
     def _answer_tally(self, member: int, call: Request[protocol.Meeting]) -> Message:
         raise RefusedError("expected an elastic run of mode async, got a request for a tally in another one.")
