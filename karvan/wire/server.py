@@ -574,8 +574,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         while not connection.ended.wait(every) and not context.is_cancelled():
             connection.say_if_busy(every)
             problem = connection.overdue(clock.now(), self._server.admission.limits)
-            if problem:
-                raise RefusedError(problem)
+            if problem:  # it may be slow, not idle: it connects again if it has calls
+                raise BusyError(problem)
 
     def _calls(self, first: dict[str, Any], reader: Any) -> None:
         connection = self._server.connections.get(str(first.get("connection")))

@@ -147,6 +147,22 @@ def test_a_caller_that_says_hello_alone_is_ended_and_an_idle_one_of_ours_is_not(
         assert peer.connections == 1
 
 
+def test_a_slow_caller_that_was_ended_as_idle_connects_again():
+    pauses = [2.0]  # seconds until the first call on a connection; more than the second service grants
+
+    def restore(_life):
+        time.sleep(pauses.pop())
+        return [("echo", {"n": 1})]
+
+    with Server(Counting()) as server:
+        peer = Client("counting", server.address, on_restart=restore, patience=2.0)
+        assert peer.call("echo", {"n": 0}).head["n"] == 0
+        port = int(server.address.rpartition(":")[2])
+    with Server(Counting(), port=port, limits=Limits(first_call_within=0.5)) as server, peer:
+        assert peer.call("echo", {"n": 2}).head["n"] == 2
+        assert peer.connections == 3  # to the first service, the one that was ended, and the next
+
+
 def test_wrong_tokens_are_logged_in_few_lines(caplog):
     wrong = "another-token-that-is-wrong"
     with Server(Counting(), security=Security(token=TOKEN)) as server:
