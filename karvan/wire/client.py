@@ -539,8 +539,8 @@ class Client:
                 self._heard += answer.head.get("bytes", 0) / _SLOWEST
                 return
             if answer.head.get("fatal"):
-                kind = BusyError if answer.head.get("error") == BusyError.__name__ else RefusedError
-                raise kind(f"{self.name} refused: {answer.head.get('text')}")
+                refusal = BusyError if answer.head.get("error") == BusyError.__name__ else RefusedError
+                raise refusal(f"{self.name} refused: {answer.head.get('text')}")
             if not self._sent or answer.head.get("number") != self._answered + 1:
                 raise RefusedError(f"{self.name} sent an answer without a call.")
             reply = self._waiting.popleft()
