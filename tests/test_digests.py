@@ -24,12 +24,19 @@ from role_loaders import Loaders
 import karvan as kv
 from karvan import distributed
 
+STATE = ("rows", "weights")
 PINNED = Path(__file__).parent / "digests.json"
 
 
 def memory(folder, monkeypatch, train=fit, **options):
     kv.connect("memory")
     return train(folder / "run", **options)
+
+
+def cuda(folder, monkeypatch, **options):
+    """Rows in the store of a GPU, whose kernels Triton's interpreter runs on the CPU."""
+    store = pytest.importorskip("karvan.store.cuda.store").CudaStore("cpu")
+    return memory(folder, monkeypatch, store=store, **options)
 
 
 def features(folder, monkeypatch):
@@ -78,14 +85,16 @@ def loader(folder, monkeypatch):
         return memory(folder, monkeypatch, data=loaders.stream())
 
 
-def elastic(folder, monkeypatch, trainers=1, **settings):
+def elastic(folder, monkeypatch, trainers=1, keep=None, **settings):
+    """keep: what does not depend on which trainer has which batch, and how far another has come."""
     with elastic_job(folder, servers=2, program="exact_training", **settings) as job:
         for path in job.data.glob("*.parquet"):
             path.unlink()
         pq.write_table(pa.table(columns()), job.data / "0.parquet")
         for _ in range(trainers):
             job.start()
-        return job.results(1)[0]
+        digests = job.results(1)[0]
+        return digests if keep is None else {name: digests[name] for name in keep}
 
 
 def wire(folder, monkeypatch, **options):
@@ -98,6 +107,7 @@ CASES = {
     **{f"memory, {name}": (memory, {"optimizer": name}) for name in OPTIMIZERS},
     "memory, a loop of a TrainContext": (memory, {"train": loop}),
     "memory, a FeatureEngine": (features, {}),
+    **{f"cuda, {name}": (cuda, {"optimizer": name}) for name in OPTIMIZERS},
     "sharded, 2 ranks": (sharded, {"ranks": 2}),
     "sharded, 3 ranks, Adam": (sharded, {"ranks": 3, "optimizer": "adam"}),
     "sharded, 2 ranks, a loop of a TrainContext": (sharded, {"ranks": 2, "way": "loop"}),
@@ -110,6 +120,10 @@ CASES = {
     "memory, a loader": (loader, {}),
     "elastic sync, 2 servers": (elastic, {"KARVAN_MODE": "sync", "KARVAN_GLOBAL_BATCHES": 2}),
     "elastic hybrid, 2 servers": (elastic, {"KARVAN_MODE": "hybrid", "KARVAN_STALENESS": 1}),
+    "elastic sync, 2 servers, 2 trainers": (
+        elastic,
+        {"trainers": 2, "keep": STATE, "KARVAN_MODE": "sync", "KARVAN_GLOBAL_BATCHES": 2},
+    ),
     "messages, remote sync": (wire, {"servers": 2}),
     "messages, remote async": (wire, {"servers": 1, "connect": {"mode": "async"}, "prefetch": 0}),
 }

@@ -34,7 +34,7 @@ _UNSTABLE = ("checksum", "id", "created", "karvan", "run")
 class Net(torch.nn.Module):
     """Admission, eviction, sequences, means and stochastic rounding; the sum of all elements, weighted."""
 
-    def __init__(self):
+    def __init__(self, store=None):
         super().__init__()
         self.embeddings = kv.EmbeddingEngine(
             {
@@ -44,6 +44,7 @@ class Net(torch.nn.Module):
                 "word": kv.Table(8, dtype=torch.bfloat16, evict=kv.eviction.Age(steps=3, every=2)),
             },
             seed=5,
+            store=store,
         )
         self.weights = torch.nn.Parameter((torch.arange(WIDTH) % 7 - 3.0) / 8)
 
@@ -115,12 +116,12 @@ def _seed():
     random.seed(1)
 
 
-def fit(folder, optimizer="adagrad", data=None, epochs=2, half=9, **options):
+def fit(folder, optimizer="adagrad", data=None, epochs=2, half=9, store=None, **options):
     """A fit with a full checkpoint in its middle and a delta at its end; its digests."""
     _seed()
     loss, data = Loss(), loader() if data is None else data
     trainer = kv.Trainer(
-        Net(),
+        Net(store),
         loss,
         dense_optimizer=_dense,
         sparse_optimizer=OPTIMIZERS[optimizer](),
