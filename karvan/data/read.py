@@ -18,12 +18,11 @@ from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
 from karvan.data.formats.open_files import open_files
 from karvan.data.in_memory import open_frame
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.loading.batch_steps import Transform
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.settings import ReadSettings
-from karvan.data.maxcompute.source import MaxComputeSource
+from karvan.data.loading.settings import ReadSettings, Transform
 from karvan.data.maxcompute.table_url import is_table_url, parse_tables
+from karvan.data.maxcompute_source import MaxComputeSource
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.devices import data_device

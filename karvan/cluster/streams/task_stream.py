@@ -24,12 +24,18 @@ from karvan.cluster.streams.loader_connection import (
     LoaderLostError,
     read_batch,
 )
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedTasks, planned_records
-from karvan.data.leasing.record_search import SearchResult, search_with
-from karvan.data.leasing.task_records import TakenRecords, TaskToRead, places_of, rest_of
-from karvan.data.loading.read_jobs import Order
+from karvan.data.leased_data import LeasedTasks, planned_records
+from karvan.data.loading.pipeline import Order
 from karvan.data.source import Split
+from karvan.data.task_records import (
+    SearchResult,
+    TakenRecords,
+    TaskToRead,
+    places_of,
+    rest_of,
+    search_with,
+)
+from karvan.data.work_client import WorkClient
 from karvan.outages import mark
 from karvan.protocol import loader as protocol
 from karvan.protocol.loader import NoAnswerYet

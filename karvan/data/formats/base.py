@@ -28,8 +28,7 @@ from pyarrow import fs, types
 
 from karvan.argument_checks import listed
 from karvan.data.columns.arrow_to_torch import whole_numbers
-from karvan.data.columns.kinds import kind_of
-from karvan.data.columns.type_widening import common_type
+from karvan.data.columns.kinds import common_type, kind_of
 from karvan.data.errors import DataError, located
 from karvan.data.formats.paths import Files
 from karvan.data.identity import fingerprint_files
@@ -101,7 +100,7 @@ class FileSource(ABC):
     """Files of one format, with the columns of the first of them.
 
     Every file must have these columns, with types that one type can hold (see
-    `karvan/data/columns/type_widening.py`); `columns` selects some of them, so that others are not read. All
+    `karvan/data/columns/kinds.py`); `columns` selects some of them, so that others are not read. All
     files are inspected when the schema is first requested.
     """
 

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from pyarrow import csv, types
 
 from karvan.data.columns.declarations import is_text
-from karvan.data.columns.type_widening import common_type, type_of
+from karvan.data.columns.kinds import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv_cells import (
@@ -67,7 +67,7 @@ _Texts = Callable[[Sequence[str], Sequence[str]], Iterable[pa.RecordBatch]]
 class CsvSource(FileSource):
     """CSV files with a header line, or without one if a schema names the columns.
 
-    `schema` gives types, by name (see `karvan/data/columns/type_widening.py`) or as pyarrow types: of all
+    `schema` gives types, by name (see `karvan/data/columns/kinds.py`) or as pyarrow types: of all
     columns without a header, or a list of their names; with a header, of those that should not be inferred
     from the first lines of all files (the first megabyte of each). A column with text in one file is text in
     all of them. A cell behind these lines that does not fit is an error.

@@ -23,7 +23,7 @@ from karvan.activity import activity
 from karvan.data.errors import located
 from karvan.data.formats.paths import PathLike, exists, folders, join, resolve
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.position import merge
+from karvan.data.loading.rank_shares import merge
 
 
 @dataclass(frozen=True, slots=True)

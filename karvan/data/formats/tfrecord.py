@@ -18,9 +18,15 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
-from karvan.data.formats.records.compression import ByteStream, check_record
-from karvan.data.formats.records.source import RUN, Index, RecordFileWriter, RecordSource
-from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
+from karvan.data.formats.record_files import (
+    RUN,
+    ByteStream,
+    Index,
+    RecordFileWriter,
+    RecordSource,
+    check_record,
+)
+from karvan.data.formats.tf_example import Bytes, Payloads, Places
 from karvan.native import _native
 
 _HEAD = 12

@@ -1,15 +1,14 @@
-"""`RecordSearch`: finds the record that makes a batch raise an error.
+"""The records of a task: their order, what is left of them, how they are read, and which one raises an error.
 
-The records of the batch are read, decoded and transformed again, half of them, a quarter, and so on, until
-one record alone raises. A function may check the decoded records as well, such as the forward of a model.
-
-No record is to blame if the error does not come again, if it takes several records, or if others raise alone
-just as well: then it is the program that is wrong, or a damaged block of a file.
+A record of a task has a *place* in the order in which the task hands its records out, and a *number* in its
+file. Without a seed both grow together. With one, the order is a permutation that depends on (seed, epoch,
+task) alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -17,20 +16,133 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import torch
+from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data.columns.missing_values import ValueChecks
-from karvan.data.leasing.task_records import TakenRecords, numbers_of, place_of, splits_of
-from karvan.data.loading.pipeline import Closed
-from karvan.data.loading.read_jobs import Order, joined
+from karvan.data.errors import DataError, reason
+from karvan.data.loading.pipeline import Closed, Order, ReadJob, ReadPlan, joined
+from karvan.data.loading.rank_shares import permutation
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.retry import RetryingSource
+from karvan.data.source import Split
+from karvan.data.work_client import WorkClient
 from karvan.distributed import RankError
+from karvan.exit_codes import is_ours, origin_of
 from karvan.outages import is_out_of_memory, is_temporary
 from karvan.ragged import Batch
 from karvan.wire import RefusedError
 from karvan.work.ledger import JobFailedError
-from karvan.work.task import TaskLease
+from karvan.work.task import Task, TaskLease
+
+
+class TakenRecords(NamedTuple):
+    """Records of a task that a batch contains, by their places.
+
+    done: how many records of the task are done when the batch is.
+    """
+
+    lease: TaskLease
+    places: Order
+    done: int
+
+
+def records_done(batches: Iterable[TakenRecords]) -> dict[int, int]:
+    """How many records of each leased task are done when a batch is, by token."""
+    return {records.lease.token: records.done for records in batches}
+
+
+def places_of(task: Task) -> Order:
+    """The records of a task that are left, by their places."""
+    places = np.arange(task.done, task.records)
+    return places[~np.isin(places, task.skipped)]
+
+
+def numbers_of(task: Task, places: Order, seed: int | None) -> Order:
+    """The numbers of records in their file, by their places."""
+    if seed is None:
+        return task.first + places
+    return task.first + permutation(task.records, seed, task.epoch, task.number)[places]
+
+
+def place_of(task: Task, number: int, seed: int | None) -> int:
+    """The place of a record, by its number in the file."""
+    return int(np.flatnonzero(numbers_of(task, np.arange(task.records), seed) == number)[0])
+
+
+def splits_of(path: str, numbers: Order) -> tuple[Split, ...]:
+    """Splits that read these records and no others; the numbers grow."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return tuple(Split(path, int(run[0]), len(run)) for run in runs if len(run))
+
+
+def read_job(task: Task, seed: int | None, *, last: bool) -> ReadJob:
+    """Reads the records that are left, in their order. Those that are skipped are not even read."""
+    places = places_of(task)
+    split = Split(task.path, task.first, task.records)
+    if seed is None and len(places) == task.records:
+        return ReadJob(task.epoch, (split,), len(places), last=last)
+    if not task.skipped:
+        return ReadJob(
+            task.epoch, (split,), len(places), lambda: numbers_of(task, places, seed) - task.first, last=last
+        )
+    skipped = np.sort(numbers_of(task, np.asarray(task.skipped), seed))
+    read = np.setdiff1d(np.arange(task.first, task.first + task.records), skipped)
+
+    def order() -> Order:
+        return np.searchsorted(read, numbers_of(task, places, seed))
+
+    return ReadJob(task.epoch, splits_of(task.path, read), len(places), order, last=last)
+
+
+class TaskToRead(NamedTuple):
+    """A task, and whether a batch ends with its last record; otherwise one may go on in the next task."""
+
+    task: Task
+    ends: bool
+
+
+class TaskReads(ReadPlan):
+    """Reads tasks, wherever they come from; None between two keeps them apart, so that errors have a task.
+
+    seed: of the order of records inside of each task, None for the order of the source.
+    """
+
+    def __init__(self, tasks: Iterator[TaskToRead | None], seed: int | None) -> None:
+        self._reads = (None if task is None else read_job(task.task, seed, last=task.ends) for task in tasks)
+
+    @override
+    def jobs(self) -> Iterator[ReadJob | None]:
+        return self._reads
+
+
+def after(task: Task, records: int) -> Task | None:
+    """What is left of a task when this many of the records that were left have been read; None: nothing."""
+    rest = places_of(task)[records:]
+    return task._replace(done=int(rest[0])) if len(rest) else None
+
+
+def rest_of(tasks: Iterable[TaskToRead], records: int) -> list[TaskToRead]:
+    """What is left of tasks after this many of the records that were left have been read."""
+    rest = list(tasks)
+    while records:
+        task, ends = rest.pop(0)
+        remaining = after(task, records)
+        records -= min(records, len(places_of(task)))
+        if remaining is not None:
+            rest.insert(0, TaskToRead(remaining, ends))
+    return rest
+
+
+# `RecordSearch`: finds the record that makes a batch raise an error.
+#
+# The records of the batch are read, decoded and transformed again, half of them, a quarter, and so on, until
+# one record alone raises. A function may check the decoded records as well, such as the forward of a model.
+#
+# No record is to blame if the error does not come again, if it takes several records, or if others raise
+# alone just as well: then it is the program that is wrong, or a damaged block of a file.
+
+_log = logging.getLogger("karvan.data")
 
 _OTHERS = 16  # records that are tried alone, until one raises nothing
 
@@ -207,3 +319,51 @@ def _unless_raised(call: Callable[[], T]) -> T | None:
 
 def _no_check(batch: Batch) -> None:
     """Reading, decoding and transforming them is all."""
+
+
+# Reports to the master that records of a task raise an error, and what to tell users about it.
+
+
+def report(
+    client: WorkClient,
+    error: BaseException,
+    suspects: Sequence[TakenRecords],
+    record: BadRecord | None,
+    hint: str = "",
+) -> None:
+    """Report the failure of a task: the bad record's, or the first one's if no record alone is to blame.
+
+    Its lease ends, so all that is done of it must be acknowledged before. A JobFailedError if it has failed
+    too often; hint: what to do about a bad record then.
+    """
+    if record is None:
+        lease = suspects[0].lease
+        failed = client.fail(lease.token, described(error))
+    else:
+        lease = record.lease
+        failed = client.fail(lease.token, described(error), record.place, record.number)
+    what = lease.task if record is None else record
+    if failed.failure is not None:
+        raise JobFailedError(failed.failure if record is None else failed.failure + hint) from error
+    if failed.skipped:
+        _log.warning("Skipped %s, bad record %d of the job: %s", what, failed.bad_records, described(error))
+    elif failed.tries:
+        times = f"{failed.tries} time{'s' * (failed.tries != 1)}"
+        _log.warning("Failed %s, and is tried again: %s: %s", times, what, described(error))
+
+
+def named_error(
+    error: BaseException, suspects: Sequence[TakenRecords], record: BadRecord | None
+) -> DataError:
+    """An error that names the bad record, and the records of its batch."""
+    batch = " and ".join(str(suspect.lease.task) for suspect in suspects)
+    if record is None:
+        return DataError(f"{described(error)}; no record alone raises it", place=batch)
+    return DataError(f"{described(error)}; its batch is of {batch}", place=str(record))
+
+
+def described(error: BaseException) -> str:
+    """An error in one line: its type, the first line of its text, and where the program has raised it."""
+    kind, text = type(error).__name__, reason(error)
+    line = kind if text == kind else f"{kind}: {text}"
+    return line if is_ours(error) or error.__traceback__ is None else f"{line} ({origin_of(error)})"
