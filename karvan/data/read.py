@@ -21,8 +21,7 @@ from karvan.data.in_memory import open_frame
 from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.settings import ReadSettings, Transform
-from karvan.data.maxcompute.table_url import is_table_url, parse_tables
-from karvan.data.maxcompute_source import MaxComputeSource
+from karvan.data.maxcompute import MaxComputeSource, is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.devices import data_device
