@@ -236,9 +236,9 @@ class RecordSearch:
         return rows.take(pa.array(np.searchsorted(numbers, wanted)))
 
     def _rows(self, path: str, numbers: Order) -> pa.RecordBatch:
-        retrying = RetryingSource(self._settings.source, self._settings.retry_seconds)
-        source = retrying if self._checks is None else self._checks.over(retrying)
-        return joined([rows for split in splits_of(path, numbers) for rows in source.read(split)])
+        source = RetryingSource(self._settings.source, self._settings.retry_seconds)
+        read = source.read if self._checks is None else self._checks.reader(source)
+        return joined([rows for split in splits_of(path, numbers) for rows in read(split)])
 
     def _unreadable(self, records: TakenRecords) -> BadRecord | None:
         """The record that cannot be read, if it is one alone."""

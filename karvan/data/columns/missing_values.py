@@ -27,7 +27,8 @@ from karvan.data.columns.arrow_to_torch import (
 )
 from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
 from karvan.data.errors import DataError
-from karvan.data.source import Source, Split, place_of
+from karvan.data.retry import RetryingSource
+from karvan.data.source import Split
 
 MISSING_WEIGHT = (
     "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
@@ -119,10 +120,10 @@ class ValueChecks:
         # A function may fill in missing values; a FeatureEngine lists its outputs.
         return features is None or any(name in feature.outputs() for feature in features)
 
-    def over(self, source: Source) -> Source:
-        """A source that reads the same records and raises where one lacks a value."""
+    def reader(self, source: RetryingSource) -> Callable[[Split], Iterator[pa.RecordBatch]]:
+        """A function that reads the records of splits, and raises where one lacks a value."""
         checks = [check for column in self._columns for check in self._checks(column, source.schema)]
-        return _CheckedSource(source, checks) if checks else source
+        return partial(_read_checked, source, checks) if checks else source.read
 
     def _checks(self, column: Column, schema: pa.Schema) -> Iterator[_Check]:
         if column.name not in schema.names:
@@ -209,36 +210,24 @@ def _describe_inexact_row(record: pa.Array) -> str:
     return describe_inexact(values, at)
 
 
-class _CheckedSource:
-    def __init__(self, source: Source, checks: Sequence[_Check]) -> None:
-        self._source = source
-        self._checks = checks
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._source.schema
-
-    def parts(self) -> list[Any]:
-        return self._source.parts()
-
-    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        at = split.first
-        for records in self._source.read(split):
-            missing = [
-                (row, number)
-                for number, check in enumerate(self._checks)
-                if (row := check.find(records.column(check.column))) is not None
-            ]
-            if missing:
-                row, number = min(missing)
-                if row:  # the records before it are valid
-                    yield records.slice(0, row)
-                name, _, describe = self._checks[number]
-                message = describe(records.column(name).slice(row, 1))
-                place = place_of(self._source, split.path, at + row)
-                raise DataError(message, path=split.path, place=place, column=name)
-            at += len(records)
-            yield records
+def _read_checked(source: RetryingSource, checks: Sequence[_Check], split: Split) -> Iterator[pa.RecordBatch]:
+    at = split.first
+    for records in source.read(split):
+        missing = [
+            (row, number)
+            for number, check in enumerate(checks)
+            if (row := check.find(records.column(check.column))) is not None
+        ]
+        if missing:
+            row, number = min(missing)
+            if row:  # the records before it are valid
+                yield records.slice(0, row)
+            name, _, describe = checks[number]
+            message = describe(records.column(name).slice(row, 1))
+            place = source.place_of(split.path, at + row)
+            raise DataError(message, path=split.path, place=place, column=name)
+        at += len(records)
+        yield records
 
 
 def _missing(array: pa.Array, only_nan: bool) -> Tensor | None:

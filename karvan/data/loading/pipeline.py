@@ -329,7 +329,7 @@ class Pipeline:
         delivery: DeviceDelivery | None = None,
     ) -> None:
         self._retrying = RetryingSource(settings.source, settings.retry_seconds)
-        self._source = self._retrying if checks is None else checks.over(self._retrying)
+        self._read_split = self._retrying.read if checks is None else checks.reader(self._retrying)
         self._failed: list[tuple[Exception, Split]] = []  # what the source has raised
         self._plan = plan
         self._runs = runs(plan.jobs())
@@ -478,7 +478,7 @@ class Pipeline:
     def _read(self, split: Split) -> Iterator[pa.RecordBatch]:
         received = 0
         try:
-            for batch in self._source.read(split):
+            for batch in self._read_split(split):
                 if self._closed:
                     raise Closed
                 received += len(batch)
