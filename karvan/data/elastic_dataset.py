@@ -22,7 +22,7 @@ from pyarrow import fs
 
 from karvan.argument_checks import check_counts
 from karvan.data.columns.declarations import Column
-from karvan.data.leased_data import LeasedBatch, LeasedLoader, LeasedTasks, LeasePlan
+from karvan.data.leased_data import LeasedBatch, LeasedLoader, LeasedTasks
 from karvan.data.loading.rank_shares import default_split_records
 from karvan.data.loading.settings import ReadSettings, Transform
 from karvan.data.read import open_data
@@ -88,7 +88,7 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
         try:
             pairs = tuple((part.path, part.records) for part in parts)
             client.open(WorkSpec(pairs, size, self._seed, **self._work))
-            loader = LeasedLoader(settings, LeasePlan(LeasedTasks(client), settings.batch_size, self._seed))
+            loader = LeasedLoader(settings, LeasedTasks(client, settings.batch_size, self._seed))
             batches = iter(loader)
             while True:
                 with blaming(loader.suspects):

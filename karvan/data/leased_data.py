@@ -24,7 +24,7 @@ from typing_extensions import override
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.pipeline import Order, Pipeline, ReadOutcome
+from karvan.data.loading.pipeline import Order, Pipeline, ReadJob, ReadOutcome, ReadPlan
 from karvan.data.loading.rank_shares import default_split_records
 from karvan.data.loading.settings import ReadSettings, SourceData
 from karvan.data.source import Split
@@ -32,9 +32,9 @@ from karvan.data.task_records import (
     RecordSearch,
     SearchResult,
     TakenRecords,
-    TaskReads,
     TaskToRead,
     places_of,
+    read_job,
 )
 from karvan.data.work_client import WorkClient
 from karvan.ragged import Batch, Entry
@@ -121,22 +121,50 @@ _LONG = 30.0  # seconds after which a warning says what it waits for
 _POLL = 0.1  # seconds between two questions for a task while others work on the last ones of an epoch
 
 
-class LeasedTasks:
+class TaskReads(ReadPlan):
+    """Reads tasks, wherever they come from; None between two keeps them apart, so that errors have a task.
+
+    seed: of the order of records inside of each task, None for the order of the source.
+    """
+
+    def __init__(self, tasks: Iterator[TaskToRead | None], seed: int | None) -> None:
+        self.taken: list[TakenRecords] = []
+        self._reads = (None if task is None else read_job(task.task, seed, last=task.ends) for task in tasks)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a batch may take long to come, because others work on the last records of the epoch."""
+        return False
+
+    @override
+    def jobs(self) -> Iterator[ReadJob | None]:
+        return self._reads
+
+    def suspects(self, split: Split | None) -> list[TakenRecords]:
+        """The records of which one may have prevented the next batch; split: what could not be read."""
+        return []
+
+
+class LeasedTasks(TaskReads):
     """Iterates over tasks, with None between them: each is read alone, so that errors have a task.
 
-    tasks_ahead: how many tasks are leased at a time. epoch: whose tasks to lease, None for those of all.
-    kind: of tasks. Those of an evaluation end when there is none. Otherwise it waits for those that others
-    may return.
+    batch_size: how many records the next batch has at most. tasks_ahead: how many tasks are leased at a time.
+    epoch: whose tasks to lease, None for those of all. kind: of tasks. Those of an evaluation end when there
+    is none. Otherwise it waits for those that others may return.
     """
 
     def __init__(
         self,
         client: WorkClient,
+        batch_size: int,
+        seed: int | None = None,
         *,
         tasks_ahead: int = 2,
         epoch: int | None = None,
         kind: TaskKind = TaskKind.TRAIN,
     ) -> None:
+        super().__init__(iter(self), seed)
+        self._batch_size = batch_size
         self._epoch = epoch
         self._kind = kind
         self._client = client
@@ -194,8 +222,8 @@ class LeasedTasks:
         yield TaskToRead(task, ends)
 
     @property
+    @override
     def idle(self) -> bool:
-        """Whether all records that were leased are in batches, and there is no task for now."""
         with self._lock:
             return self._waits and not self._open
 
@@ -216,20 +244,25 @@ class LeasedTasks:
                 for lease, places in self._open
             ]
 
-    def suspects(self, split: Split | None, records: int) -> list[TakenRecords]:
-        """Those of a split that could not be read; of an error elsewhere, the next so many records."""
+    @override
+    def handed_out(self, outcome: ReadOutcome) -> None:
+        if outcome.batch is not None:
+            self.taken = self.take(sum(receipt.records for receipt in outcome.receipts))
+
+    @override
+    def suspects(self, split: Split | None) -> list[TakenRecords]:
         with self._lock:
             waiting = self._open.copy()
         if split is None:
-            return _first(waiting, records)[0]
+            return _first(waiting, self._batch_size)[0]
         for lease, places in waiting:
             task = lease.task
             if task.path == split.path and task.first <= split.first < task.first + task.records:
                 return [TakenRecords(lease, places, task.records)]
         return []
 
+    @override
     def close(self) -> None:
-        """Lease no more."""
         self._closed.set()
 
 
@@ -246,45 +279,12 @@ def _first(waiting: deque[_Waiting], records: int) -> tuple[list[TakenRecords], 
     return selected, rest
 
 
-# The plans of a `LeasedLoader`: which tasks it reads, and which of their records the last batch has.
-
-
-class LeasePlan(TaskReads):
-    """Tasks that are leased, until there are none."""
-
-    def __init__(self, tasks: LeasedTasks, batch_size: int, seed: int | None) -> None:
-        super().__init__(iter(tasks), seed)
-        self._tasks = tasks
-        self._batch_size = batch_size
-        self.taken: list[TakenRecords] = []
-
-    @property
-    def idle(self) -> bool:
-        """Whether all records that were leased are in batches, and there is no task for now."""
-        return self._tasks.idle
-
-    @override
-    def handed_out(self, outcome: ReadOutcome) -> None:
-        if outcome.batch is not None:
-            self.taken = self._tasks.take(sum(receipt.records for receipt in outcome.receipts))
-
-    def suspects(self, split: Split | None) -> list[TakenRecords]:
-        """The records of which one may have prevented the next batch; split: what could not be read."""
-        return self._tasks.suspects(split, self._batch_size)
-
-    @override
-    def close(self) -> None:
-        self._tasks.close()
-
-
 class FixedPlan(TaskReads):
     """The batches of an epoch that one trainer computes where steps have fixed batches, by their numbers.
 
     Batch i of an epoch is task i of the plan, whoever computes it. The batches of a step are dealt out to the
     trainers in turns, so that each knows its own without asking, and can read them in advance.
     """
-
-    idle = False  # there is always a next batch, until the epoch is over
 
     def __init__(
         self, plan: TaskPlan, epoch: int, numbers: Callable[[], Iterator[int]], seed: int | None
@@ -293,15 +293,14 @@ class FixedPlan(TaskReads):
         self._plan = plan
         self._epoch = epoch
         self._following = numbers()
-        self.taken: list[TakenRecords] = []
 
     @override
     def handed_out(self, outcome: ReadOutcome) -> None:
         if outcome.batch is not None:
             self.taken = self._next()
 
+    @override
     def suspects(self, split: Split | None) -> list[TakenRecords]:
-        """The records of the next batch."""
         return self._next()
 
     def _next(self) -> list[TakenRecords]:
@@ -319,35 +318,26 @@ def planned_records(number: int, task: Task) -> list[TakenRecords]:
     return [TakenRecords(TaskLease(number, "", task), places_of(task), 1)]
 
 
-class LeasedLoader(LeasedBatches):
+class LeasedLoader(Pipeline):
     """Iterates once over the batches of a plan of tasks, which are read from now on."""
 
-    def __init__(
-        self, settings: ReadSettings, plan: LeasePlan | FixedPlan, checks: ValueChecks | None = None
-    ) -> None:
-        self._plan = plan
-        self._pipeline = Pipeline(settings, plan, checks=checks)
-
-    @override
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._pipeline)
+    def __init__(self, settings: ReadSettings, plan: TaskReads, checks: ValueChecks | None = None) -> None:
+        super().__init__(settings, plan, checks=checks)
+        self._tasks = plan
+        self.stop = self.close
 
     @property
-    @override
     def idle(self) -> bool:
-        return self._plan.idle
+        """Whether a batch may take long to come, because others work on the last records of the epoch."""
+        return self._tasks.idle
 
-    @override
     def hand_over(self) -> list[TakenRecords]:
-        return self._plan.taken
+        """The records of the last batch, for whoever acknowledges them."""
+        return self._tasks.taken
 
-    @override
     def suspects(self, error: Exception) -> list[TakenRecords]:
-        return self._plan.suspects(self._pipeline.failed_split(error))
-
-    @override
-    def stop(self) -> None:
-        self._pipeline.close()
+        """The records of which one may be the reason that the next batch raised this error."""
+        return self._tasks.suspects(self.failed_split(error))
 
 
 class LeasedBatch(dict[str, Entry]):
@@ -442,7 +432,7 @@ class SharedData(SourceData):
         Returns:
             An iterable of batches.
         """
-        return self._leased(LeasedTasks(client, epoch=epoch), self.seed)
+        return self._leased(LeasedTasks(client, self.batch_size, self.seed, epoch=epoch))
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
         """Return the batches that this process leases of an evaluation.
@@ -457,7 +447,7 @@ class SharedData(SourceData):
             An iterable of batches.
         """
         client.begin_evaluation(number, self.parts, self._whole_batches)
-        return self._leased(LeasedTasks(client, tasks_ahead=1, kind=TaskKind.EVALUATE))
+        return self._leased(LeasedTasks(client, self.batch_size, tasks_ahead=1, kind=TaskKind.EVALUATE))
 
     def prediction_plan(self) -> TaskPlan:
         """Return the tasks of a prediction, each of whole batches.
@@ -477,10 +467,11 @@ class SharedData(SourceData):
         Returns:
             An iterable of batches.
         """
-        return self._leased(LeasedTasks(client, tasks_ahead=1, epoch=number, kind=TaskKind.PREDICT))
+        kind = TaskKind.PREDICT
+        return self._leased(LeasedTasks(client, self.batch_size, tasks_ahead=1, epoch=number, kind=kind))
 
-    def _leased(self, tasks: LeasedTasks, seed: int | None = None) -> LeasedLoader:
-        return LeasedLoader(self._settings, LeasePlan(tasks, self.batch_size, seed), self._checks)
+    def _leased(self, plan: TaskReads) -> LeasedLoader:
+        return LeasedLoader(self._settings, plan, self._checks)
 
     @property
     def _whole_batches(self) -> int:
@@ -524,7 +515,7 @@ class SharedData(SourceData):
             An iterable of batches.
         """
         numbers = partial(planned_numbers, plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
-        return LeasedLoader(self._settings, FixedPlan(plan, epoch, numbers, self.seed), self._checks)
+        return self._leased(FixedPlan(plan, epoch, numbers, self.seed))
 
     def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> Pipeline:
         """Read the batches of tasks, whoever has leased them.

@@ -16,12 +16,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import torch
-from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.errors import DataError, reason
-from karvan.data.loading.pipeline import Closed, Order, ReadJob, ReadPlan, joined
+from karvan.data.loading.pipeline import Closed, Order, ReadJob, joined
 from karvan.data.loading.rank_shares import permutation
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.retry import RetryingSource
@@ -100,20 +99,6 @@ class TaskToRead(NamedTuple):
 
     task: Task
     ends: bool
-
-
-class TaskReads(ReadPlan):
-    """Reads tasks, wherever they come from; None between two keeps them apart, so that errors have a task.
-
-    seed: of the order of records inside of each task, None for the order of the source.
-    """
-
-    def __init__(self, tasks: Iterator[TaskToRead | None], seed: int | None) -> None:
-        self._reads = (None if task is None else read_job(task.task, seed, last=task.ends) for task in tasks)
-
-    @override
-    def jobs(self) -> Iterator[ReadJob | None]:
-        return self._reads
 
 
 def after(task: Task, records: int) -> Task | None:

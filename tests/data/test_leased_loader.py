@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from karvan.data.columns.declarations import Fixed
 from karvan.data.errors import DataError
-from karvan.data.leased_data import LeasedLoader, LeasedTasks, LeasePlan
+from karvan.data.leased_data import LeasedLoader, LeasedTasks
 from karvan.data.loading.pipeline import Closed
 from karvan.data.loading.rank_shares import permutation
 from karvan.data.loading.settings import ReadSettings
@@ -81,7 +81,7 @@ class Holder:
 
     def __init__(self, client, settings, seed, tasks_ahead=2):
         self._client = client
-        plan = LeasePlan(LeasedTasks(client, tasks_ahead=tasks_ahead), settings.batch_size, seed)
+        plan = LeasedTasks(client, settings.batch_size, seed, tasks_ahead=tasks_ahead)
         self._loader = LeasedLoader(settings, plan)
         self._unacknowledged = deque()
         self.stop, self.suspects = self._loader.stop, self._loader.suspects

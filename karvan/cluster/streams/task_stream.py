@@ -171,7 +171,7 @@ class LeasedQueue:
 
     def __init__(self, client: WorkClient, epoch: int, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._tasks = LeasedTasks(client, tasks_ahead=1, epoch=epoch)
+        self._tasks = LeasedTasks(client, batch_size, tasks_ahead=1, epoch=epoch)
         self._changed = threading.Condition()
         self._over = False
         self._error: BaseException | None = None
@@ -207,7 +207,7 @@ class LeasedQueue:
         if task is not None:
             failed = self._tasks.left()[task].task
             split = Split(failed.path, failed.first, failed.records)
-        return self._tasks.suspects(split, self._batch_size)
+        return self._tasks.suspects(split)
 
     def close(self) -> None:
         """Stop; no batch is taken any more."""
