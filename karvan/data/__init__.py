@@ -17,10 +17,9 @@ from karvan.data.kafka import KafkaReader, KafkaSource
 from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.rank_shares import merge
-from karvan.data.prefetch_stream import Stream
 from karvan.data.read import read
 from karvan.data.source import Part, Source, Split
-from karvan.data.time_windows import Window, Windows
+from karvan.data.streams import Stream, Window, Windows
 from karvan.public_names import publish
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from karvan.activity import TRAINERS, activity
 from karvan.data.kafka import KafkaReader
 from karvan.data.leased_data import LeasedData, SharedData
-from karvan.data.prefetch_stream import Stream
+from karvan.data.streams import Stream
 from karvan.data.task_records import BatchError, TakenRecords, blaming, named_error
 from karvan.data.work_client import WorkClient
 from karvan.distributed.elastic import ElasticGroup
