@@ -247,10 +247,10 @@ def _state_of(batches: Iterable[Batch]) -> Any:
 # Online training: windows of data that arrive in time-partitioned folders, e.g. `date=2026-01-31/hour=07`.
 #
 # Names sort in the order of time. A writer fills a folder and then puts an empty file `_SUCCESS` into it;
-# only then is it read. Where writers leave no such file (`complete=None`), a folder is complete as soon as a later
-# one, or the end, exists. A file `_END` in the root says that no more folders will come. Windows are read
-# strictly in order: later folders wait for one that is not complete, and a folder that appears before the
-# current window is too late and is never read.
+# only then is it read. Where writers leave no such file (`complete=None`), a folder is complete as soon as a
+# later one, or the end, exists. A file `_END` in the root says that no more folders will come. Windows are
+# read strictly in order: later folders wait for one that is not complete, and a folder that appears before
+# the current window is too late and is never read.
 #
 # The position is the current window's name and its loader's position. All ranks must be in the same window
 # when positions are saved to be merged, so `next_window` is called by all of them together.

@@ -91,24 +91,19 @@ def common_type(
         if both is None and declared is not None and _is_mix(result, type_):
             both = declared
         if both is None:
+            hint = (
+                " (pandas turns integers into floats where one is missing; its type Int64 does not), or "
+                "declare their type, Fixed(…, dtype=torch.int64)"
+            )
             raise DataError(
-                f"Expected the type {result}, as in {source}, but it is {type_}. "
-                f"Write the files with one type{_hint(result, type_)}, or read them separately.",
+                f"Expected the type {result}, as in {source}, but it is {type_}. Write the files with one "
+                f"type{hint if _is_mix(result, type_) else ''}, or read them separately.",
                 path=path,
                 column=column,
             )
         if both != result:
             result, source = both, path
     return result
-
-
-def _hint(a: pa.DataType, b: pa.DataType) -> str:
-    if _is_mix(a, b):
-        return (
-            " (pandas turns integers into floats where one is missing; its type Int64 does not), or "
-            "declare their type, Fixed(…, dtype=torch.int64)"
-        )
-    return ""
 
 
 def _is_mix(a: pa.DataType, b: pa.DataType) -> bool:
