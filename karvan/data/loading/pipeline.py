@@ -131,10 +131,6 @@ class Reading:
             receipts.append(Receipt(job.epoch, handed, last))
         return count, rows, receipts, last
 
-    def is_used(self) -> bool:
-        """Whether all rows of the first piece have been taken."""
-        return not self.pieces[0].cuts
-
 
 def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.RecordBatch]:
     """The same records in batches of at least `least`; before an error, the records read so far."""
@@ -201,6 +197,10 @@ def _follows(before: ReadJob, job: ReadJob) -> bool:
     return end.path == start.path and end.first + end.count == start.first
 
 
+class Closed(Exception):  # noqa: N818 - not an error: it ends threads
+    """The pipeline has been closed while a thread waited for it."""
+
+
 # Threads on each of which torch uses one core.
 
 
@@ -217,7 +217,8 @@ def start(loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
         torch.get_num_threads()  # a thread's first call takes over what holds for new threads
         torch.set_num_threads(1)
         started.wait()
-        loop()
+        with suppress(Closed):
+            loop()
 
     helpers = torch.get_num_threads()
     threads = [threading.Thread(target=run, args=(loop,), name="karvan-data", daemon=True) for loop in loops]
@@ -288,10 +289,6 @@ class ReadOutcome:
     copy: CopyInFlight | None = None
 
 
-class Closed(Exception):  # noqa: N818 - not an error: it ends threads
-    """The pipeline has been closed while a thread waited for it."""
-
-
 class ReadPlan:
     """Which records are read, and what it means that batches of them are handed out."""
 
@@ -339,7 +336,7 @@ class Pipeline:
         self._buffer = plan.buffer
         self._most_batches = plan.most_batches
         self._delivery = delivery or make_delivery(settings.device)
-        self._finishes = steps.on_batches or self._delivery is not None
+        self._finishes = bool(steps.on_batches) or self._delivery is not None
         workers, prefetch = settings.workers, settings.prefetch
         self._taking = threading.Lock()
         self._cutting = threading.Lock()
@@ -421,21 +418,18 @@ class Pipeline:
 
     def _read_loop(self) -> None:
         before: Reading | None = None
-        try:
-            while (reading := self._take_reading()) is not None:
-                try:
-                    self._fill(reading, before)
-                except Closed:
-                    raise
-                except BaseException as error:
-                    reading.error = error
-                with self._lock:
-                    reading.finished = True
-                    self._ready.notify_all()
-                    self._wait(self._room, lambda: reading.error is None)
-                before = reading
-        except Closed:
-            pass
+        while (reading := self._take_reading()) is not None:
+            try:
+                self._fill(reading, before)
+            except Closed:
+                raise
+            except BaseException as error:
+                reading.error = error
+            with self._lock:
+                reading.finished = True
+                self._ready.notify_all()
+                self._wait(self._room, lambda: reading.error is None)
+            before = reading
 
     def _take_reading(self) -> Reading | None:
         with self._taking:
@@ -508,44 +502,38 @@ class Pipeline:
                 self._unprepared.notify()
 
     def _prepare_loop(self) -> None:
-        try:
-            while True:
-                with self._lock:
-                    self._wait(self._unprepared, lambda: self._next_unprepared() is not None)
-                    piece = self._next_unprepared()
-                    assert piece is not None
-                    piece.claimed = True
-                with suppress(BaseException):  # the batch with the fault will raise it again
-                    piece.rows = self._steps.prepare(piece.rows)
-                with self._lock:
-                    piece.ready = True
-                    self._ready.notify_all()
-        except Closed:
-            pass
+        while True:
+            with self._lock:
+                self._wait(self._unprepared, lambda: self._next_unprepared() is not None)
+                piece = self._next_unprepared()
+                assert piece is not None
+                piece.claimed = True
+            with suppress(BaseException):  # the batch with the fault will raise it again
+                piece.rows = self._steps.prepare(piece.rows)
+            with self._lock:
+                piece.ready = True
+                self._ready.notify_all()
 
     def _next_unprepared(self) -> ReadPiece | None:
         pieces = (piece for reading in self._readings for piece in reading.pieces)
         return next((piece for piece in pieces if not piece.claimed), None)
 
     def _finish_loop(self) -> None:
-        try:
-            while True:
-                with self._lock:
-                    self._wait(self._returned, lambda: self._tickets > 0)
-                    self._tickets -= 1
-                with self._cutting:
-                    if self._ended:
-                        return
-                    number = self._cut
-                    parts, receipts, error = self._cut_next()
-                    self._ended = error is not None or not parts
-                outcome = self._make(parts, receipts, error)
-                self._ended |= outcome.error is not None
-                with self._lock:
-                    self._outcomes[number] = outcome
-                    self._ready.notify_all()
-        except Closed:
-            pass
+        while True:
+            with self._lock:
+                self._wait(self._returned, lambda: self._tickets > 0)
+                self._tickets -= 1
+            with self._cutting:
+                if self._ended:
+                    return
+                number = self._cut
+                parts, receipts, error = self._cut_next()
+                self._ended = error is not None or not parts
+            outcome = self._make(parts, receipts, error)
+            self._ended |= outcome.error is not None
+            with self._lock:
+                self._outcomes[number] = outcome
+                self._ready.notify_all()
 
     def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> ReadOutcome:
         batch: Batch | None = None
@@ -562,29 +550,26 @@ class Pipeline:
 
     def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
         """The rows of the next batch; none at the end; or the error that prevented it."""
-        try:
-            return self._cut_batch()
-        except Closed:
-            raise
-        except BaseException as error:  # the caller would wait forever if it ended a finisher
-            return [], [], error
-
-    def _cut_batch(self) -> tuple[list[Rows], list[Receipt], None]:
         parts: list[Rows] = []
         receipts: list[Receipt] = []
         missing = self._batch_size if self._cut != self._most_batches else 0
         self._cut += 1
-        while missing and (reading := self._next_reading()) is not None:
-            count, rows, pieces, last = reading.take(missing, self._batch_size)
-            parts.append(rows)
-            receipts += pieces
-            missing -= count
-            if reading.is_used():
-                self._drop_used(reading)
-            if last and missing and self._drop_remainder:
-                parts, missing = [], self._batch_size
-            elif last:
-                break
+        try:
+            while missing and (reading := self._next_reading()) is not None:
+                count, rows, pieces, last = reading.take(missing, self._batch_size)
+                parts.append(rows)
+                receipts += pieces
+                missing -= count
+                if not reading.pieces[0].cuts:
+                    self._drop_used(reading)
+                if last and missing and self._drop_remainder:
+                    parts, missing = [], self._batch_size
+                elif last:
+                    break
+        except Closed:
+            raise
+        except BaseException as error:  # the caller would wait forever if it ended a finisher
+            return [], [], error
         return parts, receipts, None
 
     def _next_reading(self) -> Reading | None:

@@ -48,28 +48,18 @@ class BatchSteps:
         self.decode = decode
         self.transform = transform
         steps: list[Callable[[Any], Any]] = [decode] if transform is None else [decode, transform]
-        self._on_pieces = list(takewhile(lambda step: getattr(step, "row_wise", False), steps))
-        self._on_batches = steps[len(self._on_pieces) :]
-        row_wise = len(self._on_pieces) == 2  # such a transform has outputs in place of the columns
+        self.on_pieces = list(takewhile(lambda step: getattr(step, "row_wise", False), steps))
+        self.on_batches = steps[len(self.on_pieces) :]
+        row_wise = len(self.on_pieces) == 2  # such a transform has outputs in place of the columns
         self._nullable: Sequence[str] = () if row_wise else getattr(decode, "nullable", ())
 
     def require_fitted(self) -> None:
         """Raise if the transform has not been fitted yet; threads would fail one after the other."""
         getattr(self.transform, "require_fitted", lambda: None)()
 
-    @property
-    def on_pieces(self) -> bool:
-        """Whether there are steps that run on pieces."""
-        return bool(self._on_pieces)
-
-    @property
-    def on_batches(self) -> bool:
-        """Whether there are steps that run on each batch."""
-        return bool(self._on_batches)
-
     def prepare(self, records: pa.RecordBatch) -> Rows:
         """The row-wise steps."""
-        rows_: Rows = _run(self._on_pieces, records)
+        rows_: Rows = _run(self.on_pieces, records)
         if isinstance(rows_, Batch) and len(rows_) and rows_.samples != len(records):
             raise ValueError(
                 f"A row-wise step must give a row for each of {len(records)} rows, but gave {rows_.samples}."
@@ -82,7 +72,7 @@ class BatchSteps:
         if self._nullable and isinstance(rows, Batch):
             optional = {name: with_optional_values(rows[name]) for name in self._nullable}
             rows = rows.with_entries({**rows, **optional})
-        batch: Batch = _run(self._on_batches, rows)
+        batch: Batch = _run(self.on_batches, rows)
         return batch
 
 
