@@ -71,8 +71,7 @@ class Stream:
         Returns:
             The statistics by name.
         """
-        states = getattr(self._batches, "transform_states", None)
-        return dict(states()) if states is not None else {}
+        return dict(self._ask("transform_states", {}))
 
     def column_kinds(self) -> dict[str, Any]:
         """Return the kinds of the columns of the iterable, if it is a Loader or like it.
@@ -80,8 +79,7 @@ class Stream:
         Returns:
             The kinds by column.
         """
-        kinds = getattr(self._batches, "column_kinds", None)
-        return dict(kinds()) if kinds is not None else {}
+        return dict(self._ask("column_kinds", {}))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -151,10 +149,7 @@ class Stream:
         Returns:
             A context that ends it.
         """
-        require = getattr(self._batches, "require_values", None)
-        if require is None:
-            return nullcontext()
-        required: AbstractContextManager[Any] = require(labels, weights)
+        required: AbstractContextManager[Any] = self._ask("require_values", nullcontext(), labels, weights)
         return required
 
     def check_batches(self, check: Check) -> AbstractContextManager[None]:
@@ -168,8 +163,7 @@ class Stream:
         """
         if self._delivery is not None:
             return self._delivery.check(check)
-        before = getattr(self._batches, "check_batches", None)
-        checked: AbstractContextManager[None] = nullcontext() if before is None else before(check)
+        checked: AbstractContextManager[None] = self._ask("check_batches", nullcontext(), check)
         return checked
 
     def identity(self) -> Identity | None:
@@ -178,8 +172,13 @@ class Stream:
         Returns:
             The identity; None if it has none.
         """
-        identity = getattr(self._batches, "identity", None)
-        return None if identity is None else identity()
+        identity: Identity | None = self._ask("identity", None)
+        return identity
+
+    def _ask(self, method: str, default: Any, *arguments: Any) -> Any:
+        """What a method of the iterable returns; the default if it has no such method."""
+        call = getattr(self._batches, method, None)
+        return default if call is None else call(*arguments)
 
     def _positioned(self, method: str) -> Any:
         attribute = getattr(self._batches, method, None)
@@ -340,7 +339,7 @@ class Windows:
             activity.advance()  # waiting for data that does not exist yet is not a stall
             name = self._look()
             if name is not None or self._over:
-                return self._open(name)
+                return None if name is None else self._open(name)
             remaining = self._poll if deadline is None else min(self._poll, deadline - time.monotonic())
             if remaining <= 0:
                 return None
@@ -432,9 +431,7 @@ class Windows:
         with located(self._root_url):
             return exists(self._files, f"{self._root}/{names[0]}/{self._complete}")
 
-    def _open(self, name: str | None) -> Window | None:
-        if name is None:
-            return None
+    def _open(self, name: str) -> Window:
         loader = self._read(join(self._root_url, name))
         loader.call_data(name)
         if self._resumed is not None:

@@ -229,10 +229,10 @@ class RecordSearch:
         """The record that cannot be read, if it is one alone."""
         task = records.lease.task
         numbers = np.sort(numbers_of(task, records.places, self._seed))
-        indices = search_records(len(numbers), lambda few: self._rows(task.path, numbers[few])).at
-        if indices is None:
+        index, _ = search_records(len(numbers), lambda few: self._rows(task.path, numbers[few]))
+        if index is None:
             return None
-        number = int(numbers[indices])
+        number = int(numbers[index])
         return BadRecord(records.lease, place_of(task, number, self._seed), number)
 
 
@@ -244,34 +244,26 @@ def search_with(
 ) -> SearchResult:
     """The record that raises alone when it is used with a check; each is tried until one finds it."""
     result = SearchResult(None)
-    for check in checks or (_no_check,):
-        first_bad = search_records(sum(len(suspect.places) for suspect in suspects), use(check))
-        result = SearchResult(_record(suspects, first_bad.at, seed), first_bad.every)
+    for check in checks or (lambda batch: None,):  # reading, decoding and transforming them is all
+        index, every = search_records(sum(len(suspect.places) for suspect in suspects), use(check))
+        result = SearchResult(None if index is None else _record(suspects, index, seed), every)
         if result.record is not None:
             break
     return result
 
 
-def _record(suspects: Sequence[TakenRecords], index: int | None, seed: int | None) -> BadRecord | None:
+def _record(suspects: Sequence[TakenRecords], index: int, seed: int | None) -> BadRecord:
     """The record that is number `index` of all suspects."""
-    for lease, places, _ in suspects if index is not None else ():
-        assert index is not None
+    for lease, places, _ in suspects:
         if index < len(places):
             numbers = numbers_of(lease.task, places[index : index + 1], seed)
             return BadRecord(lease, int(places[index]), int(numbers[0]))
         index -= len(places)
-    return None
+    raise IndexError(index)
 
 
-class RaisingRecord(NamedTuple):
-    """Which record raises alone, if one does, and whether others that were tried do as well."""
-
-    at: int | None
-    every: bool = False
-
-
-def search_records(count: int, use: Callable[[Order], object]) -> RaisingRecord:
-    """Which of `count` records raises alone when it is used."""
+def search_records(count: int, use: Callable[[Order], object]) -> tuple[int | None, bool]:
+    """Which of `count` records raises alone when it is used, and whether others that are tried do as well."""
 
     def raises(few: Order) -> bool:
         activity.advance()
@@ -279,17 +271,17 @@ def search_records(count: int, use: Callable[[Order], object]) -> RaisingRecord:
 
     few = np.arange(count)
     if not raises(few):
-        return RaisingRecord(None)
+        return None, False
     while len(few) > 1:
         halves = np.array_split(few, 2)
         bad = next((half for half in halves if raises(half)), None)
         if bad is None:  # it takes several records
-            return RaisingRecord(None)
+            return None, False
         few = bad
     index = int(few[0])
     others = [number for number in range(0, count, max(1, count // _OTHERS)) if number != index]
     every = bool(others) and all(raises(np.array([other])) for other in others)
-    return RaisingRecord(None if every else index, every)
+    return None if every else index, every
 
 
 def _unless_raised(call: Callable[[], T]) -> T | None:
@@ -300,10 +292,6 @@ def _unless_raised(call: Callable[[], T]) -> T | None:
         if not may_be_of_a_record(error):
             raise
         return None
-
-
-def _no_check(batch: Batch) -> None:
-    """Reading, decoding and transforming them is all."""
 
 
 # Reports to the master that records of a task raise an error, and what to tell users about it.
@@ -321,12 +309,9 @@ def report(
     Its lease ends, so all that is done of it must be acknowledged before. A JobFailedError if it has failed
     too often; hint: what to do about a bad record then.
     """
-    if record is None:
-        lease = suspects[0].lease
-        failed = client.fail(lease.token, described(error))
-    else:
-        lease = record.lease
-        failed = client.fail(lease.token, described(error), record.place, record.number)
+    lease = suspects[0].lease if record is None else record.lease
+    place = () if record is None else (record.place, record.number)
+    failed = client.fail(lease.token, described(error), *place)
     what = lease.task if record is None else record
     if failed.failure is not None:
         raise JobFailedError(failed.failure if record is None else failed.failure + hint) from error

@@ -65,6 +65,21 @@ def too_large(stored: int, what: str) -> str:
     )
 
 
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number with 7 bits in each byte, and where it ends; an IndexError if the bytes end before.
+
+    An OverflowError for more than 10 bytes.
+    """
+    value = shift = 0
+    while shift < 70:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    raise OverflowError
+
+
 def write_at(file: FileIO, data: bytes, at: int) -> None:
     """Write all of these bytes at a place of a file, which may take several calls."""
     view = memoryview(data)
