@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapreplace
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -479,7 +479,9 @@ def deal(pieces: Sequence[Piece], world: int) -> list[list[Piece]]:
     shares: list[list[Piece]] = [[] for _ in range(world)]
     fewest = [(0, rank) for rank in range(world)]  # a heap of (records so far, rank)
     dealt = 0
-    for block, records in _runs_of_blocks(pieces):
+    for _, group in groupby(pieces, key=itemgetter(0)):
+        block = list(group)
+        records = count(block)
         so_far, rank = fewest[0]
         if so_far + records > least:
             break
@@ -490,17 +492,6 @@ def deal(pieces: Sequence[Piece], world: int) -> list[list[Piece]]:
     for so_far, rank in sorted(fewest, key=itemgetter(1)):
         shares[rank] += _take(rest, share_records(total, rank, world) - so_far)
     return shares
-
-
-def _runs_of_blocks(pieces: Sequence[Piece]) -> Iterator[tuple[Sequence[Piece], int]]:
-    """The pieces of each block together, and how many records they have."""
-    begin = 0
-    for at, (block, first, end) in enumerate(pieces, 1):
-        if at == len(pieces) or pieces[at][0] != block:
-            alone = at - begin == 1
-            run = pieces[begin:at]
-            yield run, end - first if alone else count(run)
-            begin = at
 
 
 def skip(pieces: Iterable[Piece], records: int) -> list[Piece]:
