@@ -5,23 +5,21 @@ from typing import TYPE_CHECKING
 from karvan.data import synthetic
 from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
 from karvan.data.columns.decoder import Decoder
+from karvan.data.elastic_dataset import elastic
 from karvan.data.errors import DataError
 from karvan.data.formats import criteo
 from karvan.data.formats.open_files import open_files, read_records
-from karvan.data.formats.records.recordio import RecordIOWriter
-from karvan.data.formats.records.tfrecord import TFRecordWriter
+from karvan.data.formats.recordio import RecordIOWriter
+from karvan.data.formats.tfrecord import TFRecordWriter
 from karvan.data.identity import Identity
-from karvan.data.in_memory import open_frame
-from karvan.data.leasing.dataset import elastic
-from karvan.data.leasing.shared_data import SharedData
+from karvan.data.in_memory import json_rows, open_frame, record_batches
+from karvan.data.kafka import KafkaReader, KafkaSource
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.position import merge
+from karvan.data.loading.rank_shares import merge
 from karvan.data.read import read
 from karvan.data.source import Part, Source, Split
-from karvan.data.streaming.kafka import KafkaReader, KafkaSource
-from karvan.data.streaming.prefetch_stream import Stream
-from karvan.data.streaming.record_batches import json_rows, record_batches
-from karvan.data.streaming.time_windows import Window, Windows
+from karvan.data.streams import Stream, Window, Windows
 from karvan.public_names import publish
 
 if TYPE_CHECKING:

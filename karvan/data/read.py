@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
@@ -18,17 +19,17 @@ from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
 from karvan.data.formats.open_files import open_files
 from karvan.data.in_memory import open_frame
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.loading.batch_steps import Transform
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.settings import ReadSettings
-from karvan.data.maxcompute.source import MaxComputeSource
-from karvan.data.maxcompute.table_url import is_table_url, parse_tables
+from karvan.data.loading.settings import ReadSettings, Transform
+from karvan.data.maxcompute import MaxComputeSource, is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.devices import data_device
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+
+T = TypeVar("T")
 
 
 def read(
@@ -171,23 +172,19 @@ def open_data(
     if not isinstance(options, Mapping | None):
         raise TypeError(f'options expects a mapping such as {{"delimiter": ";"}}, got {options!r}.')
     names = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
+
+    def retried(work: Callable[[], T]) -> T:
+        return retrying(work, Patience(retry_seconds))
+
+    open_columns = partial(open_files, data, format, filesystem=filesystem, **(options or {}))
     if names is not None and any("." in name for name in names) and _is_path(data):  # fields of structs
-        whole = retrying(
-            lambda: open_files(data, format, None, filesystem, **(options or {})).schema,
-            Patience(retry_seconds),
-        )
-        names = outer_names(whole, names)
+        names = outer_names(retried(lambda: open_columns(columns=None).schema), names)
     if is_table_url(data):
         source: Source = _open_tables(data, names, format, filesystem, options)
     elif _is_path(data):
-        source = retrying(
-            lambda: open_files(data, format, names, filesystem, **(options or {})), Patience(retry_seconds)
-        )
+        source = retried(lambda: open_columns(columns=names))
     else:
-        file_arguments = {"format": format, "filesystem": filesystem, "options": options}
-        for name, value in file_arguments.items():
-            if value is not None:
-                raise ValueError(f"{name} is for files, but the data is {type(data).__name__}.")
+        _require_files(type(data).__name__, format=format, filesystem=filesystem, options=options)
         if type(data).__name__ == "LazyFrame":
             raise TypeError(
                 "Expected a frame with its rows, but received a LazyFrame: give it frame.collect()."
@@ -198,12 +195,12 @@ def open_data(
             source.declare_numbers(column.name, column.dtype.is_floating_point)
         if isinstance(source, FileSource) and isinstance(column, Varlen):
             source.declare_list(column.name)
-    schema = retrying(lambda: source.schema, Patience(retry_seconds))
+    schema = retried(lambda: source.schema)
     fields = flat_schema(schema)
     requested: Sequence[Column | str] = fields.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
-    nullable = retrying(getattr(source, "columns_with_nulls", frozenset), Patience(retry_seconds))
+    nullable = retried(getattr(source, "columns_with_nulls", frozenset))
     decode = Decoder([_inferred(fields, c) if isinstance(c, str) else c for c in requested], labels, nullable)
     decode.check(schema)
     return source, decode
@@ -216,12 +213,17 @@ def _open_tables(
     filesystem: fs.FileSystem | None,
     options: Mapping[str, Any] | None,
 ) -> MaxComputeSource:
-    for name, value in {"format": format, "filesystem": filesystem}.items():
-        if value is not None:
-            raise ValueError(f"{name} is for files, but the data is a table of MaxCompute.")
+    _require_files("a table of MaxCompute", format=format, filesystem=filesystem)
     if unknown := [name for name in options or {} if name != "partitions"]:
         raise ValueError(f"There is no option '{unknown[0]}' for MaxCompute; there is: partitions.")
     return MaxComputeSource(parse_tables(data), names, **(options or {}))
+
+
+def _require_files(data: str, **arguments: object) -> None:
+    """Raise a ValueError for an argument that is for files, if the data is something else."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is for files, but the data is {data}.")
 
 
 def _is_path(data: object) -> bool:

@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
-from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import Files
-from karvan.data.source import Part, Source, Split, place_of
+from karvan.data.source import Source, Split, place_of
 from karvan.outages import is_temporary
 
 # `Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
@@ -58,19 +57,27 @@ class Patience:
         """The data is no longer needed: threads that wait give up."""
         self._ended.set()
 
-    def wait(self, error: BaseException, attempt: int, since: float) -> bool:
-        """Wait before the next attempt; False if time is up.
+    @property
+    def ended(self) -> bool:
+        """Whether nobody needs the data any more."""
+        return self._ended.is_set()
 
-        attempt: counted from 0. since: the time of the first failure.
-        """
+    def pause(self, error: BaseException, seconds: float) -> bool:
+        """Wait after an error, and warn from time to time; False if nobody needs the data any more."""
         now = time.monotonic()
-        remaining = since + self.seconds - now
-        if remaining <= 0 or self._ended.is_set():
-            return False
-        self._warn(error, now)
+        with self._lock:
+            self._since = now if self._since is None else self._since
+            warns = (
+                now >= self._warned + _WARN_EVERY
+            )  # not for each error of a source that fails again and again
+            if warns:
+                self._warned = now
+        if warns:
+            text = str(error).strip() or type(error).__name__
+            sentence = text if text.endswith(".") else f"{text}."
+            _log.warning("%s Retrying for up to %g seconds.", sentence, self.seconds)
         activity.advance()  # waiting is not a stall, since it is limited
-        pause = min(_FIRST_PAUSE * 2.0 ** min(attempt, 20), _LONGEST_PAUSE, remaining)
-        return not self._ended.wait(pause)
+        return not self._ended.wait(seconds)
 
     def succeeded(self) -> None:
         """Something was read after a failure."""
@@ -79,20 +86,6 @@ class Patience:
             was_reported = since is not None and self._warned >= since
         if since is not None and was_reported:
             _log.warning("Data can be read again, after %.0f seconds.", time.monotonic() - since)
-
-    def _warn(self, error: BaseException, now: float) -> None:
-        with self._lock:
-            if self._since is None:
-                self._since = now
-            if now < self._warned + _WARN_EVERY:
-                return  # also for a source that fails again and again
-            self._warned = now
-        _log.warning("%s Retrying for up to %g seconds.", _sentence(error), self.seconds)
-
-
-def _sentence(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text if text.endswith(".") else f"{text}."
 
 
 # Decides whether files cannot be read because of an outage or because they are damaged.
@@ -142,8 +135,9 @@ class FileOutages:
             return True
         if self._local:
             return _is_missing(error) and (self._is_unmounted(path) or _is_back(error, path))
-        if any(_is_plain(cause) or _is_of_client(cause) for cause in _causes(error)):
-            return None if self._can_be_read(path) else True
+        for cause in _causes(error):
+            if _is_plain(cause) or type(cause).__module__.partition(".")[0] in _CLIENTS:
+                return None if self._can_be_read(path) else True
         return False
 
     def _can_be_read(self, path: str) -> bool:
@@ -192,10 +186,6 @@ def _is_plain(error: BaseException) -> bool:
     return type(error) is OSError and error.errno is None
 
 
-def _is_of_client(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in _CLIENTS
-
-
 def _is_missing(error: BaseException) -> bool:
     causes = (cause for cause in _causes(error) if isinstance(cause, FileNotFoundError | DataError))
     return any(isinstance(cause, FileNotFoundError) or "no such file" in str(cause) for cause in causes)
@@ -220,8 +210,8 @@ class Outages(Protocol):
         """Whether an error of reading a part is an outage; None if it is doubtful."""
 
 
-class RetryingSource(Source):
-    """Wraps a source. `close` ends waiting, from any thread."""
+class RetryingSource:
+    """Reads a source. `close` ends waiting, from any thread."""
 
     def __init__(self, source: Source, seconds: float) -> None:
         self._source = source
@@ -233,20 +223,16 @@ class RetryingSource(Source):
         self._patience.end()
 
     @property
-    @override
     def schema(self) -> pa.Schema:
+        """The columns of the source."""
         return retrying(lambda: self._source.schema, self._patience)
-
-    @override
-    def parts(self) -> list[Part]:
-        return retrying(self._source.parts, self._patience)
 
     def place_of(self, path: str, record: int) -> str:
         """Where a record is, for errors."""
         return place_of(self._source, path, record)
 
-    @override
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        """The records of a split; after an outage, from the first one that has not been handed out."""
         done = 0
         failure = _Failure()
         while True:
@@ -259,12 +245,10 @@ class RetryingSource(Source):
                     yield batch
                 return
             except Exception as error:
-                outage = self._is_outage(error, split.path)
+                outages = self._outages
+                outage = is_outage(error) if outages is None else outages.is_outage(error, split.path)
                 if outage is False or not failure.wait(error, outage, self._patience):
                     raise
-
-    def _is_outage(self, error: Exception, path: str) -> bool | None:
-        return is_outage(error) if self._outages is None else self._outages.is_outage(error, path)
 
 
 class _Failure:
@@ -277,13 +261,16 @@ class _Failure:
 
     def wait(self, error: BaseException, outage: bool | None, patience: Patience) -> bool:
         """Wait for the next attempt; False if time is up, and then the error of an outage is temporary."""
+        now = time.monotonic()
         if not self.count:
-            self._since = time.monotonic()
+            self._since = now
         self._doubtful = self._doubtful + 1 if outage is None else 0
         if self._doubtful >= _DOUBTFUL:
             return False
         self.count += 1
-        waited = patience.wait(error, self.count - 1, self._since)
+        remaining = self._since + patience.seconds - now
+        pause = min(_FIRST_PAUSE * 2.0 ** min(self.count - 1, 20), _LONGEST_PAUSE, remaining)
+        waited = remaining > 0 and not patience.ended and patience.pause(error, pause)
         if not waited and isinstance(error, DataError):
             error.temporary = True
         return waited
@@ -302,74 +289,3 @@ def retrying(work: Callable[[], T], patience: Patience) -> T:
             if failure.count:
                 patience.succeeded()
             return result
-
-
-# Outages of Kafka brokers, as librdkafka reports them, which reconnects by itself.
-#
-# librdkafka reports a lost broker to a callback and then retries forever without logging. `BrokerOutage`
-# warns at the first report, and stops waiting after `retry_seconds`, unless a message has arrived or the
-# brokers answer a request. Positions are those of messages that were handed out, so no message is lost or
-# delivered twice.
-
-
-_CODES = ("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_MSG_TIMED_OUT", "_NODE_UPDATE")
-
-
-class BrokerOutage:
-    """Whether the brokers of a consumer are unreachable, and for how long."""
-
-    def __init__(self, kafka: Any, topics: str, seconds: float) -> None:
-        self._kafka = kafka
-        self._topics = topics
-        self._patience = Patience(seconds)
-        self._codes = {getattr(kafka.KafkaError, name) for name in _CODES if hasattr(kafka.KafkaError, name)}
-        self._since: float | None = None
-        self._error = ""
-
-    def is_outage(self, error: Any) -> bool:
-        """Whether a Kafka error means that brokers cannot be reached."""
-        return error.code() in self._codes or bool(error.retriable())
-
-    def note(self, error: Any) -> None:
-        """Record that a broker was lost; called by librdkafka, or for an error that arrived as a message."""
-        if self._since is None and self.is_outage(error):
-            self._error = str(error.str())
-            self._since = time.monotonic()
-            _log.warning(
-                "Kafka topics %s: %s. Retrying for up to %g seconds.",
-                self._topics,
-                self._error,
-                self._patience.seconds,
-            )
-
-    def clear(self) -> None:
-        """The brokers answer: the outage, if there was one, is over."""
-        since, self._since = self._since, None
-        if since is not None:
-            _log.warning("Kafka answers again, after %.0f seconds.", time.monotonic() - since)
-
-    def check(self, ask: Callable[[], object]) -> None:
-        """After `retry_seconds` without a message: raise, unless the brokers answer a request."""
-        if self._since is None or time.monotonic() < self._since + self._patience.seconds:
-            return
-        try:
-            ask()
-        except self._kafka.KafkaException as error:
-            raise DataError(
-                f"Kafka was unreachable for {self._patience.seconds:g} seconds: {self._error}",
-                path=self._topics,
-                temporary=True,
-            ) from error
-        self.clear()
-
-    def ask(self, request: Callable[[], T], path: str, failure: str) -> T:
-        """The answer to a request, which is repeated during an outage; `failure` begins the error's text."""
-
-        def send() -> T:
-            try:
-                return request()
-            except self._kafka.KafkaException as error:
-                temporary = self.is_outage(error.args[0])
-                raise DataError(f"{failure}: {error}", path=path, temporary=temporary) from error
-
-        return retrying(send, self._patience)

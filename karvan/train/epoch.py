@@ -15,7 +15,7 @@ from logging import getLogger
 from typing import Any
 
 from karvan.argument_checks import check_integers
-from karvan.data.loading.position import kind_of, mismatch
+from karvan.data.loading.rank_shares import kind_of, mismatch
 from karvan.distributed import Connection
 from karvan.exit_codes import note_training
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from karvan.activity import activity
 from karvan.argument_checks import listed
 from karvan.data import Loader
-from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leased_data import SharedData
 from karvan.distributed import CollectiveChannel
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged

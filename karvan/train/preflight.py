@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from karvan import distributed
 from karvan.checkpoint import Checkpoints
-from karvan.data.leasing.dataset import ElasticDataset
+from karvan.data.elastic_dataset import ElasticDataset
 from karvan.distributed import Connection
 from karvan.distributed.settings import IN_PROCESS
 from karvan.embedding.optim.base import SparseOptimizer

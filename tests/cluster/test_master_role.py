@@ -10,7 +10,7 @@ from forked_programs import ForkedProgram
 from free_ports import free_port
 from wire_helpers import wait_for
 
-from karvan.data.leasing.client import WorkClient
+from karvan.data.work_client import WorkClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.work.task import TaskKind, WorkSpec

@@ -20,7 +20,7 @@ from support_paths import support_path
 
 import karvan as kv
 from karvan.cluster.role_process import RoleSettings, factory_of
-from karvan.data.leasing.record_search import may_be_of_a_record
+from karvan.data.task_records import may_be_of_a_record
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry

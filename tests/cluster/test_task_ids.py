@@ -15,7 +15,7 @@ from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.cluster.loader.id_forwarding import SendTo, TaskIds
 from karvan.cluster.streams.loader_connection import LoaderConnection
 from karvan.cluster.streams.task_stream import resender, tasks_head
-from karvan.data.leasing.task_records import TaskToRead, records_done
+from karvan.data.task_records import TaskToRead, records_done
 from karvan.outages import is_temporary
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import RefusedError, Server

@@ -16,8 +16,8 @@ from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings
-from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done
-from karvan.data.loading.shuffle import permutation
+from karvan.data.loading.rank_shares import permutation
+from karvan.data.task_records import TaskToRead, after, places_of, records_done
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
 from karvan.protocol.loader import NoAnswerYet, TaskReadingHello

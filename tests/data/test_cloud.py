@@ -18,7 +18,7 @@ from karvan.data.errors import DataError
 from karvan.data.formats.open_files import open_files
 from karvan.data.formats.paths import find, resolve
 from karvan.data.read import read
-from karvan.data.streaming.time_windows import Windows
+from karvan.data.streams import Windows
 
 ROWS = table(60)
 KEYS = [

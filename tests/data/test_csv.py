@@ -14,7 +14,7 @@ from rows import read_all
 
 import karvan as kv
 from karvan.data.columns.decoder import Decoder
-from karvan.data.columns.type_widening import type_of
+from karvan.data.columns.kinds import type_of
 from karvan.data.errors import DataError
 from karvan.data.formats import criteo
 from karvan.data.formats import csv as csv_module

@@ -12,7 +12,7 @@ import karvan as kv
 from karvan.cluster.loader.epoch_service import serve
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.pipeline import DeviceDelivery
-from karvan.data.streaming.prefetch_stream import Stream
+from karvan.data.streams import Stream
 from karvan.devices import CopiedBatch, tensors_of
 from karvan.train.losses import no_check
 

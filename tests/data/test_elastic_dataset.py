@@ -15,7 +15,7 @@ from pyarrow import parquet as pq
 
 import karvan as kv
 from karvan.data.errors import DataError
-from karvan.data.formats.records.recordio import RecordIOWriter
+from karvan.data.formats.recordio import RecordIOWriter
 from karvan.wire import RefusedError, Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService

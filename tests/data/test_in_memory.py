@@ -13,9 +13,8 @@ from rows import assert_same, read_all, table
 from karvan.data.columns.declarations import infer
 from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.in_memory import open_frame
+from karvan.data.in_memory import open_frame, record_batches
 from karvan.data.source import Split
-from karvan.data.streaming.record_batches import record_batches
 from karvan.ragged import Batch, NestedRagged, Ragged
 
 

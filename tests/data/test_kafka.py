@@ -13,8 +13,8 @@ from forked_programs import ForkedProgram
 from support_paths import support_path
 
 from karvan.data.errors import DataError
-from karvan.data.streaming.kafka import KafkaReader
-from karvan.data.streaming.record_batches import json_rows
+from karvan.data.in_memory import json_rows
+from karvan.data.kafka import KafkaReader
 
 pytest.importorskip("confluent_kafka")
 

@@ -14,8 +14,8 @@ from support_paths import support_path
 
 from karvan.data import KafkaReader, KafkaSource, Split, Stream, json_rows, read
 from karvan.data.errors import DataError
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.task_records import records_done
+from karvan.data.task_records import records_done
+from karvan.data.work_client import WorkClient
 from karvan.train.elastic.choice import require_leased
 from karvan.wire import Server
 from karvan.work.service import WorkService
@@ -147,7 +147,7 @@ def test_an_offset_without_a_value_is_an_error_that_names_it(cluster):
 
 
 def test_brokers_that_are_away_are_a_temporary_error(monkeypatch):
-    monkeypatch.setattr("karvan.data.streaming.kafka._OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr("karvan.data.kafka._OUTAGE_SECONDS", 0.5)
     command = [sys.executable, support_path("data/kafka_cluster.py")]
     with ForkedProgram(command, stdin=PIPE, stdout=PIPE) as process:
         source = KafkaSource("away", {**json.loads(process.stdout.readline()), "log_level": 0})

@@ -15,16 +15,22 @@ from hypothesis import strategies as st
 
 from karvan.data.columns.declarations import Fixed
 from karvan.data.errors import DataError
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.dataset import report
-from karvan.data.leasing.leased_data import LeasedLoader, LeasedTasks, LeasePlan
-from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
-from karvan.data.leasing.task_records import TakenRecords, places_of, records_done
+from karvan.data.leased_data import LeasedLoader, LeasedTasks
 from karvan.data.loading.pipeline import Closed
+from karvan.data.loading.rank_shares import permutation
 from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.shuffle import permutation
 from karvan.data.read import read
 from karvan.data.source import Part
+from karvan.data.task_records import (
+    BatchError,
+    RecordSearch,
+    TakenRecords,
+    blaming,
+    places_of,
+    records_done,
+    report,
+)
+from karvan.data.work_client import WorkClient
 from karvan.ragged import Batch
 from karvan.wire import Server
 from karvan.work.ledger import JobFailedError
@@ -75,7 +81,7 @@ class Holder:
 
     def __init__(self, client, settings, seed, tasks_ahead=2):
         self._client = client
-        plan = LeasePlan(LeasedTasks(client, tasks_ahead=tasks_ahead), settings.batch_size, seed)
+        plan = LeasedTasks(client, settings.batch_size, seed, tasks_ahead=tasks_ahead)
         self._loader = LeasedLoader(settings, plan)
         self._unacknowledged = deque()
         self.stop, self.suspects = self._loader.stop, self._loader.suspects

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 import karvan as kv
 from karvan.data import Split, read
 from karvan.data.errors import DataError
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.task_records import records_done
-from karvan.data.maxcompute.source import MaxComputeSource
-from karvan.data.maxcompute.table_url import parse_tables
+from karvan.data.maxcompute import MaxComputeSource, parse_tables
 from karvan.data.retry import RetryingSource
+from karvan.data.task_records import records_done
+from karvan.data.work_client import WorkClient
 from karvan.wire import Server
 from karvan.work.service import WorkService
 

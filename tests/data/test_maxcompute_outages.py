@@ -11,8 +11,7 @@ import pytest
 
 from karvan.data import Split, read
 from karvan.data.errors import DataError
-from karvan.data.maxcompute.source import MaxComputeSource
-from karvan.data.maxcompute.table_url import parse_tables
+from karvan.data.maxcompute import MaxComputeSource, parse_tables
 
 pytestmark = pytest.mark.skipif(find_spec("odps") is None, reason="needs pyodps")  # whose import is slow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import karvan as kv
 from karvan.data.errors import located
-from karvan.data.leasing.record_search import may_be_of_a_record
+from karvan.data.task_records import may_be_of_a_record
 
 def allocate(size):
     with located("file"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loader_helpers import TableSource, decode, records_of
 
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.position import merge
+from karvan.data.loading.rank_shares import merge
 
 
 def loaders(world, **settings):

@@ -7,7 +7,7 @@ import torch
 from loader_helpers import no_threads_left
 
 from karvan import Batch
-from karvan.data.streaming.prefetch_stream import Stream
+from karvan.data.streams import Stream
 
 
 def batch(number):

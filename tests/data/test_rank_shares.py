@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from loader_helpers import TableSource, decode, records_of
 
 from karvan.data.loading.loader import Loader
-from karvan.data.loading.position import merge
-from karvan.data.loading.rank_shares import Piece, count, deal, share_records
+from karvan.data.loading.rank_shares import Piece, count, deal, merge, share_records
 
 sizes_of_parts = st.one_of(
     st.lists(st.integers(0, 40), min_size=1, max_size=6),

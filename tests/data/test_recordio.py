@@ -21,10 +21,9 @@ from record_reference import (
 from rows import read_all
 
 from karvan.data.errors import DataError
+from karvan.data.formats import recordio
 from karvan.data.formats.open_files import open_files, read_records
-from karvan.data.formats.records import recordio
-from karvan.data.formats.records.compression import frame, unframe
-from karvan.data.formats.records.recordio import RecordIOWriter
+from karvan.data.formats.recordio import RecordIOWriter, frame, unframe
 from karvan.data.source import Split
 
 # One chunk of two records, b"abc" and b"", by hand from header.go and chunk.go of

@@ -7,7 +7,7 @@ import pytest
 from karvan.data.columns.declarations import infer
 from karvan.data.columns.decoder import Decoder
 from karvan.data.formats.open_files import open_files
-from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.settings import ReadSettings
 
 

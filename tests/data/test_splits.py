@@ -4,8 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.data.in_memory import open_frame
+from karvan.data.loading.rank_shares import (
+    ShufflePlan,
+    blocks,
+    cut,
+    default_split_records,
+    permutation,
+    shuffled,
+)
 from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.shuffle import ShufflePlan, blocks, cut, default_split_records, permutation, shuffled
 from karvan.data.source import Part, Split
 
 parts_of_any_sizes = st.lists(st.integers(0, 60), max_size=6).map(

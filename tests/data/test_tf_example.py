@@ -15,9 +15,9 @@ from rows import read_all
 
 import karvan as kv
 from karvan.data.errors import DataError
+from karvan.data.formats import tf_example as examples
 from karvan.data.formats.open_files import open_files, read_records
-from karvan.data.formats.records import tf_example as examples
-from karvan.data.formats.records.tf_example import Payloads
+from karvan.data.formats.tf_example import Payloads
 
 INTEGERS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=1, max_size=4)
 FLOATS = st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=4)

@@ -18,10 +18,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter as TensorBoard
 
 import karvan as kv
 from karvan.data.errors import DataError
+from karvan.data.formats import recordio, tfrecord
 from karvan.data.formats.open_files import open_files, read_records
-from karvan.data.formats.records import recordio, tfrecord
-from karvan.data.formats.records.tfrecord import TFRecordWriter
-from karvan.data.loading.position import merge
+from karvan.data.formats.tfrecord import TFRecordWriter
+from karvan.data.loading.rank_shares import merge
 from karvan.native import _native
 
 # Two records, b"" and b"abc", as TensorBoard's writer, which is not ours, writes them: u64 length, its masked

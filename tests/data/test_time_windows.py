@@ -6,7 +6,7 @@ from loader_helpers import TableSource, decode, records_of
 
 from karvan.data.errors import DataError
 from karvan.data.loading.loader import Loader
-from karvan.data.streaming.time_windows import Windows
+from karvan.data.streams import Windows
 
 
 class Root:

@@ -9,7 +9,7 @@ from pyarrow import ipc
 from pyarrow import parquet as pq
 
 import karvan as kv
-from karvan.data.columns.type_widening import widest
+from karvan.data.columns.kinds import widest
 from karvan.data.errors import DataError
 from karvan.ragged import OptionalRagged
 

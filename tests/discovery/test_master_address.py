@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from karvan.cluster.role_process import Generations
-from karvan.data.leasing.client import WorkClient
+from karvan.data.work_client import WorkClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry

@@ -15,7 +15,7 @@ from small_disk import small_disk
 from wire_helpers import wait_for
 
 from karvan.cli.main import main
-from karvan.data.leasing.client import WorkClient
+from karvan.data.work_client import WorkClient
 from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
 from karvan.wire import Security
 from karvan.work.task import WorkSpec, holder_of

@@ -12,7 +12,7 @@ from launch_helpers import QUICK, Running, small_commands, wait_until
 from processes import is_alive
 from support_paths import support_path
 
-from karvan.data.leasing.client import WorkClient
+from karvan.data.work_client import WorkClient
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic import GroupClient
 from karvan.launch.supervision.supervisor import Timing

@@ -9,11 +9,10 @@ import torch
 from elastic_jobs import elastic_job
 
 import karvan as kv
-from karvan.data.leasing.record_search import BatchError
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_records import TakenRecords, places_of
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.read import open_data
+from karvan.data.task_records import BatchError, TakenRecords, places_of
 from karvan.train.elastic.leased_work import BadRecords
 from karvan.work.task import Task, TaskKind, TaskLease
 

@@ -16,7 +16,7 @@ from small_disk import small_disk
 from wire_helpers import wait_for
 
 from karvan.activity import activity
-from karvan.data.leasing.client import WorkClient
+from karvan.data.work_client import WorkClient
 from karvan.outages import is_temporary
 from karvan.protocol.work import ACKNOWLEDGE_RECORDS, FAIL_TASK, LEASE_TASKS, TAKE_POSITION
 from karvan.wire import Client, RefusedError, Server

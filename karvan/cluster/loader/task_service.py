@@ -42,10 +42,10 @@ from karvan.cluster.batch_messages import pack
 from karvan.cluster.loader.id_forwarding import IdReceiver, SendTo, SplitIds, TaskIds, split_by_name
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics
-from karvan.data.leasing.client import task_from
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_records import TaskToRead, places_of, rest_of
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.pipeline import Closed
+from karvan.data.task_records import TaskToRead, places_of, rest_of
+from karvan.data.work_client import task_from
 from karvan.devices import require_cpu_batches
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.protocol import loader as protocol

@@ -27,9 +27,9 @@ from karvan.cluster.streams.task_stream import (
     resender,
 )
 from karvan.data.identity import Identity
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import planned_numbers
-from karvan.data.leasing.task_records import TakenRecords, TaskToRead
+from karvan.data.leased_data import planned_numbers
+from karvan.data.task_records import TakenRecords, TaskToRead
+from karvan.data.work_client import WorkClient
 from karvan.job.environment import JobEnvironment
 from karvan.protocol.loader import DESCRIBE, STATISTICS, Description, Statistics, Whole
 from karvan.ragged import Batch

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from karvan.clock import clock
 from karvan.cluster.loader.id_forwarding import BatchName
 from karvan.cluster.streams.loader_connection import LoaderAccess
-from karvan.data.loading.position import kind_of, mismatch, stream_of
+from karvan.data.loading.rank_shares import kind_of, mismatch, stream_of
 from karvan.protocol import loader as protocol
 from karvan.ragged import IdsReference
 from karvan.wire import Client, Message, RefusedError, Reply, WireError

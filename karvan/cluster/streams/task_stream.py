@@ -24,12 +24,18 @@ from karvan.cluster.streams.loader_connection import (
     LoaderLostError,
     read_batch,
 )
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedTasks, planned_records
-from karvan.data.leasing.record_search import SearchResult, search_with
-from karvan.data.leasing.task_records import TakenRecords, TaskToRead, places_of, rest_of
-from karvan.data.loading.read_jobs import Order
+from karvan.data.leased_data import LeasedTasks, planned_records
+from karvan.data.loading.pipeline import Order
 from karvan.data.source import Split
+from karvan.data.task_records import (
+    SearchResult,
+    TakenRecords,
+    TaskToRead,
+    places_of,
+    rest_of,
+    search_with,
+)
+from karvan.data.work_client import WorkClient
 from karvan.outages import mark
 from karvan.protocol import loader as protocol
 from karvan.protocol.loader import NoAnswerYet
@@ -165,7 +171,7 @@ class LeasedQueue:
 
     def __init__(self, client: WorkClient, epoch: int, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._tasks = LeasedTasks(client, tasks_ahead=1, epoch=epoch)
+        self._tasks = LeasedTasks(client, batch_size, tasks_ahead=1, epoch=epoch)
         self._changed = threading.Condition()
         self._over = False
         self._error: BaseException | None = None
@@ -201,7 +207,7 @@ class LeasedQueue:
         if task is not None:
             failed = self._tasks.left()[task].task
             split = Split(failed.path, failed.first, failed.records)
-        return self._tasks.suspects(split, self._batch_size)
+        return self._tasks.suspects(split)
 
     def close(self) -> None:
         """Stop; no batch is taken any more."""

@@ -39,8 +39,8 @@ from karvan.argument_checks import check_counts
 from karvan.clock import clock
 from karvan.compat.elasticdl.common import MINIBATCHES_PER_TASK, NUM_EPOCHS, TaskType
 from karvan.compat.unsupported import UnsupportedError, UsageError
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.task_records import numbers_of, places_of
+from karvan.data.task_records import numbers_of, places_of
+from karvan.data.work_client import WorkClient
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
 from karvan.torch_internals import is_leaving_loader, loader_batch

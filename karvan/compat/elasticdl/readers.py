@@ -40,11 +40,10 @@ from typing_extensions import override
 from karvan.compat.elasticdl.common import Mode, TaskType
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.data import DataError, Part, Source, Split, open_files, read
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.loading.batch_steps import Transform
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
-from karvan.data.maxcompute.source import MaxComputeSource
-from karvan.data.maxcompute.table_url import is_table_url, parse_tables
+from karvan.data.loading.settings import Transform
+from karvan.data.maxcompute import MaxComputeSource, is_table_url, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.ragged import Batch, Entry, NestedRagged, Ragged
 from karvan.train.types import as_batch

@@ -16,8 +16,7 @@ from karvan.compat.recis.ragged import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError, refuse_methods, require_default
 from karvan.data import Fixed, Loader, Raw, Varlen, read
 from karvan.data.columns.declarations import Column
-from karvan.data.maxcompute.source import MaxComputeSource
-from karvan.data.maxcompute.table_url import parse_tables
+from karvan.data.maxcompute import MaxComputeSource, parse_tables
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.ragged import Batch, Ragged
 

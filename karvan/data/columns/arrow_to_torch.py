@@ -170,12 +170,17 @@ def numbers(array: pa.Array, default: Number = 0) -> Tensor:
 
 
 def number_reader(
-    type_: pa.DataType, default: Number | None
+    type_: pa.DataType, default: Number | None, dtype: torch.dtype | None = None
 ) -> Callable[[pa.Array], Tensor | OptionalRagged]:
-    """A function that converts arrays of one type to int64, float32 or bool; made once, not for every batch.
+    """A function that converts arrays of one type to int64, float32 or bool, or to a dtype.
 
-    Nulls become the default. Without one they are NaN in floats and missing values in other types.
+    It is made once, not for every batch. Nulls become the default. Without one they are NaN in floats and
+    missing values in other types.
     """
+    if dtype is not None and dtype.is_floating_point:
+        return _float_reader(type_, math.nan if default is None else float(default), dtype)
+    if dtype is not None:
+        return _integer_reader(type_, default, dtype)
     stored, prepare = _stored(type_)
     if default is None and types.is_floating(stored):
         default = math.nan
@@ -206,12 +211,9 @@ def number_reader(
     return read
 
 
-def typed_reader(
+def _integer_reader(
     type_: pa.DataType, default: Number | None, dtype: torch.dtype
 ) -> Callable[[pa.Array], Tensor | OptionalRagged]:
-    """As `number_reader`, for another dtype."""
-    if dtype.is_floating_point:
-        return _float_reader(type_, math.nan if default is None else float(default), dtype)
     from_floats = is_floating(type_)
     plain = number_reader(pa.int64() if from_floats else type_, default)
     stored, prepare = _stored(type_)
@@ -294,9 +296,18 @@ def valid_offsets(array: pa.Array) -> Tensor:
     """The offsets of rows of one value each, or none where it is null."""
     if not array.null_count:
         return torch.arange(len(array) + 1)
-    offsets = torch.zeros(len(array) + 1, dtype=torch.int64)
-    torch.cumsum(~is_null(array), 0, out=offsets[1:])
+    return _offsets_of(~is_null(array))
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
+
+
+def row_of(offsets: Tensor, at: int) -> int:
+    """The row that has a value."""
+    return int(torch.searchsorted(offsets, at, right=True)) - 1
 
 
 def drop_null(offsets: Tensor, array: pa.Array) -> tuple[Tensor, pa.Array]:
@@ -308,31 +319,29 @@ def drop_null(offsets: Tensor, array: pa.Array) -> tuple[Tensor, pa.Array]:
 
 def logical(array: pa.Array) -> pa.Array:
     """The same array in a type whose nulls can be counted and dropped."""
-    type_ = array.type
-    if types.is_dictionary(type_) and array.dictionary.null_count:
+    if types.is_dictionary(array.type) and array.dictionary.null_count:
         return decoded(array)
-    if array.null_count and (types.is_string_view(type_) or types.is_binary_view(type_)):
-        return array.cast(pa.large_binary())  # Arrow cannot filter views
-    return array
+    return _without_views(array) if array.null_count else array  # Arrow cannot filter views
+
+
+def _without_views(array: pa.Array) -> pa.Array:
+    """The same strings in a type of which Arrow can take and filter."""
+    is_view = types.is_string_view(array.type) or types.is_binary_view(array.type)  # as in polars
+    return array.cast(pa.large_binary()) if is_view else array
 
 
 def decoded(array: pa.DictionaryArray) -> pa.Array:
     """The decoded values of a dictionary array."""
-    words = array.dictionary
-    if types.is_string_view(words.type) or types.is_binary_view(words.type):  # as in polars
-        # Arrow cannot take from views.
-        array = pa.DictionaryArray.from_arrays(array.indices, words.cast(pa.large_binary()))
+    words = _without_views(array.dictionary)
+    if words is not array.dictionary:
+        array = pa.DictionaryArray.from_arrays(array.indices, words)
     return array.dictionary_decode()
 
 
 def texts(array: pa.Array) -> Ragged:
     """Strings as rows of bytes; the array must not have nulls."""
-    if types.is_dictionary(array.type):
-        array = decoded(array)
-    type_ = array.type
-    if types.is_string_view(type_) or types.is_binary_view(type_):
-        array = array.cast(pa.large_binary())
-    elif types.is_fixed_size_binary(type_):
+    array = _without_views(decoded(array) if types.is_dictionary(array.type) else array)
+    if types.is_fixed_size_binary(array.type):
         array = array.cast(pa.binary())
     if len(array) == 0:
         return Ragged(torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
@@ -367,10 +376,7 @@ def peel(array: pa.Array) -> tuple[Tensor, pa.Array]:
     if len(array) == 0:
         return torch.zeros(1, dtype=torch.int64), array.values.slice(0, 0)
     if array.null_count:
-        offsets = torch.zeros(len(array) + 1, dtype=torch.int64)
-        lengths = numbers(pc.list_value_length(array))
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        return offsets, array.flatten()
+        return _offsets_of(numbers(pc.list_value_length(array))), array.flatten()
     offsets = dense(array.offsets)
     first, end = int(offsets[0]), int(offsets[-1])
     return _from_zero(offsets, first), array.values.slice(first, end - first)

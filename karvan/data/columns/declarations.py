@@ -218,6 +218,16 @@ def unnest(type_: pa.DataType) -> tuple[int, pa.DataType]:
         type_, levels = type_.value_type, levels + 1
 
 
+_NUMBERS = (
+    *(types.is_integer, types.is_floating, types.is_boolean, types.is_decimal),
+    *(types.is_timestamp, types.is_date, types.is_time, types.is_duration),
+)
+_TEXTS = (
+    *(types.is_string, types.is_large_string, types.is_string_view, types.is_fixed_size_binary),
+    *(types.is_binary, types.is_large_binary, types.is_binary_view),
+)
+
+
 def is_list(type_: pa.DataType) -> bool:
     """Whether values are lists of any kind (maps aside)."""
     return bool(types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_))
@@ -225,33 +235,14 @@ def is_list(type_: pa.DataType) -> bool:
 
 def is_number(type_: pa.DataType) -> bool:
     """Whether values become numbers, dictionary-encoded ones included."""
-    if types.is_dictionary(type_):
-        return is_number(type_.value_type)
-    return bool(
-        types.is_integer(type_)
-        or types.is_floating(type_)
-        or types.is_boolean(type_)
-        or types.is_decimal(type_)
-        or types.is_timestamp(type_)
-        or types.is_date(type_)
-        or types.is_time(type_)
-        or types.is_duration(type_)
-    )
+    leaf = type_.value_type if types.is_dictionary(type_) else type_
+    return any(is_kind(leaf) for is_kind in _NUMBERS)
 
 
 def is_text(type_: pa.DataType) -> bool:
     """Whether values are strings or bytes, dictionary-encoded ones included."""
-    if types.is_dictionary(type_):
-        return is_text(type_.value_type)
-    return bool(
-        types.is_string(type_)
-        or types.is_large_string(type_)
-        or types.is_string_view(type_)
-        or types.is_binary(type_)
-        or types.is_large_binary(type_)
-        or types.is_binary_view(type_)
-        or types.is_fixed_size_binary(type_)
-    ) and not types.is_decimal(type_)
+    leaf = type_.value_type if types.is_dictionary(type_) else type_
+    return any(is_kind(leaf) for is_kind in _TEXTS)
 
 
 def is_weighted(type_: pa.DataType) -> bool:

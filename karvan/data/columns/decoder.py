@@ -245,11 +245,7 @@ def _fixed(column: Fixed, type_: pa.DataType) -> _Read:
     defaults = column.defaults()
     check_defaults(defaults, arrow_to_torch.plain_type(leaf), column.dtype, column.name)
     if levels == 0 or column.length == 1:
-        default = None if defaults is None else defaults[0]
-        if column.dtype is None:
-            read = arrow_to_torch.number_reader(leaf, default)
-        else:
-            read = arrow_to_torch.typed_reader(leaf, default, column.dtype)
+        read = arrow_to_torch.number_reader(leaf, None if defaults is None else defaults[0], column.dtype)
         return (lambda array: read(_single(column, array))) if levels else read
     return _matrix(column, leaf)
 
@@ -267,11 +263,7 @@ def _matrix(column: Fixed, leaf: pa.DataType) -> _Read:
     length, defaults = column.length, column.defaults()
     floating = arrow_to_torch.is_floating(leaf) if column.dtype is None else column.dtype.is_floating_point
     whole = not floating and arrow_to_torch.is_floating(leaf)
-    stored = pa.int64() if whole else leaf
-    if column.dtype is None:
-        convert = arrow_to_torch.number_reader(stored, 0)
-    else:
-        convert = arrow_to_torch.typed_reader(stored, 0, column.dtype)
+    convert = arrow_to_torch.number_reader(pa.int64() if whole else leaf, 0, column.dtype)
 
     def read(array: pa.Array) -> Tensor:
         values, present = arrow_to_torch.of_length(array, length, column.name)
@@ -369,8 +361,7 @@ def _varlen(column: Varlen, type_: pa.DataType) -> _Read:
             weights = weights.filter(keys.is_valid())
             offsets, keys = arrow_to_torch.drop_null(offsets, keys)
         if weights.null_count:
-            at = int(arrow_to_torch.is_null(weights).nonzero()[0, 0])
-            row = int(torch.searchsorted(offsets, at, right=True)) - 1
+            row = arrow_to_torch.row_of(offsets, int(arrow_to_torch.is_null(weights).nonzero()[0, 0]))
             raise DataError(MISSING_WEIGHT, column=column.name, place=f"row {row} of the records")
         return Ragged(values(keys), offsets, arrow_to_torch.numbers(weights).to(torch.float32))
 

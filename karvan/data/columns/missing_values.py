@@ -27,7 +27,8 @@ from karvan.data.columns.arrow_to_torch import (
 )
 from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
 from karvan.data.errors import DataError
-from karvan.data.source import Source, Split, place_of
+from karvan.data.retry import RetryingSource
+from karvan.data.source import Split
 
 MISSING_WEIGHT = (
     "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
@@ -65,7 +66,7 @@ def first_missing(column: Column, array: pa.Array) -> int | None:
         offsets, values = arrow_to_torch.peel(array)
         at = _first(None if filled and not nan else _missing(values, filled))
         if at is not None:
-            nulls.append(int(torch.searchsorted(offsets, at, right=True)) - 1)
+            nulls.append(arrow_to_torch.row_of(offsets, at))
         if isinstance(column, Fixed) and not filled:
             nulls.append(_first(offsets[1:] == offsets[:-1]))
     return min((row for row in nulls if row is not None), default=None)
@@ -79,7 +80,7 @@ def first_missing_weight(array: pa.Array) -> int | None:
     if not weights.null_count:
         return None
     at = _first(arrow_to_torch.is_null(weights) & ~arrow_to_torch.is_null(keys))
-    return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+    return None if at is None else arrow_to_torch.row_of(offsets, at)
 
 
 class ValueChecks:
@@ -119,10 +120,10 @@ class ValueChecks:
         # A function may fill in missing values; a FeatureEngine lists its outputs.
         return features is None or any(name in feature.outputs() for feature in features)
 
-    def over(self, source: Source) -> Source:
-        """A source that reads the same records and raises where one lacks a value."""
+    def reader(self, source: RetryingSource) -> Callable[[Split], Iterator[pa.RecordBatch]]:
+        """A function that reads the records of splits, and raises where one lacks a value."""
         checks = [check for column in self._columns for check in self._checks(column, source.schema)]
-        return _CheckedSource(source, checks) if checks else source
+        return partial(_read_checked, source, checks) if checks else source.read
 
     def _checks(self, column: Column, schema: pa.Schema) -> Iterator[_Check]:
         if column.name not in schema.names:
@@ -153,16 +154,21 @@ def _declared(column: Fixed, type_: pa.DataType) -> Iterator[_Check]:
     floating = arrow_to_torch.is_floating(leaf)
     whole = not (floating if column.dtype is None else column.dtype.is_floating_point)
     if levels == 1 and not (pa.types.is_fixed_size_list(type_) and type_.list_size == column.length):
+
+        def first_of_other_length(array: pa.Array) -> int | None:
+            lengths = arrow_to_torch.peel(array)[0].diff()
+            return _first((lengths != column.length) & (lengths != 0))
+
         yield _Check(
             column.name,
-            lambda array: first_of_other_length(array, column.length),
+            first_of_other_length,
             lambda record: f"Expected {column.length} values, but there are {len(record[0])}.",
         )
     if whole and column.length > 1 and column.default is None:
         message = missing_in_list(column.length)
         yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
     if whole and floating and levels <= 1:
-        yield _Check(column.name, partial(_first_row, find=first_inexact), _describe_inexact_row)
+        yield _value_check(column.name, first_inexact, describe_inexact)
 
 
 def _limited(column: Fixed | Varlen, leaf: pa.DataType) -> Iterator[_Check]:
@@ -171,22 +177,26 @@ def _limited(column: Fixed | Varlen, leaf: pa.DataType) -> Iterator[_Check]:
     if limits is None:
         return
 
-    def find(values: pa.Array) -> int | None:
-        return first_beyond(arrow_to_torch.plain(values), limits)
+    plain = arrow_to_torch.plain
+    yield _value_check(
+        column.name,
+        lambda values: first_beyond(plain(values), limits),
+        lambda values, at: describe_beyond(plain(values)[at].as_py(), limits),
+    )
 
-    def describe(record: pa.Array) -> str:
-        values = arrow_to_torch.plain(_leaves(record))
-        at = first_beyond(values, limits)
+
+def _value_check(column: str, find: _Find, describe: Callable[[pa.Array, int], str]) -> _Check:
+    """A check of single values, in lists of any depth."""
+
+    def describe_first(record: pa.Array) -> str:
+        values = record
+        while is_list(values.type):
+            values = arrow_to_torch.peel(values)[1]
+        at = find(values)
         assert at is not None
-        return describe_beyond(values[at].as_py(), limits)
+        return describe(values, at)
 
-    yield _Check(column.name, partial(_first_row, find=find), describe)
-
-
-def first_of_other_length(array: pa.Array, length: int) -> int | None:
-    """The first list that has another number of values, and is not empty."""
-    lengths = arrow_to_torch.peel(array)[0].diff()
-    return _first((lengths != length) & (lengths != 0))
+    return _Check(column, partial(_first_row, find=find), describe_first)
 
 
 def _first_row(array: pa.Array, find: _Find) -> int | None:
@@ -195,50 +205,27 @@ def _first_row(array: pa.Array, find: _Find) -> int | None:
         return find(array)
     offsets, values = arrow_to_torch.peel(array)
     at = _first_row(values, find)
-    return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+    return None if at is None else arrow_to_torch.row_of(offsets, at)
 
 
-def _leaves(array: pa.Array) -> pa.Array:
-    return _leaves(arrow_to_torch.peel(array)[1]) if is_list(array.type) else array
-
-
-def _describe_inexact_row(record: pa.Array) -> str:
-    values = _leaves(record)
-    at = first_inexact(values)
-    assert at is not None
-    return describe_inexact(values, at)
-
-
-class _CheckedSource:
-    def __init__(self, source: Source, checks: Sequence[_Check]) -> None:
-        self._source = source
-        self._checks = checks
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._source.schema
-
-    def parts(self) -> list[Any]:
-        return self._source.parts()
-
-    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        at = split.first
-        for records in self._source.read(split):
-            missing = [
-                (row, number)
-                for number, check in enumerate(self._checks)
-                if (row := check.find(records.column(check.column))) is not None
-            ]
-            if missing:
-                row, number = min(missing)
-                if row:  # the records before it are valid
-                    yield records.slice(0, row)
-                name, _, describe = self._checks[number]
-                message = describe(records.column(name).slice(row, 1))
-                place = place_of(self._source, split.path, at + row)
-                raise DataError(message, path=split.path, place=place, column=name)
-            at += len(records)
-            yield records
+def _read_checked(source: RetryingSource, checks: Sequence[_Check], split: Split) -> Iterator[pa.RecordBatch]:
+    at = split.first
+    for records in source.read(split):
+        missing = [
+            (row, number)
+            for number, check in enumerate(checks)
+            if (row := check.find(records.column(check.column))) is not None
+        ]
+        if missing:
+            row, number = min(missing)
+            if row:  # the records before it are valid
+                yield records.slice(0, row)
+            name, _, describe = checks[number]
+            message = describe(records.column(name).slice(row, 1))
+            place = source.place_of(split.path, at + row)
+            raise DataError(message, path=split.path, place=place, column=name)
+        at += len(records)
+        yield records
 
 
 def _missing(array: pa.Array, only_nan: bool) -> Tensor | None:

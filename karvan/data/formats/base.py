@@ -28,8 +28,7 @@ from pyarrow import fs, types
 
 from karvan.argument_checks import listed
 from karvan.data.columns.arrow_to_torch import whole_numbers
-from karvan.data.columns.kinds import kind_of
-from karvan.data.columns.type_widening import common_type
+from karvan.data.columns.kinds import common_type, kind_of
 from karvan.data.errors import DataError, located
 from karvan.data.formats.paths import Files
 from karvan.data.identity import fingerprint_files
@@ -64,6 +63,21 @@ def too_large(stored: int, what: str) -> str:
         f"Expected at most {most_decoded(stored):,} bytes once decoded, since {stored:,} are stored, but it "
         f"{what}. Write the file with fewer records in each row group, record batch or stripe."
     )
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number with 7 bits in each byte, and where it ends; an IndexError if the bytes end before.
+
+    An OverflowError for more than 10 bytes.
+    """
+    value = shift = 0
+    while shift < 70:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    raise OverflowError
 
 
 def write_at(file: FileIO, data: bytes, at: int) -> None:
@@ -101,7 +115,7 @@ class FileSource(ABC):
     """Files of one format, with the columns of the first of them.
 
     Every file must have these columns, with types that one type can hold (see
-    `karvan/data/columns/type_widening.py`); `columns` selects some of them, so that others are not read. All
+    `karvan/data/columns/kinds.py`); `columns` selects some of them, so that others are not read. All
     files are inspected when the schema is first requested.
     """
 

@@ -13,14 +13,14 @@ list; quotes with nothing between them are the empty string. Lines may end in LF
 from __future__ import annotations
 
 import csv as text_csv
-import io
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from pyarrow import csv, types
 
 from karvan.data.columns.declarations import is_text
-from karvan.data.columns.type_widening import common_type, type_of
+from karvan.data.columns.kinds import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv_cells import (
@@ -61,13 +61,23 @@ _CONVERT = (
 )
 _log = logging.getLogger("karvan.data")
 
-_Texts = Callable[[Sequence[str], Sequence[str]], Iterable[pa.RecordBatch]]
+_ReadAgain = Callable[[str], pa.ChunkedArray]
+"""Gives the cells of a column as they are written, from the first of some records on."""
+
+
+class _FirstLines(NamedTuple):
+    """The first lines of a file after its header; is_all: there are no others."""
+
+    path: str
+    names: list[str]
+    text: bytes
+    is_all: bool
 
 
 class CsvSource(FileSource):
     """CSV files with a header line, or without one if a schema names the columns.
 
-    `schema` gives types, by name (see `karvan/data/columns/type_widening.py`) or as pyarrow types: of all
+    `schema` gives types, by name (see `karvan/data/columns/kinds.py`) or as pyarrow types: of all
     columns without a header, or a list of their names; with a header, of those that should not be inferred
     from the first lines of all files (the first megabyte of each). A column with text in one file is text in
     all of them. A cell behind these lines that does not fit is an error.
@@ -124,13 +134,13 @@ class CsvSource(FileSource):
         self._ambiguous: dict[tuple[str, str], str] = {}  # of a file and column: a number, or base 16
         self._with_carriage_returns: set[str] = set()
         self._nulls = list(nulls)
-        parsing = partial(
+        self._delimiter, self._quote = delimiter, quote
+        self._parsing = partial(
             csv.ParseOptions,
             delimiter=delimiter,
             quote_char=quote or False,
             newlines_in_values=quoted_newlines,
         )
-        self._parsing, self._parsing_one_column = parsing(), parsing(ignore_empty_lines=False)
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         with self._text(path) as text:
@@ -165,14 +175,14 @@ class CsvSource(FileSource):
         else:
             with self._text(path) as text:
                 counts, bounds = _scan(text, begin, _all_lines if len(names) == 1 else _lines)
-        types_ = self._types | self._infer_types(path, names, head[begin:], is_all)
-        is_first = path == self._files.paths[0]
-        nulls = self._find_nulls(path, names, head[begin:], is_all) if is_first else frozenset()
+        first = _FirstLines(path, names, head[begin:], is_all)
+        columns = [name for name in names if self._columns is None or name in self._columns]
+        types_, nulls = self._types, frozenset[str]()
+        if columns and first.text.strip():
+            types_ = types_ | self._infer_types(first, [name for name in columns if name not in types_])
+            nulls = self._find_nulls(first, columns) if path == self._files.paths[0] else nulls
         schema = pa.schema([(name, types_.get(name, pa.null())) for name in names])
         return Layout(schema, np.cumsum([0, *counts], dtype=np.int64), bounds, nulls)
-
-    def _schema_of(self, names: Sequence[str]) -> pa.Schema:
-        return pa.schema([(name, self._types.get(name, pa.null())) for name in names])
 
     def _find_schema(self) -> pa.Schema:
         schema = super()._find_schema()
@@ -205,11 +215,14 @@ class CsvSource(FileSource):
             for number, batch in enumerate(self._stream(path, names, columns)):
                 if number >= group:
                     first = int(layout.starts[number])
-                    yield number, self._convert(path, batch, first, partial(self._stream, path, names))
+                    yield (
+                        number,
+                        self._convert(path, batch, first, partial(self._streamed, path, names, first)),
+                    )
             return
         bounds: list[int] = layout.detail
-        schema = self._schema_of(names)
-        integers = IntegerTable.of(self._parsing, self._nulls, schema, columns, self._hexadecimal)
+        schema = pa.schema([(name, self._types.get(name, pa.null())) for name in names])
+        integers = IntegerTable.of(self._parsing(), self._nulls, schema, columns, self._hexadecimal)
         with self._text(path) as text:
             _skip(text, bounds[group])
             for number, (begin, end) in enumerate(pairwise(bounds[group:]), group):
@@ -219,9 +232,8 @@ class CsvSource(FileSource):
                 if parsed is not None:
                     yield number, parsed
                     continue
-                first = int(layout.starts[number])
-                for batch in self._converted(path, data, names, columns, first):
-                    yield number, batch
+                batches = self._converted(path, data, names, columns, int(layout.starts[number]))
+                yield from ((number, batch) for batch in batches)
 
     def _place(self, layout: Layout, group: int) -> str:
         if group + 1 >= len(layout.starts):
@@ -248,9 +260,11 @@ class CsvSource(FileSource):
         ]
         return f"record {record}, line {records[record - int(layout.starts[group])]}"
 
-    def _text(self, path: str) -> pa.NativeFile | _LineFeeds:
+    def _text(self, path: str) -> pa.NativeFile:
         text = self._files.filesystem.open_input_stream(path)
-        return _LineFeeds(text) if path in self._with_carriage_returns else text
+        if path not in self._with_carriage_returns:
+            return text
+        return pa.TransformInputStream(text, lambda data: bytes(data).replace(b"\r", b"\n"))
 
     def _head(self, path: str, head: bytes) -> tuple[list[str], int]:
         """The names of the columns, and the byte at which the records begin."""
@@ -261,37 +275,30 @@ class CsvSource(FileSource):
         line, newline, _ = head[mark:].partition(b"\n")
         if not line.strip():
             raise DataError("Expected a header in the first line, but it is empty.", path=path)
-        quote = self._parsing.quote_char
         try:
             decoded = line.decode().rstrip("\r")
         except UnicodeDecodeError:
             raise DataError(f"The header is not text in UTF-8. {_CONVERT}", path=path) from None
         cells = text_csv.reader(
             [decoded],
-            delimiter=self._parsing.delimiter,
-            quotechar=quote or None,
-            quoting=text_csv.QUOTE_MINIMAL if quote else text_csv.QUOTE_NONE,
+            delimiter=self._delimiter,
+            quotechar=self._quote or None,
+            quoting=text_csv.QUOTE_MINIMAL if self._quote else text_csv.QUOTE_NONE,
         )
         try:
             return next(cells), mark + len(line) + len(newline)
         except text_csv.Error as error:
             raise DataError(f"The header cannot be read: {error}.", path=path) from error
 
-    def _infer_types(
-        self, path: str, names: Sequence[str], head: bytes, is_all: bool
-    ) -> dict[str, pa.DataType]:
+    def _infer_types(self, first: _FirstLines, unknown: Sequence[str]) -> dict[str, pa.DataType]:
         """Types of columns without one, as far as the first lines of a file have values."""
-        unknown = [
-            name
-            for name in names
-            if name not in self._types and (self._columns is None or name in self._columns)
-        ]
-        if not unknown or not head.strip():
+        if not unknown:
             return {}
 
         def cells_of(columns: Sequence[str], as_text: Collection[str] = ()) -> pa.Table:
-            return self._first_lines(path, names, head, is_all, self._converting(names, columns, as_text))
+            return self._cells(first, self._converting(first.names, columns, as_text))
 
+        path, head = first.path, first.text
         types = {f.name: f.type for f in cells_of(unknown).schema}
         is_first = path == self._files.paths[0]  # others are like it, and a search of all takes long
         if is_first and (cell := self._spaced_null(head)) is not None:
@@ -331,46 +338,48 @@ class CsvSource(FileSource):
                 self._ambiguous[path, name] = cell
         return {name: type_ for name, type_ in types.items() if type_ != pa.null()}
 
-    def _find_nulls(self, path: str, names: Sequence[str], head: bytes, is_all: bool) -> frozenset[str]:
+    def _find_nulls(self, first: _FirstLines, columns: Sequence[str]) -> frozenset[str]:
         """The columns with an empty cell, or another that means null, in the first lines of a file."""
-        columns = [name for name in names if self._columns is None or name in self._columns]
-        if not columns or not head.strip():
-            return frozenset()
-        converting = self._converting(names, columns)
+        converting = self._converting(first.names, columns)
         converting.column_types = dict.fromkeys(columns, pa.binary())
-        cells = self._first_lines(path, names, head, is_all, converting)
+        cells = self._cells(first, converting)
         return frozenset(name for name in columns if cells[name].null_count)
 
     def _spaced_null(self, head: bytes) -> str | None:
         """A cell that would be null without the spaces around it."""
         nulls = "|".join(re.escape(null) for null in self._nulls if null.strip())
-        mark = re.escape(self._parsing.delimiter)
+        mark = re.escape(self._delimiter)
         cells = re.compile(
             rf"(?:^|{mark})( +(?:{nulls}) *|(?:{nulls}) +)(?={mark}|\r?$)".encode(), re.MULTILINE
         )
         cell = cells.search(head) if nulls else None
         return cell[1].decode() if cell and cell[1].decode() not in self._nulls else None
 
-    def _first_lines(
-        self, path: str, names: Sequence[str], head: bytes, is_all: bool, converting: csv.ConvertOptions
-    ) -> pa.Table:
-        """The first lines of a file; those that cannot be read are an error when they are."""
-        parsing = csv.ParseOptions(
-            delimiter=self._parsing.delimiter,
-            quote_char=self._parsing.quote_char,
-            newlines_in_values=self._quoted_newlines,
-            ignore_empty_lines=len(names) > 1,
-            invalid_row_handler=lambda row: "skip",
-        )
+    def _cells(self, first: _FirstLines, converting: csv.ConvertOptions) -> pa.Table:
+        """The cells of the first lines of a file; those that cannot be read are an error when they are."""
+        parsing = self._parsing_of(first.names, invalid_row_handler=lambda row: "skip")
         if self._quoted_newlines:
-            reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_BLOCK)
-            with self._text(path) as text:
-                first = csv.open_csv(text, reading, parsing, converting)
-                return pa.Table.from_batches([first.read_next_batch()], first.schema)
-        cut = len(head) if is_all else head.rfind(b"\n") + 1
+            with self._opened(first.path, first.names, converting, _BLOCK, parsing) as reader:
+                return pa.Table.from_batches([reader.read_next_batch()], reader.schema)
+        head = first.text
+        cut = len(head) if first.is_all else head.rfind(b"\n") + 1
         lines = pa.BufferReader(head[: cut or len(head)])
-        reading = csv.ReadOptions(column_names=names, block_size=len(head) + 1)
+        reading = csv.ReadOptions(column_names=first.names, block_size=len(head) + 1)
         return csv.read_csv(lines, reading, parsing, converting)
+
+    @contextmanager
+    def _opened(
+        self,
+        path: str,
+        names: list[str],
+        converting: csv.ConvertOptions,
+        block: int,
+        parsing: csv.ParseOptions | None = None,
+    ) -> Iterator[csv.CSVStreamingReader]:
+        """All records of a file, with line ends in quotes."""
+        reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=block)
+        with self._text(path) as text:
+            yield csv.open_csv(text, reading, parsing or self._parsing_of(names), converting)
 
     def _parse(
         self, data: bytes, names: list[str], columns: Sequence[str], place: Callable[[int], str]
@@ -438,52 +447,46 @@ class CsvSource(FileSource):
     ) -> Iterator[pa.RecordBatch]:
         """The records of some lines, of which `first` is the number of the first."""
 
-        def texts(wanted: Sequence[str], as_text: Collection[str]) -> Iterable[pa.RecordBatch]:
-            batches: list[pa.RecordBatch] = self._read(
-                data, names, self._converting(names, wanted, as_text)
-            ).to_batches()
-            return batches
+        def read_again(at: int, name: str) -> pa.ChunkedArray:
+            return self._read(data, names, self._converting(names, [name], [name])).column(0).slice(at)
 
-        at = first
+        at = 0
         table = self._parse(data, names, columns, lambda row: self.place_of(path, first + row))
         for batch in table.to_batches():
-            yield self._convert(path, batch, at, texts, at - first)
+            yield self._convert(path, batch, first + at, partial(read_again, at))
             at += batch.num_rows
 
     def _stream(
         self, path: str, names: list[str], columns: Sequence[str], as_text: Collection[str] = ()
     ) -> Iterator[pa.RecordBatch]:
-        with self._text(path) as text:
-            reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
-            integers = self._inferred_as(pa.int64(), columns)
-            converting = self._converting(names, columns, as_text=[*integers, *as_text])
-            with self._explained(names):
-                yield from csv.open_csv(text, reading, self._parsing_of(names), converting)
+        integers = self._inferred_as(pa.int64(), columns)
+        converting = self._converting(names, columns, as_text=[*integers, *as_text])
+        with self._explained(names), self._opened(path, names, converting, _SPAN) as reader:
+            yield from reader
+
+    def _streamed(self, path: str, names: list[str], first: int, name: str) -> pa.ChunkedArray:
+        """The cells of a column as they are written, from a record on."""
+        parts = self._stream(path, names, [name], [name])
+        return pa.chunked_array(part.column(0) for part in parts).slice(first)
 
     def _parse_through(self, path: str, names: list[str]) -> list[int]:
-        with self._text(path) as text:
-            reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
-            strings = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()))
-            try:
-                batches = csv.open_csv(text, reading, self._parsing_of(names), strings)
-                return [batch.num_rows for batch in batches]
-            except pa.ArrowInvalid as error:
-                if "Empty CSV" in str(error):
-                    return []
-                raise
+        strings = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()))
+        try:
+            with self._opened(path, names, strings, _SPAN) as reader:
+                return [batch.num_rows for batch in reader]
+        except pa.ArrowInvalid as error:
+            if "Empty CSV" in str(error):
+                return []
+            raise
 
-    def _parsing_of(self, names: Sequence[str]) -> csv.ParseOptions:
-        return self._parsing_one_column if len(names) == 1 else self._parsing
+    def _parsing_of(self, names: Sequence[str], **options: Any) -> csv.ParseOptions:
+        return self._parsing(ignore_empty_lines=len(names) > 1, **options)
 
     def _converting(
         self, names: Sequence[str], columns: Sequence[str], as_text: Collection[str] = ()
     ) -> csv.ConvertOptions:
-        untold = self._inferred_as(pa.null(), columns)
-        in_cells = {
-            name: pa.string()
-            for name in columns
-            if self._is_in_cells(name) or name in as_text or name in untold
-        }
+        texts = {*as_text, *self._inferred_as(pa.null(), columns)}
+        in_cells = {name: pa.string() for name in columns if self._is_in_cells(name) or name in texts}
         plain = {name: self._types[name] for name in columns if name in self._types}
         return csv.ConvertOptions(
             column_types=plain | in_cells,
@@ -499,13 +502,9 @@ class CsvSource(FileSource):
         return name in self._hexadecimal or (type_ is not None and types.is_nested(type_))
 
     def _convert(
-        self, path: str, batch: pa.RecordBatch, first: int, texts: _Texts, skipped: int | None = None
+        self, path: str, batch: pa.RecordBatch, first: int, read_again: _ReadAgain
     ) -> pa.RecordBatch:
-        """The columns by their types.
-
-        `first` is the number of the first record in its file. `texts` reads columns again as they are
-        written, with `skipped` records before these ones, by default all of the file.
-        """
+        """The columns by their types; `first` is the number of the first record in its file."""
         arrays = []
 
         def require(name: str, cells: pa.Array, fits: pa.Array, expected: str) -> None:
@@ -532,8 +531,7 @@ class CsvSource(FileSource):
                 array = from_digits(array, name)
             elif inferred == pa.float64():
                 if pc.any(pc.is_inf(array)).as_py():
-                    cells = pa.chunked_array(part.column(0) for part in texts([name], [name]))
-                    cells = cells.slice(first if skipped is None else skipped, len(array)).combine_chunks()
+                    cells = read_again(name).slice(0, len(array)).combine_chunks()
                     infinite = pc.match_substring_regex(cells, "(?i)^[+-]?inf(inity)?$")
                     require(name, cells, pc.or_(pc.invert(pc.is_inf(array)), infinite), "numbers")
             elif inferred == pa.null():
@@ -592,31 +590,6 @@ def _all_lines(run: bytes | memoryview) -> int:
     text = bytes(run)
     ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
     return ends + (text[-1:] not in (b"", b"\n", b"\r"))
-
-
-class _LineFeeds(io.RawIOBase):
-    """Text with a line feed for each carriage return; positions of bytes do not change."""
-
-    def __init__(self, text: pa.NativeFile) -> None:
-        super().__init__()
-        self._file = text
-
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._file.read(None if size < 0 else size)
-        return data.replace(b"\r", b"\n")
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        return int(self._file.seek(position, whence))
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _skip(text: pa.NativeFile, size: int) -> None:

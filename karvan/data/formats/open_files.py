@@ -19,8 +19,8 @@ from karvan.data.formats.csv import CsvSource
 from karvan.data.formats.orc import OrcSource
 from karvan.data.formats.parquet import ParquetSource
 from karvan.data.formats.paths import Files, PathLike, find
-from karvan.data.formats.records.recordio import RecordIOSource
-from karvan.data.formats.records.tfrecord import TFRecordSource, is_tfrecord
+from karvan.data.formats.recordio import RecordIOSource
+from karvan.data.formats.tfrecord import TFRecordSource, is_tfrecord
 from karvan.data.source import Part, Split
 
 # Hive partitions: folders such as `day=2026-01-31/hour=07`, whose names are columns of the files inside.

@@ -25,7 +25,15 @@ import pyarrow as pa
 from pyarrow import ipc, orc, types
 
 from karvan.data.errors import DataError
-from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, too_large, write_at
+from karvan.data.formats.base import (
+    FileSource,
+    Layout,
+    check_decoded,
+    most_decoded,
+    too_large,
+    varint,
+    write_at,
+)
 
 # The stripes of an ORC file, read from its tail.
 #
@@ -86,38 +94,31 @@ def _number(message: bytes, field: int) -> int:
     return values[-1] if values else 0
 
 
-def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """All fields of a message: number and value."""
-    fields_of_message: list[tuple[int, int | bytes]] = []
     at = 0
     while at < len(message):
-        tag, at = _varint(message, at)
+        tag, at = _number_at(message, at)
         kind = tag & 7
         value: int | bytes
         if kind == 0:
-            value, at = _varint(message, at)
+            value, at = _number_at(message, at)
         elif kind == 2:
-            size, at = _varint(message, at)
+            size, at = _number_at(message, at)
             value, at = message[at : at + size], at + size
         elif kind in (1, 5):
             size = 8 if kind == 1 else 4
             value, at = message[at : at + size], at + size
         else:
             raise ValueError("The footer cannot be read.")
-        fields_of_message.append((tag >> 3, value))
-    return fields_of_message
+        yield tag >> 3, value
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(message) or shift > 63:
-            raise ValueError("The footer ends too early.")
-        byte = message[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
+def _number_at(message: bytes, at: int) -> tuple[int, int]:
+    try:
+        return varint(message, at)
+    except (IndexError, OverflowError):
+        raise ValueError("The footer ends too early.") from None
 
 
 # Decodes ORC stripes in a child process, so that a crash of the ORC library is only an error.

@@ -19,7 +19,7 @@ from pyarrow import fs, types
 from pyarrow import parquet as pq
 
 from karvan.data.errors import DataError, located
-from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, write_at
+from karvan.data.formats.base import FileSource, Layout, check_decoded, most_decoded, varint, write_at
 from karvan.native import _native
 from karvan.threads import map_on_threads
 
@@ -128,6 +128,10 @@ def _head(file: pa.NativeFile, at: int) -> tuple[dict[int, Any], int]:
             if len(data) < size or size >= _LONGEST_HEAD:
                 raise DataError("The head of a page cannot be read: the file is damaged.") from None
             size *= 8
+        except OverflowError:
+            raise DataError(
+                "The head of a page has a number that is too long: the file is damaged."
+            ) from None
         else:
             return fields, at + end
 
@@ -142,32 +146,21 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
         if delta:
             number += delta
         else:
-            number, at = _varint(data, at)
+            number, at = varint(data, at)
             number = number >> 1 ^ -(number & 1)
         if kind in (4, 5, 6):
-            value, at = _varint(data, at)
+            value, at = varint(data, at)
             fields[number] = value >> 1 ^ -(value & 1)
         elif kind == 12 and depth < 4:
             fields[number], at = _struct(data, at, depth + 1)
         elif kind == 8:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
             at += size
         elif kind in (3, 7):
             at += 1 if kind == 3 else 8
         elif kind not in (1, 2):  # true and false
             raise DataError("The head of a page has fields of an unknown kind: the file is damaged.")
     return fields, at + 1
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 70:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-    raise DataError("The head of a page has a number that is too long: the file is damaged.")
 
 
 _DECODED_AT_ONCE = 64 << 20  # row groups up to this size; this is fastest

@@ -7,23 +7,234 @@ would have followed, and any other number divides the remaining records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count as counted
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.argument_checks import check_integers
-from karvan.data.loading.batch_steps import Decode, Transform
-from karvan.data.loading.pipeline import Closed, Pipeline, make_delivery
-from karvan.data.loading.rank_shares import SharePlan
-from karvan.data.loading.settings import ReadSettings, SourceData
-from karvan.data.loading.shuffle import check_rank
+from karvan.data.loading.pipeline import (
+    Closed,
+    Order,
+    Pipeline,
+    ReadJob,
+    ReadOutcome,
+    ReadPlan,
+    make_delivery,
+)
+from karvan.data.loading.rank_shares import (
+    MOST_RECORDS_PER_SPLIT,
+    Block,
+    Division,
+    Piece,
+    Position,
+    RankPosition,
+    Shares,
+    ShufflePlan,
+    check_rank,
+    check_settings,
+    count,
+    share_records,
+    skip,
+    state_of,
+)
+from karvan.data.loading.settings import Decode, ReadSettings, SourceData, Transform
 from karvan.data.retry import RETRY_SECONDS
-from karvan.data.source import Source
+from karvan.data.source import Source, Split
 from karvan.devices import Check, data_device
 from karvan.ragged import Batch
+
+_log = logging.getLogger("karvan.data")
+
+# From the pieces of a rank's share to jobs for threads.
+
+
+def jobs_of(plan: ShufflePlan, epoch: int, pieces: Sequence[Piece]) -> Iterator[ReadJob]:
+    """The jobs that hand out these pieces of an epoch, in order. Pieces of one block are read together."""
+    blocks = plan.blocks(epoch)
+    end = count(pieces)
+    for number, group in groupby(pieces, key=itemgetter(0)):
+        block, ranges = blocks[number], list(group)
+        if plan.shuffle:
+            records = count(ranges)
+            end -= records
+            order = partial(_order, plan, epoch, block, ranges)
+            yield ReadJob(epoch, block.splits, records, order, last=not end)
+            continue
+        (split,) = block.splits  # of data that is not shuffled, a part of a block can be read by itself
+        for _, first, stop in ranges:
+            end -= stop - first
+            part = Split(split.path, split.first + first, stop - first)
+            yield ReadJob(epoch, (part,), part.count, last=not end)
+
+
+def _order(plan: ShufflePlan, epoch: int, block: Block, ranges: Sequence[Piece]) -> Order:
+    order = plan.order(epoch, block)
+    return np.concatenate([order[first:end] for _, first, end in ranges])
+
+
+# The plan of a loader of fixed shares.
+
+
+class SharePlan(ReadPlan):
+    """The share of a rank in every epoch, and the position in it: exactly after the batches handed out."""
+
+    def __init__(self, settings: ReadSettings, rank: int, world_size: int) -> None:
+        self._settings = settings
+        self.order = ShufflePlan(
+            settings.parts(),
+            shuffle=settings.shuffle,
+            seed=settings.seed,
+            split_records=settings.split_records,
+            group_records=settings.group_records,
+        )
+        self.buffer = min(self.order.split_records, MOST_RECORDS_PER_SPLIT)
+        self.rank = rank
+        self.world_size = world_size
+        self._go_to((), RankPosition(), settings.epochs)
+        self._warned = False
+
+    def _go_to(self, earlier: tuple[Division, ...], position: RankPosition, until: int | None) -> None:
+        self._earlier = earlier
+        self._shares = Shares(self.order, earlier, self.rank, self.world_size)
+        self.position = position
+        self._until = until
+        self._finished = False
+        self._begun: dict[str, Any] | None = None  # where the iteration began that has not ended
+        self._last_epoch = position.epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, from 0."""
+        steps = self._settings.steps_per_epoch
+        return self._last_epoch if steps is None else max(0, self.position.steps - 1) // steps
+
+    @property
+    def epoch_records(self) -> int:
+        """This rank's share of an epoch of which nothing has been handed out."""
+        return share_records(self.order.records, self.rank, self.world_size)
+
+    @property
+    def share(self) -> int:
+        """How many records the share of the current epoch has."""
+        return self._shares.records(self.position.epoch)
+
+    def batches(self, records: int) -> int:
+        """How many batches some records of an epoch make."""
+        size = self._settings.batch_size
+        return records // size if self._settings.drop_remainder else -(-records // size)
+
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches the current iteration still gives; None without end."""
+        if self._until is None:
+            return None
+        if self._settings.steps_per_epoch is not None:
+            return max(0, self._until * self._settings.steps_per_epoch - self.position.steps)
+        whole = max(self._shares.first_whole_epoch, self.position.epoch + 1)  # it and all after it are equal
+        unfinished = [
+            self._shares.records(epoch) for epoch in range(self.position.epoch, min(whole, self._until))
+        ]
+        if unfinished:
+            unfinished[0] -= self.position.records
+        later = max(0, self._until - whole) * self.batches(self.epoch_records)
+        return sum(map(self.batches, unfinished)) + later
+
+    @property
+    @override
+    def most_batches(self) -> int | None:
+        return None if self._settings.steps_per_epoch is None else self.batches_left
+
+    def begin(self) -> None:
+        """An iteration begins, or continues one that was left early."""
+        if self._finished and self._until is not None and self._settings.epochs is not None:
+            self._until += self._settings.epochs
+        self._finished = False
+        self._begun = self.state()
+        self._warn_if_empty()
+
+    @override
+    def jobs(self) -> Iterator[ReadJob]:
+        return self._remaining(self._shares, self.position)
+
+    def _remaining(self, shares: Shares, position: RankPosition) -> Iterator[ReadJob]:
+        """The remaining jobs of this rank; runs on the threads."""
+        endless = self._until is None or self._settings.steps_per_epoch is not None
+        if endless and not self.batches(self.epoch_records):
+            raise ValueError(
+                f"Rank {self.rank} of {self.world_size} must get at least one batch of "
+                f"{self._settings.batch_size} from an epoch, but gets {self.epoch_records} records. Use more "
+                "data, fewer ranks, or a smaller batch_size."
+            )
+        for epoch in counted(position.epoch) if endless else range(position.epoch, self._until or 0):
+            handed_out = position.records if epoch == position.epoch else 0
+            yield from jobs_of(self.order, epoch, skip(shares.pieces(epoch), handed_out))
+
+    @override
+    def handed_out(self, outcome: ReadOutcome) -> None:
+        for receipt in outcome.receipts:
+            self.position = self.position.after(receipt)
+            self._last_epoch = receipt.epoch
+        if outcome.batch is not None:
+            self.position = self.position._replace(steps=self.position.steps + 1)
+            return
+        self._finished, self._begun = True, None
+        if self._settings.steps_per_epoch is None and self._until is not None:  # the share may be empty
+            self.position = self.position._replace(epoch=self._until, records=0)
+
+    def state(self) -> dict[str, Any]:
+        """The position of this rank, for JSON."""
+        now = Division(self.world_size, {self.rank: self.position})
+        return state_of(self.order.settings(), self._until, self._earlier, now)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go to a position, of this rank or a merged one of all ranks."""
+        check_settings(state, self.order.settings(), "the one to load")
+        epochs, until = self._settings.epochs, state["until"]
+        until = None if epochs is None or until is None else max(epochs, until)
+        self._go_to(*Position.from_state(state).of_rank(self.rank, self.world_size), until)
+
+    def restart(self) -> bool:
+        """Go back to where an iteration began that was left early; whether there was one."""
+        begun = self._begun
+        if begun is not None:
+            self.load_state(begun)
+        return begun is not None
+
+    def start(self, iteration: int, batches: int) -> None:
+        """Go to the start of an iteration, each of which has so many batches."""
+        epochs, steps = self._settings.epochs, self._settings.steps_per_epoch
+        first = iteration * (epochs or 1)
+        position = RankPosition(first, 0, iteration * batches)
+        if steps is not None:
+            position = RankPosition(0, 0, first * steps)
+        self._go_to((), position, None if epochs is None else first + epochs)
+
+    def _warn_if_empty(self) -> None:
+        """Warn once why this rank gets no batch, if there is data."""
+        records = self.epoch_records
+        if self._warned or not self.order.records or self.batches(records):
+            return
+        self._warned = True
+        if records:
+            why = (
+                f"it has {records} of {self.order.records} records, and drop_remainder drops them, because "
+                f"they are fewer than batch_size={self._settings.batch_size}"
+            )
+        else:
+            why = f"there are only {self.order.records} records, and each of the first ranks has one"
+            if self.order.records == 1:
+                why = "there is only 1 record, and the first rank has it"
+        _log.warning("Rank %d of %d gets no batches: %s.", self.rank, self.world_size, why)
 
 
 class Loader(SourceData):

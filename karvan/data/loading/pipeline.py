@@ -8,7 +8,7 @@
 A *job* is a block of records to read, or a part of one. Readers take jobs in order, adjacent ones of a file
 together as one *reading*, and fill it with large pieces; a reader holds at most one waiting block, besides
 the one that it reads, of the same reading or of its next, and, if it is its turn, the one that batches are
-cut from. Preparers run on a piece the steps that can be run for many batches at once (see `batch_steps.py`).
+cut from. Preparers run on a piece the steps that can be run for many batches at once (see `settings.py`).
 Then batches are cut from the pieces. Usually that is all, and the caller does it; but if there are steps for
 each batch, or batches go to a GPU, finishers cut in turns and run the steps in parallel, each batch with one
 of `prefetch` tickets, which the caller returns by taking the batch.
@@ -25,25 +25,181 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
 from karvan.activity import activity
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.errors import DataError
-from karvan.data.loading.batch_steps import Rows
-from karvan.data.loading.position import Receipt
-from karvan.data.loading.read_jobs import Reading, ReadJob, ReadPiece, grouped, regrouped, runs
-from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.shuffle import MOST_RECORDS_PER_SPLIT
+from karvan.data.loading.rank_shares import MOST_RECORDS_PER_SPLIT, Receipt
+from karvan.data.loading.settings import ReadSettings, Rows, split
 from karvan.data.retry import RetryingSource
 from karvan.data.source import Split
 from karvan.devices import Check, ColumnCopies, CopyInFlight
 from karvan.ragged import Batch, Entry
+
+# Units of reading: jobs, their readings, and the pieces of a batch.
+
+_MOST_RECORDS = 1 << 20  # of a reading
+
+Order = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """Records of an epoch to hand out: all of the splits, or those of a block that `order` chooses."""
+
+    epoch: int
+    splits: tuple[Split, ...]
+    records: int
+    """How many are handed out."""
+    order: Callable[[], Order] | None = None
+    """Returns the indices of the records to take from the block, in order; None: all records."""
+    last: bool = False
+    """Whether it is the last of its epoch: batches do not span epochs."""
+
+    @property
+    def reads(self) -> int:
+        """How many records are read."""
+        return sum(split.count for split in self.splits)
+
+
+@dataclass(slots=True, eq=False)
+class ReadPiece:
+    """Records that were read together. They are prepared, then cut into batches."""
+
+    rows: Rows
+    records: int
+    claimed: bool = False
+    """Whether a thread prepares it, or nothing is left to prepare."""
+    ready: bool = False
+    """Whether it can be cut."""
+    waits: bool = True
+    """Whether it counts as prefetched; one that batches are cut from does not."""
+    cuts: deque[tuple[int, Rows]] = field(default_factory=deque)
+
+    def cut(self, first: int, size: int) -> None:
+        """Cut it into up to `first` rows, then into runs of `size`, of which the last may be shorter."""
+        whole, rest = divmod(max(self.records - first, 0), size)
+        counts = [min(first, self.records), *[size] * whole, *[rest] * (rest > 0)]
+        self.cuts.extend(zip(counts, split(self.rows, counts), strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Jobs that are read together, and the pieces that have been read but not been used."""
+
+    jobs: deque[ReadJob]
+    pieces: deque[ReadPiece] = field(default_factory=deque)
+    buffered: int = 0
+    """Records that wait."""
+    finished: bool = False
+    error: BaseException | None = None
+
+    def can_continue(self) -> bool:
+        """Whether its next rows can be cut, or it has ended."""
+        return self.pieces[0].ready if self.pieces else self.finished
+
+    def release(self) -> bool:
+        """Mark the first piece as no longer waiting; returns whether it was waiting."""
+        piece = self.pieces[0]
+        waited, piece.waits = piece.waits, False
+        self.buffered -= piece.records if waited else 0
+        return waited
+
+    def take(self, missing: int, batch_size: int) -> tuple[int, Rows, list[Receipt], bool]:
+        """Up to `missing` rows of the first piece, their receipts, and whether an epoch ends with them."""
+        piece = self.pieces[0]
+        if not piece.cuts:
+            piece.cut(missing, batch_size)
+        count, rows = piece.cuts.popleft()
+        receipts, remaining, last = [], count, False
+        while remaining:
+            job = self.jobs.popleft()
+            handed = min(remaining, job.records)
+            remaining -= handed
+            rest = job.records - handed
+            if rest:
+                self.jobs.appendleft(ReadJob(job.epoch, (), rest, None, job.last))
+            last = job.last and not rest
+            receipts.append(Receipt(job.epoch, handed, last))
+        return count, rows, receipts, last
+
+
+def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.RecordBatch]:
+    """The same records in batches of at least `least`; before an error, the records read so far."""
+    parts: list[pa.RecordBatch] = []
+    try:
+        for batch in batches:
+            parts.append(batch)
+            del batch  # so that it is released with the others
+            if sum(map(len, parts)) >= least:
+                yield joined(parts)
+    except BaseException:
+        if parts:
+            yield joined(parts)
+        raise
+    if parts:
+        yield joined(parts)
+
+
+def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch of all, which are released; a single one is not copied."""
+    batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+    batches.clear()
+    return batch
+
+
+def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Iterator[pa.RecordBatch]:
+    """The same records in batches of the given counts."""
+    rest: pa.RecordBatch | None = None
+    for count in counts:
+        parts: list[pa.RecordBatch] = []
+        while count:
+            rest = next(batches) if rest is None else rest
+            size = min(count, len(rest))
+            parts.append(rest.slice(0, size))
+            rest = rest.slice(size) if size < len(rest) else None
+            count -= size
+        yield joined(parts)
+
+
+def runs(jobs: Iterator[ReadJob | None]) -> Iterator[deque[ReadJob]]:
+    """Jobs, grouped where they are adjacent in a file: their row groups are then decoded once.
+
+    None between two jobs keeps them apart; the first does not wait for the second, which may take long.
+    """
+    run: deque[ReadJob] = deque()
+    held_records = 0
+    for job in jobs:
+        if run and not (
+            job is not None and _follows(run[-1], job) and held_records + job.reads <= _MOST_RECORDS
+        ):
+            yield run
+            run, held_records = deque(), 0
+        if job is not None:
+            run.append(job)
+            held_records += job.reads
+    if run:
+        yield run
+
+
+def _follows(before: ReadJob, job: ReadJob) -> bool:
+    if len(before.splits) > 1 or len(job.splits) > 1 or before.epoch != job.epoch:
+        return False
+    end, start = before.splits[0], job.splits[0]
+    return end.path == start.path and end.first + end.count == start.first
+
+
+class Closed(Exception):  # noqa: N818 - not an error: it ends threads
+    """The pipeline has been closed while a thread waited for it."""
+
 
 # Threads on each of which torch uses one core.
 
@@ -61,7 +217,8 @@ def start(loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
         torch.get_num_threads()  # a thread's first call takes over what holds for new threads
         torch.set_num_threads(1)
         started.wait()
-        loop()
+        with suppress(Closed):
+            loop()
 
     helpers = torch.get_num_threads()
     threads = [threading.Thread(target=run, args=(loop,), name="karvan-data", daemon=True) for loop in loops]
@@ -132,10 +289,6 @@ class ReadOutcome:
     copy: CopyInFlight | None = None
 
 
-class Closed(Exception):  # noqa: N818 - not an error: it ends threads
-    """The pipeline has been closed while a thread waited for it."""
-
-
 class ReadPlan:
     """Which records are read, and what it means that batches of them are handed out."""
 
@@ -173,7 +326,7 @@ class Pipeline:
         delivery: DeviceDelivery | None = None,
     ) -> None:
         self._retrying = RetryingSource(settings.source, settings.retry_seconds)
-        self._source = self._retrying if checks is None else checks.over(self._retrying)
+        self._read_split = self._retrying.read if checks is None else checks.reader(self._retrying)
         self._failed: list[tuple[Exception, Split]] = []  # what the source has raised
         self._plan = plan
         self._runs = runs(plan.jobs())
@@ -183,7 +336,7 @@ class Pipeline:
         self._buffer = plan.buffer
         self._most_batches = plan.most_batches
         self._delivery = delivery or make_delivery(settings.device)
-        self._finishes = steps.on_batches or self._delivery is not None
+        self._finishes = bool(steps.on_batches) or self._delivery is not None
         workers, prefetch = settings.workers, settings.prefetch
         self._taking = threading.Lock()
         self._cutting = threading.Lock()
@@ -265,21 +418,18 @@ class Pipeline:
 
     def _read_loop(self) -> None:
         before: Reading | None = None
-        try:
-            while (reading := self._take_reading()) is not None:
-                try:
-                    self._fill(reading, before)
-                except Closed:
-                    raise
-                except BaseException as error:
-                    reading.error = error
-                with self._lock:
-                    reading.finished = True
-                    self._ready.notify_all()
-                    self._wait(self._room, lambda: reading.error is None)
-                before = reading
-        except Closed:
-            pass
+        while (reading := self._take_reading()) is not None:
+            try:
+                self._fill(reading, before)
+            except Closed:
+                raise
+            except BaseException as error:
+                reading.error = error
+            with self._lock:
+                reading.finished = True
+                self._ready.notify_all()
+                self._wait(self._room, lambda: reading.error is None)
+            before = reading
 
     def _take_reading(self) -> Reading | None:
         with self._taking:
@@ -322,7 +472,7 @@ class Pipeline:
     def _read(self, split: Split) -> Iterator[pa.RecordBatch]:
         received = 0
         try:
-            for batch in self._source.read(split):
+            for batch in self._read_split(split):
                 if self._closed:
                     raise Closed
                 received += len(batch)
@@ -352,44 +502,38 @@ class Pipeline:
                 self._unprepared.notify()
 
     def _prepare_loop(self) -> None:
-        try:
-            while True:
-                with self._lock:
-                    self._wait(self._unprepared, lambda: self._next_unprepared() is not None)
-                    piece = self._next_unprepared()
-                    assert piece is not None
-                    piece.claimed = True
-                with suppress(BaseException):  # the batch with the fault will raise it again
-                    piece.rows = self._steps.prepare(piece.rows)
-                with self._lock:
-                    piece.ready = True
-                    self._ready.notify_all()
-        except Closed:
-            pass
+        while True:
+            with self._lock:
+                self._wait(self._unprepared, lambda: self._next_unprepared() is not None)
+                piece = self._next_unprepared()
+                assert piece is not None
+                piece.claimed = True
+            with suppress(BaseException):  # the batch with the fault will raise it again
+                piece.rows = self._steps.prepare(piece.rows)
+            with self._lock:
+                piece.ready = True
+                self._ready.notify_all()
 
     def _next_unprepared(self) -> ReadPiece | None:
         pieces = (piece for reading in self._readings for piece in reading.pieces)
         return next((piece for piece in pieces if not piece.claimed), None)
 
     def _finish_loop(self) -> None:
-        try:
-            while True:
-                with self._lock:
-                    self._wait(self._returned, lambda: self._tickets > 0)
-                    self._tickets -= 1
-                with self._cutting:
-                    if self._ended:
-                        return
-                    number = self._cut
-                    parts, receipts, error = self._cut_next()
-                    self._ended = error is not None or not parts
-                outcome = self._make(parts, receipts, error)
-                self._ended |= outcome.error is not None
-                with self._lock:
-                    self._outcomes[number] = outcome
-                    self._ready.notify_all()
-        except Closed:
-            pass
+        while True:
+            with self._lock:
+                self._wait(self._returned, lambda: self._tickets > 0)
+                self._tickets -= 1
+            with self._cutting:
+                if self._ended:
+                    return
+                number = self._cut
+                parts, receipts, error = self._cut_next()
+                self._ended = error is not None or not parts
+            outcome = self._make(parts, receipts, error)
+            self._ended |= outcome.error is not None
+            with self._lock:
+                self._outcomes[number] = outcome
+                self._ready.notify_all()
 
     def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> ReadOutcome:
         batch: Batch | None = None
@@ -406,29 +550,26 @@ class Pipeline:
 
     def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
         """The rows of the next batch; none at the end; or the error that prevented it."""
-        try:
-            return self._cut_batch()
-        except Closed:
-            raise
-        except BaseException as error:  # the caller would wait forever if it ended a finisher
-            return [], [], error
-
-    def _cut_batch(self) -> tuple[list[Rows], list[Receipt], None]:
         parts: list[Rows] = []
         receipts: list[Receipt] = []
         missing = self._batch_size if self._cut != self._most_batches else 0
         self._cut += 1
-        while missing and (reading := self._next_reading()) is not None:
-            count, rows, pieces, last = reading.take(missing, self._batch_size)
-            parts.append(rows)
-            receipts += pieces
-            missing -= count
-            if reading.is_used():
-                self._drop_used(reading)
-            if last and missing and self._drop_remainder:
-                parts, missing = [], self._batch_size
-            elif last:
-                break
+        try:
+            while missing and (reading := self._next_reading()) is not None:
+                count, rows, pieces, last = reading.take(missing, self._batch_size)
+                parts.append(rows)
+                receipts += pieces
+                missing -= count
+                if not reading.pieces[0].cuts:
+                    self._drop_used(reading)
+                if last and missing and self._drop_remainder:
+                    parts, missing = [], self._batch_size
+                elif last:
+                    break
+        except Closed:
+            raise
+        except BaseException as error:  # the caller would wait forever if it ended a finisher
+            return [], [], error
         return parts, receipts, None
 
     def _next_reading(self) -> Reading | None:

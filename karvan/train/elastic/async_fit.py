@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from karvan.activity import activity
-from karvan.data.leasing.record_search import blaming
+from karvan.data.task_records import blaming
 from karvan.dense.remote import ElasticDense
 from karvan.distributed.step_commits import OwnCommits, SentCommit, Tally
 from karvan.exit_codes import note_training

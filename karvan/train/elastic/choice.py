@@ -10,14 +10,11 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from karvan.activity import TRAINERS, activity
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.dataset import named_error
-from karvan.data.leasing.leased_data import LeasedData
-from karvan.data.leasing.record_search import BatchError, blaming
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_records import TakenRecords
-from karvan.data.streaming.kafka import KafkaReader
-from karvan.data.streaming.prefetch_stream import Stream
+from karvan.data.kafka import KafkaReader
+from karvan.data.leased_data import LeasedData, SharedData
+from karvan.data.streams import Stream
+from karvan.data.task_records import BatchError, TakenRecords, blaming, named_error
+from karvan.data.work_client import WorkClient
 from karvan.distributed.elastic import ElasticGroup
 from karvan.job.environment import JobEnvironment
 from karvan.ragged import Batch

@@ -38,10 +38,9 @@ from typing import Any
 import torch
 
 from karvan.checkpoint.format.state_tree import pack, unpack
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedData
-from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_records import records_done
+from karvan.data.leased_data import LeasedData, SharedData
+from karvan.data.task_records import records_done
+from karvan.data.work_client import WorkClient
 from karvan.distributed import RankError
 from karvan.distributed.elastic import ElasticGroup, Standing, Standings
 from karvan.exit_codes import note_training

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from karvan.data.leasing.record_search import blaming
+from karvan.data.task_records import blaming
 from karvan.dense.tensors import all_finite
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.elastic import ElasticGroup, ordered_sum

@@ -21,11 +21,17 @@ from torch import nn
 from typing_extensions import override
 
 from karvan.activity import activity
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.dataset import named_error, report
-from karvan.data.leasing.leased_data import LeasedBatches, LeasedData
-from karvan.data.leasing.record_search import BatchError, SearchResult, blaming
-from karvan.data.leasing.task_records import TakenRecords, records_done
+from karvan.data.leased_data import LeasedBatches, LeasedData
+from karvan.data.task_records import (
+    BatchError,
+    SearchResult,
+    TakenRecords,
+    blaming,
+    named_error,
+    records_done,
+    report,
+)
+from karvan.data.work_client import WorkClient
 from karvan.distributed.elastic import ElasticGroup
 from karvan.ragged import Batch
 from karvan.train.evaluation import evaluating

@@ -23,7 +23,7 @@ from karvan.compat.recis.nn.modules.hashtable import filter_out_sparse_param
 from karvan.compat.recis.optim import SparseAdamW
 from karvan.compat.recis.serialize import CheckpointReader, Loader, Saver
 from karvan.compat.unsupported import UnsupportedError
-from karvan.data.loading.position import merge
+from karvan.data.loading.rank_shares import merge
 
 
 def test_a_dataset_gives_its_batches_and_then_the_end(files):

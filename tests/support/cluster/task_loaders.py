@@ -11,10 +11,10 @@ from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.streams.loaded_data import LoadedData
 from karvan.cluster.streams.loader_connection import LoaderAccess
 from karvan.data.errors import DataError
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leased_data import SharedData
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.source import Part
+from karvan.data.work_client import WorkClient
 from karvan.ragged import Batch
 from karvan.wire import Security, Server, WireError
 from karvan.work.service import WorkService

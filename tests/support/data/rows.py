@@ -5,8 +5,8 @@ import torch
 from pyarrow import csv, ipc, orc
 from pyarrow import parquet as pq
 
-from karvan.data.formats.records.recordio import RecordIOWriter
-from karvan.data.formats.records.tfrecord import TFRecordWriter
+from karvan.data.formats.recordio import RecordIOWriter
+from karvan.data.formats.tfrecord import TFRecordWriter
 from karvan.data.source import Split
 from karvan.ragged import NestedRagged, Ragged
 

@@ -6,13 +6,19 @@ Each table or partition is a part, whose records are numbered by a download sess
 for a range of records. Every process opens sessions of its own, and MaxCompute numbers the records of
 unchanged data alike in all of them. A session that has ended is opened again, if its table still has as many
 records.
+
+Accounts and endpoints are no part of a URL. A URL that has some is refused without repeating it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 from typing_extensions import override
@@ -20,12 +26,102 @@ from typing_extensions import override
 from karvan.argument_checks import listed
 from karvan.data.errors import DataError
 from karvan.data.identity import fingerprint_table, spread, text_hash
-from karvan.data.maxcompute.table_url import DamagedAnswerError, EndedSessionError, TableURL
 from karvan.data.retry import is_outage
 from karvan.data.source import Part, Source, Split, require_inside
 
 if TYPE_CHECKING:
-    from karvan.data.maxcompute.tunnel import Download, Tunnel
+    from karvan.data.maxcompute_tunnel import Download, Tunnel
+
+_SCHEME = "odps://"
+_FORM = "odps://project/tables/name, with ?partition=ds=20240101,hh=01 for a table that has partitions"
+_PATH = re.compile(r"([\w-]+)(?:/schemas/(\w+))?/tables/(\w+)((?:/[^/=]+=[^/]*)*)/?")
+
+
+@dataclass(frozen=True)
+class TableURL:
+    """A table, or one of its partitions; `partition` has the value of every partition column."""
+
+    project: str
+    schema: str | None
+    table: str
+    partition: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def partition_spec(self) -> str | None:
+        """As pyodps takes it."""
+        return ",".join(f"{name}={value}" for name, value in self.partition) or None
+
+    @property
+    def path(self) -> str:
+        """Where the table is, in URLs."""
+        schema = f"/schemas/{self.schema}" if self.schema else ""
+        return f"{self.project}{schema}/tables/{self.table}"
+
+    def __str__(self) -> str:
+        return _SCHEME + self.path + (f"?partition={self.partition_spec}" if self.partition else "")
+
+
+def is_table_url(data: object) -> bool:
+    """Whether data is a URL of MaxCompute, or a list that has one."""
+    if isinstance(data, list | tuple):
+        return any(map(is_table_url, data))
+    return isinstance(data, str) and data.startswith(_SCHEME)
+
+
+def parse_tables(data: str | Iterable[str | os.PathLike[str]]) -> list[TableURL]:
+    """The tables that a URL, or a list of URLs, names; one of them twice is an error."""
+    tables = [_parse(os.fspath(path_)) for path_ in ([data] if isinstance(data, str) else data)]
+    for number, table in enumerate(tables):
+        if table in tables[:number]:
+            raise DataError("The table is named twice, so its records would be read twice.", path=str(table))
+    return tables
+
+
+def _parse(text: str) -> TableURL:
+    if not text.startswith(_SCHEME):
+        raise DataError("Files and tables of MaxCompute cannot be read together.", path=text)
+    path, _, query = text.removeprefix(_SCHEME).partition("?")
+    if "@" in path:
+        raise DataError(
+            "A URL of MaxCompute has no account: set ODPS_ACCESS_ID and ODPS_ACCESS_KEY in the environment, "
+            f"and remove what is before the @. Expected {_FORM}."
+        )
+    match = _PATH.fullmatch(path)
+    if match is None:
+        raise DataError(f"Expected {_FORM}.", path=_SCHEME + path)
+    project, schema, table, folders = match.groups()
+    if folders:
+        whole, spec = TableURL(project, schema, table), folders.strip("/").replace("/", ",")
+        raise DataError(
+            f"A partition is an option of the URL: write {whole}?partition={spec}.",
+            path=_SCHEME + path,
+        )
+    parts = [part.partition("=") for part in query.split("&") if part]
+    options = [(name, unquote(value)) for name, _, value in parts]  # a plus is no space here
+    if unknown := [name for name, _ in options if name != "partition"]:
+        raise DataError(
+            f"There is no option '{unknown[0]}' in a URL of MaxCompute; there is: partition.",
+            path=_SCHEME + path,
+        )
+    if len(options) > 1:
+        raise DataError(
+            "A URL has one partition: expected a list of URLs for several of them.", path=_SCHEME + path
+        )
+    partition = _partition(options[0][1], _SCHEME + path) if options else ()
+    return TableURL(project, schema, table, partition)
+
+
+def _partition(spec: str, path: str) -> tuple[tuple[str, str], ...]:
+    pairs = [pair.partition("=") for pair in re.split("[,/]", spec)]
+    values = tuple((name.strip(), value.strip().strip("'\"")) for name, _, value in pairs)
+    names = [name for name, _ in values]
+    if not all(name and value for name, value in values) or len(set(names)) < len(names):
+        raise DataError(
+            f"Expected partition=ds=20240101,hh=01, with each partition column once, got partition={spec}.",
+            path=path,
+        )
+    return values
+
 
 _HASHED_PARTS = 64
 _HASHED_BLOCKS = 16  # of all parts, but at least two of each
@@ -121,6 +217,8 @@ class MaxComputeSource(Source):
         return text_hash(" ".join(hashes))
 
     def _read(self, split: Split, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        from karvan.data.maxcompute_tunnel import EndedSessionError
+
         values = self._values(split.path)
         columns = [name for name in self._download(split.path).types if name in schema.names]
         done, reopened_at = 0, -1
@@ -129,12 +227,18 @@ class MaxComputeSource(Source):
             try:
                 for batch in download.read(split.first + done, split.count - done, columns):
                     done += batch.num_rows
-                    yield _with_values(batch, values, schema)
+                    arrays = [
+                        pa.repeat(values[name], batch.num_rows) if name in values else batch.column(name)
+                        for name in schema.names
+                    ]
+                    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
             except EndedSessionError:
                 if reopened_at == done:  # not even the new session has a record
                     raise
                 reopened_at = done
-                self._forget(split.path, download)
+                with self._lock:
+                    if self._downloads.get(split.path) is download:
+                        del self._downloads[split.path]
 
     def _types(self, path: str, names: Sequence[str]) -> dict[str, pa.DataType]:
         """The types of some columns of a part."""
@@ -165,28 +269,25 @@ class MaxComputeSource(Source):
         }
 
     def _download(self, path: str) -> Download:
-        from karvan.data.maxcompute.tunnel import Tunnel
+        from karvan.data.maxcompute_tunnel import Tunnel
 
         with self._lock:
             if path not in self._downloads:
                 table = self._tables[path]
                 if table.project not in self._tunnels:
                     self._tunnels[table.project] = Tunnel(table.project)
-                tunnel = self._tunnels[table.project].open(table)
-                expected = self._records.setdefault(path, tunnel.records)
-                if tunnel.records != expected:
+                download = self._tunnels[table.project].open(
+                    path, table.path, table.table, table.partition_spec
+                )
+                expected = self._records.setdefault(path, download.records)
+                if download.records != expected:
                     raise DataError(
                         f"The table was changed while it was read: it had {expected} records, and has "
-                        f"{tunnel.records} now. Start again.",
+                        f"{download.records} now. Start again.",
                         path=path,
                     )
-                self._downloads[path] = tunnel
+                self._downloads[path] = download
             return self._downloads[path]
-
-    def _forget(self, path: str, ended: Download) -> None:
-        with self._lock:
-            if self._downloads.get(path) is ended:
-                del self._downloads[path]
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process opens its own sessions, with the account of its own environment.
@@ -204,15 +305,6 @@ class TunnelOutages:
 
     def is_outage(self, error: BaseException, path: str) -> bool | None:
         """Whether an error is an outage; None if it is doubtful."""
+        from karvan.data.maxcompute_tunnel import DamagedAnswerError
+
         return True if is_outage(error) else None if isinstance(error, DamagedAnswerError) else False
-
-
-def _with_values(batch: pa.RecordBatch, values: dict[str, pa.Scalar], schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of a schema: those of the table, and the values of its partition."""
-    columns = []
-    for field in schema:
-        if field.name in values:
-            columns.append(pa.repeat(values[field.name], batch.num_rows))
-        else:
-            columns.append(batch.column(field.name))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)

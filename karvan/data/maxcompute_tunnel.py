@@ -19,6 +19,7 @@ import contextvars
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -35,7 +36,6 @@ from odps.tunnel.tabletunnel import TableDownloadSession
 from typing_extensions import override
 
 from karvan.data.errors import DataError, reason
-from karvan.data.maxcompute.table_url import DamagedAnswerError, EndedSessionError, TableURL
 
 _OPTIONS = {
     "retry_times": 0,
@@ -52,6 +52,14 @@ _CLOUD_KEYS = (
 )
 
 T = TypeVar("T")
+
+
+class DamagedAnswerError(DataError):
+    """An answer with wrong checksums or too few records; it may be right when asked again."""
+
+
+class EndedSessionError(DataError):
+    """The download session does not exist any more; another one can be opened."""
 
 
 class _AnswerError(Exception):
@@ -77,26 +85,6 @@ class _Client(RestClient):  # type: ignore[misc]
             raise _AnswerError(error) from None
 
 
-class _Project:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class _Table:
-    """What a session needs to know of a table; that of pyodps would ask the tunnel about the tenant."""
-
-    def __init__(self, endpoint: str, url: TableURL) -> None:
-        self.name = url.table
-        self.project = _Project(url.project)
-        self._endpoint = endpoint
-        self._url = url
-
-    def table_resource(self) -> str:
-        """Its URL."""
-        schema = f"/schemas/{self._url.schema}" if self._url.schema else ""
-        return f"{self._endpoint}/projects/{self.project.name}{schema}/tables/{self.name}"
-
-
 class Tunnel:
     """The tunnel of a project, with the account and the endpoints of this process's environment."""
 
@@ -112,33 +100,40 @@ class Tunnel:
             logging.getLogger("odps.accounts").setLevel(logging.WARNING)
         self._account = _account()
         self._project = project
-        settings = {
-            "region_name": os.environ.get("ODPS_REGION_NAME") or None,
-            "namespace": os.environ.get("ODPS_NAMESPACE") or None,
-            "retry_enabled": False,
-        }
-        self._service = _Client(self._account, endpoint, project, proxy=options.api_proxy, **settings)
-        self._settings = settings
+        self._service = self._connect(endpoint, options.api_proxy)
         self._client: _Client | None = None
 
-    def open(self, url: TableURL) -> Download:
-        """A download session of a table."""
-        with _Calls(str(url), self._account) as calls:
-            session = calls.run(lambda: self._start(url))
-        return Download(str(url), self._account, session)
+    def _connect(self, endpoint: str, proxy: Any) -> _Client:
+        return _Client(
+            self._account,
+            endpoint,
+            self._project,
+            proxy=proxy,
+            region_name=os.environ.get("ODPS_REGION_NAME") or None,
+            namespace=os.environ.get("ODPS_NAMESPACE") or None,
+            retry_enabled=False,
+        )
 
-    def _start(self, url: TableURL) -> TableDownloadSession:
+    def open(self, url: str, path: str, name: str, partition: str | None) -> Download:
+        """A download session of a table, or of a partition of it; path: where the service has the table."""
+        with _Calls(url, self._account) as calls:
+            session = calls.run(lambda: self._start(path, name, partition))
+        return Download(url, self._account, session)
+
+    def _start(self, path: str, name: str, partition: str | None) -> TableDownloadSession:
         if self._client is None:
             endpoint = os.environ.get("ODPS_TUNNEL_ENDPOINT") or None
             tunnel = TableTunnel(client=self._service, project=self._project, endpoint=endpoint)
-            endpoint_ = tunnel.tunnel_rest.endpoint
-            self._client = _Client(
-                self._account, endpoint_, self._project, proxy=options.data_proxy, **self._settings
-            )
+            self._client = self._connect(tunnel.tunnel_rest.endpoint, options.data_proxy)
+        resource = f"{self._client.endpoint}/projects/{path}"
+        # What a session needs to know of a table; that of pyodps would ask the tunnel about the tenant.
+        table = SimpleNamespace(
+            name=name, project=SimpleNamespace(name=self._project), table_resource=lambda: resource
+        )
         return TableDownloadSession(
             self._client,
-            _Table(self._client.endpoint, url),
-            url.partition_spec,
+            table,
+            partition,
             timeout=_SESSION_SECONDS,
             quota_name=options.tunnel.quota_name,
         )
@@ -171,17 +166,14 @@ class Download:
             try:
                 while done < count:
                     batch = calls.run(reader.read_next_batch)
-                    if batch is None:
+                    came = done if batch is None else done + batch.num_rows
+                    if batch is None or came > count:
                         raise DamagedAnswerError(
-                            f"Expected {count} records from record {first} on, but the answer has {done}.",
+                            f"Expected {count} records from record {first} on, but the answer has "
+                            f"{came if batch is None else 'more'}.",
                             path=self._path,
                         )
-                    done += batch.num_rows
-                    if done > count:
-                        raise DamagedAnswerError(
-                            f"Expected {count} records from record {first} on, but the answer has more.",
-                            path=self._path,
-                        )
+                    done = came
                     yield batch
             finally:
                 reader.close()

@@ -15,11 +15,22 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import types
 
-from karvan.data.columns.declarations import is_text
+from karvan.data.columns.declarations import is_list, is_text
 from karvan.data.errors import DataError, located
 from karvan.native import _native
 
 _LISTS = {"bytes": "bytes_list", "floats": "float_list", "integers": "int64_list"}
+_FAULTS = {
+    "malformed": (
+        "The record is not a tf.Example. For other records, pass options={'content': 'bytes'} to get "
+        "their bytes, or decode=, a function that turns them into rows."
+    ),
+    "size": "The values of one run of records are larger than 2 GiB.",
+    "unknown": (
+        "The first records do not have this feature. Name it and its type with schema=, or name the "
+        "columns to read."
+    ),
+}
 _LEAVES = {"bytes": pa.binary(), "floats": pa.float32(), "integers": pa.int64()}
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -173,11 +184,7 @@ def _flatten(column: pa.Array) -> tuple[NDArray[np.int32], pa.Array]:
     """The offsets of each row's values, and the values; rows that are null have none."""
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if (
-        types.is_list(column.type)
-        or types.is_large_list(column.type)
-        or types.is_fixed_size_list(column.type)
-    ):
+    if is_list(column.type):
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         flat = column.flatten()
         if types.is_dictionary(flat.type):
@@ -221,32 +228,17 @@ def _error(
     what, record, feature, kind = fault
     place = f"record {records.first + record}"
     name = _text(feature) if feature else None
-    if what == "malformed":
-        return DataError(
-            "The record is not a tf.Example. For other records, pass options={'content': 'bytes'} to get "
-            "their bytes, or decode=, a function that turns them into rows.",
-            place=place,
-        )
-    if what == "size":
-        return DataError("The values of one run of records are larger than 2 GiB.", place=place, column=name)
-    if what == "unknown":
-        return DataError(
-            "The first records do not have this feature. Name it and its type with schema=, or name the "
-            "columns to read.",
-            place=place,
-            column=name,
-        )
+    if what in _FAULTS:
+        return DataError(_FAULTS[what], place=place, column=None if what == "malformed" else name)
     if columns is None or name is None:
-        return DataError(
-            f"Other records have another kind of list than {_LISTS[kind]}.", place=place, column=name
+        detail = f"Other records have another kind of list than {_LISTS[kind]}."
+    else:
+        expected = _LISTS[_kind(_leaf(columns[name])) or "bytes"]
+        detail = (
+            f"Expected the list {expected}, since the column's type is {columns[name]}, but it is "
+            f"{_LISTS[kind]}."
         )
-    type_ = columns[name]
-    expected = _LISTS[_kind(_leaf(type_)) or "bytes"]
-    return DataError(
-        f"Expected the list {expected}, since the column's type is {type_}, but it is {_LISTS[kind]}.",
-        place=place,
-        column=name,
-    )
+    return DataError(detail, place=place, column=name)
 
 
 def _text(name: bytes) -> str:

@@ -22,72 +22,26 @@ from pyarrow import fs
 
 from karvan.argument_checks import check_counts
 from karvan.data.columns.declarations import Column
-from karvan.data.errors import DataError, reason
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_data import LeasedBatch, LeasedLoader, LeasedTasks, LeasePlan
-from karvan.data.leasing.record_search import BadRecord, BatchError, RecordSearch, blaming
-from karvan.data.leasing.task_records import TakenRecords, records_done
-from karvan.data.loading.batch_steps import Transform
-from karvan.data.loading.settings import ReadSettings
-from karvan.data.loading.shuffle import default_split_records
+from karvan.data.leased_data import LeasedBatch, LeasedLoader, LeasedTasks
+from karvan.data.loading.rank_shares import default_split_records
+from karvan.data.loading.settings import ReadSettings, Transform
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS
-from karvan.exit_codes import is_ours, origin_of
+from karvan.data.task_records import (
+    BatchError,
+    RecordSearch,
+    blaming,
+    named_error,
+    records_done,
+    report,
+)
+from karvan.data.work_client import WorkClient
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
 from karvan.wire import Security
-from karvan.work.ledger import JobFailedError
 from karvan.work.task import WorkSpec, holder_of
 
-# Reports to the master that records of a task raise an error, and what to tell users about it.
-
-
 _log = logging.getLogger("karvan.data")
-
-
-def report(
-    client: WorkClient,
-    error: BaseException,
-    suspects: Sequence[TakenRecords],
-    record: BadRecord | None,
-    hint: str = "",
-) -> None:
-    """Report the failure of a task: the bad record's, or the first one's if no record alone is to blame.
-
-    Its lease ends, so all that is done of it must be acknowledged before. A JobFailedError if it has failed
-    too often; hint: what to do about a bad record then.
-    """
-    if record is None:
-        lease = suspects[0].lease
-        failed = client.fail(lease.token, described(error))
-    else:
-        lease = record.lease
-        failed = client.fail(lease.token, described(error), record.place, record.number)
-    what = lease.task if record is None else record
-    if failed.failure is not None:
-        raise JobFailedError(failed.failure if record is None else failed.failure + hint) from error
-    if failed.skipped:
-        _log.warning("Skipped %s, bad record %d of the job: %s", what, failed.bad_records, described(error))
-    elif failed.tries:
-        times = f"{failed.tries} time{'s' * (failed.tries != 1)}"
-        _log.warning("Failed %s, and is tried again: %s: %s", times, what, described(error))
-
-
-def named_error(
-    error: BaseException, suspects: Sequence[TakenRecords], record: BadRecord | None
-) -> DataError:
-    """An error that names the bad record, and the records of its batch."""
-    batch = " and ".join(str(suspect.lease.task) for suspect in suspects)
-    if record is None:
-        return DataError(f"{described(error)}; no record alone raises it", place=batch)
-    return DataError(f"{described(error)}; its batch is of {batch}", place=str(record))
-
-
-def described(error: BaseException) -> str:
-    """An error in one line: its type, the first line of its text, and where the program has raised it."""
-    kind, text = type(error).__name__, reason(error)
-    line = kind if text == kind else f"{kind}: {text}"
-    return line if is_ours(error) or error.__traceback__ is None else f"{line} ({origin_of(error)})"
 
 
 class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
@@ -134,7 +88,7 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
         try:
             pairs = tuple((part.path, part.records) for part in parts)
             client.open(WorkSpec(pairs, size, self._seed, **self._work))
-            loader = LeasedLoader(settings, LeasePlan(LeasedTasks(client), settings.batch_size, self._seed))
+            loader = LeasedLoader(settings, LeasedTasks(client, settings.batch_size, self._seed))
             batches = iter(loader)
             while True:
                 with blaming(loader.suspects):

@@ -14,21 +14,23 @@ is an error; they are not silently skipped. Partitions are divided among ranks b
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.identity import Identity
-from karvan.data.retry import RETRY_SECONDS, BrokerOutage
+from karvan.data.in_memory import DecodeBytes, bytes_rows
+from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Part, Split
-from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
 from karvan.ragged import Batch
 
 # `KafkaSource`: ranges of offsets of Kafka topics, as finite data (needs the extra `kafka`).
@@ -43,6 +45,9 @@ from karvan.ragged import Batch
 #
 # A record needs a message at its offset. Compacted topics, and those written in transactions, have gaps.
 
+
+_log = logging.getLogger("karvan.data")
+T = TypeVar("T")
 
 _ASK_SECONDS = 5.0  # for an answer of brokers that may be unreachable
 _POLL_SECONDS = 0.1
@@ -107,16 +112,13 @@ class KafkaSource:
             DataError: `since` or `until` names a partition that does not exist.
         """
         if self._ranges is None:
-            consumer = self._take()
-            try:
+            with self._connected() as consumer:
                 self._ranges = {
-                    name: self._range(name, *watermarks)
+                    name: self._range(name, *consumer.range(name, self._timeout))
                     for topic in self._topics
-                    for name, watermarks in consumer.watermarks(topic, self._timeout)
+                    for name in consumer.partitions(topic, self._timeout)
                     if self._until is None or name in self._until
                 }
-            finally:
-                self._give(consumer)
             for name in {**(self._since or {}), **(self._until or {})}:
                 if name not in self._ranges:
                     names = ", ".join(self._ranges) or "none"
@@ -162,15 +164,14 @@ class KafkaSource:
         """
         name, _, first = split.path.rpartition("@")
         at = int(first) + split.first
-        consumer = self._take()
-        try:
-            for values in consumer.messages(name, at, at + split.count):
-                batch = self._decode(values)
-                if batch.num_rows != len(values):
-                    raise DataError(f"decode returned {batch.num_rows} rows for {len(values)} messages.")
-                yield batch
-        finally:
-            self._give(consumer)
+        end = at + split.count
+        with self._connected() as consumer, consumer.assigned({name: at}):
+            while at < end:
+                messages = consumer.consume(name.rpartition("/")[0], min(_MESSAGES, end - at))
+                if messages:
+                    values = [_value(message, name, offset) for offset, message in enumerate(messages, at)]
+                    at += len(values)
+                    yield _decoded(self._decode, values)
 
     def close(self) -> None:
         """Disconnect; reading connects again."""
@@ -188,15 +189,17 @@ class KafkaSource:
             )
         return first, end
 
-    def _take(self) -> _Consumer:
+    @contextmanager
+    def _connected(self) -> Iterator[_Consumer]:
+        """A consumer that no other thread uses meanwhile."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return _Consumer(self._config, self._topics, _OUTAGE_SECONDS)
-
-    def _give(self, consumer: _Consumer) -> None:
-        with self._lock:
-            self._idle.append(consumer)
+            idle = self._idle.pop() if self._idle else None
+        consumer = idle or _Consumer(self._config, self._topics, _OUTAGE_SECONDS)
+        try:
+            yield consumer
+        finally:
+            with self._lock:
+                self._idle.append(consumer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": [], "_lock": None}
@@ -213,16 +216,55 @@ def _library() -> Any:
     return confluent_kafka
 
 
+def _decoded(decode: Callable[[list[bytes]], Any], messages: list[bytes]) -> Any:
+    batch = decode(messages)
+    rows = batch.samples if isinstance(batch, Batch) else batch.num_rows
+    if rows != len(messages):
+        raise DataError(f"decode returned {rows} rows for {len(messages)} messages.")
+    return batch
+
+
+def _value(message: Any, name: str, expected: int) -> bytes:
+    """The value of the message that is expected at an offset."""
+    if (error := message.error()) is not None:
+        raise DataError(str(error.str()), path=name, place=f"offset {expected}")
+    value: bytes | None = message.value()
+    if message.offset() == expected and value is not None:
+        return value
+    what = "The message has no value" if message.offset() == expected else "There is no message"
+    raise DataError(
+        f"{what}. Each offset of a range must have a message with a value. Compacted topics and "
+        "topics written in transactions have gaps: read them with KafkaReader, in a job with "
+        "sharding: static.",
+        path=name,
+        place=f"offset {expected}",
+    )
+
+
+_CODES = ("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_MSG_TIMED_OUT", "_NODE_UPDATE")
+
+
 class _Consumer:
-    """A connection to the brokers of some topics, and their outages."""
+    """A connection to the brokers of some topics, which knows their outages.
+
+    librdkafka reports a lost broker to a callback and then retries forever without logging. This warns at the
+    first report, and stops waiting after some seconds, unless a message has arrived or the brokers answer a
+    request. Positions are those of messages that were handed out, so no message is lost or delivered twice.
+    """
 
     def __init__(self, config: Mapping[str, Any], topics: Sequence[str], seconds: float) -> None:
         self.kafka = _library()
-        self.outage = BrokerOutage(self.kafka, ", ".join(topics), seconds)
+        self._topics = ", ".join(topics)
+        self._patience = Patience(seconds)
+        self._codes = {
+            getattr(self.kafka.KafkaError, name) for name in _CODES if hasattr(self.kafka.KafkaError, name)
+        }
+        self._since: float | None = None  # when the outage began, if there is one
+        self._error = ""
         user_callback = config.get("error_cb")
 
         def note(error: Any) -> None:
-            self.outage.note(error)
+            self._note(error)
             if user_callback is not None:
                 user_callback(error)
 
@@ -238,87 +280,100 @@ class _Consumer:
             }
         )
 
-    def partitions(self, topic: str, timeout: float) -> list[int]:
-        """The numbers of the partitions of a topic, sorted."""
-        answer = self.outage.ask(
+    def partitions(self, topic: str, timeout: float) -> list[str]:
+        """The partitions of a topic as "topic/number", in the order of their numbers."""
+        answer = self._ask(
             lambda: self._consumer.list_topics(topic, timeout=timeout).topics[topic],
             topic,
             "The topics cannot be listed",
         )
         if answer.error is not None or not answer.partitions:
             raise DataError(f"There is no such topic: {answer.error}.", path=topic)
-        return sorted(answer.partitions)
+        return [f"{topic}/{number}" for number in sorted(answer.partitions)]
 
     def range(self, name: str, timeout: float) -> tuple[int, int]:
         """The first offset of the partition "topic/number", and the one after its last."""
         ask = partial(self._consumer.get_watermark_offsets, self._partition(name), timeout=timeout)
-        low, high = self.outage.ask(ask, name, "The offsets cannot be read")
+        low, high = self._ask(ask, name, "The offsets cannot be read")
         return low, high
 
-    def watermarks(self, topic: str, timeout: float) -> Iterator[tuple[str, tuple[int, int]]]:
-        """The ranges of all partitions of a topic."""
-        for number in self.partitions(topic, timeout):
-            yield f"{topic}/{number}", self.range(f"{topic}/{number}", timeout)
-
-    def assign(self, offsets: Mapping[str, int]) -> None:
-        """Receive the messages of partitions from these offsets on."""
+    @contextmanager
+    def assigned(self, offsets: Mapping[str, int]) -> Iterator[None]:
+        """Within it, the messages of partitions are received from these offsets on."""
         self._consumer.assign([self._partition(name, offset) for name, offset in offsets.items()])
-
-    def unassign(self) -> None:
-        """Receive nothing more."""
-        self._consumer.unassign()
+        try:
+            yield
+        finally:
+            self._consumer.unassign()
 
     def consume(self, topic: str, most: int) -> list[Any]:
         """The messages that have come; an error if the brokers have not answered for too long."""
         activity.advance()  # waiting for messages is not a stall
-        self.outage.check(lambda: self._consumer.list_topics(topic, timeout=_ASK_SECONDS))
-        messages: list[Any] = self._consumer.consume(most, timeout=_POLL_SECONDS)
+        if self._since is not None and time.monotonic() >= self._since + self._patience.seconds:
+            self._require_answer(topic)
+        messages = []
+        for message in self._consumer.consume(most, timeout=_POLL_SECONDS):
+            error = message.error()
+            if error is not None and self._is_outage(error):
+                self._note(error)
+            else:
+                self._clear()
+                messages.append(message)
         return messages
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._consumer.close()
 
     def _partition(self, name: str, *offset: int) -> Any:
         topic, _, number = name.rpartition("/")
         return self.kafka.TopicPartition(topic, int(number), *offset)
 
-    def messages(self, name: str, at: int, end: int) -> Iterator[list[bytes]]:
-        """The values of the messages from offset `at` to `end`."""
-        self.assign({name: at})
-        try:
-            while at < end:
-                values = []
-                for message in self.consume(name.rpartition("/")[0], min(_MESSAGES, end - at)):
-                    value = self._value(message, name, at)
-                    if value is not None:
-                        values.append(value)
-                        at += 1
-                if values:
-                    self.outage.clear()
-                    yield values
-        finally:
-            self.unassign()
+    def _is_outage(self, error: Any) -> bool:
+        """Whether an error means that brokers cannot be reached."""
+        return error.code() in self._codes or bool(error.retriable())
 
-    def _value(self, message: Any, name: str, expected: int) -> bytes | None:
-        """The message's value; None for a message that only says that brokers cannot be reached."""
-        error = message.error()
-        if error is not None:
-            if self.outage.is_outage(error):
-                self.outage.note(error)
-                return None
-            raise DataError(str(error.str()), path=name, place=f"offset {expected}")
-        value: bytes | None = message.value()
-        if message.offset() != expected or value is None:
-            what = "The message has no value" if message.offset() == expected else "There is no message"
-            raise DataError(
-                f"{what}. Each offset of a range must have a message with a value. Compacted topics and "
-                "topics written in transactions have gaps: read them with KafkaReader, in a job with "
-                "sharding: static.",
-                path=name,
-                place=f"offset {expected}",
+    def _note(self, error: Any) -> None:
+        """Record that a broker was lost; called by librdkafka, or for an error that arrived as a message."""
+        if self._since is None and self._is_outage(error):
+            self._error = str(error.str())
+            self._since = time.monotonic()
+            _log.warning(
+                "Kafka topics %s: %s. Retrying for up to %g seconds.",
+                self._topics,
+                self._error,
+                self._patience.seconds,
             )
-        return value
 
-    def close(self) -> None:
-        """Disconnect."""
-        self._consumer.close()
+    def _clear(self) -> None:
+        """The brokers answer: the outage, if there was one, is over."""
+        since, self._since = self._since, None
+        if since is not None:
+            _log.warning("Kafka answers again, after %.0f seconds.", time.monotonic() - since)
+
+    def _require_answer(self, topic: str) -> None:
+        """Raise, unless the brokers answer a request."""
+        try:
+            self._consumer.list_topics(topic, timeout=_ASK_SECONDS)
+        except self.kafka.KafkaException as error:
+            raise DataError(
+                f"Kafka was unreachable for {self._patience.seconds:g} seconds: {self._error}",
+                path=self._topics,
+                temporary=True,
+            ) from error
+        self._clear()
+
+    def _ask(self, request: Callable[[], T], path: str, failure: str) -> T:
+        """The answer to a request, which is repeated during an outage; `failure` begins the error's text."""
+
+        def send() -> T:
+            try:
+                return request()
+            except self.kafka.KafkaException as error:
+                temporary = self._is_outage(error.args[0])
+                raise DataError(f"{failure}: {error}", path=path, temporary=temporary) from error
+
+        return retrying(send, self._patience)
 
 
 class KafkaReader:
@@ -439,35 +494,26 @@ class KafkaReader:
         self._closed.set()
 
     def __iter__(self) -> Iterator[pa.RecordBatch | Batch]:
-        ends = self._assign()
+        ends = self._ends()
         open_ends = {name for name, end in ends.items() if self._offsets[name] < end}
         reached = dict(self._offsets)
-        try:
+        with self._consumer.assigned({name: self._offsets[name] for name in ends}):
             while not self._closed.is_set() and (open_ends or not self._until_end):
                 messages = self._collect(ends, open_ends, reached)
                 if self._closed.is_set():
                     return
                 if messages:
-                    batch = self._decode(messages)
-                    rows = batch.samples if isinstance(batch, Batch) else batch.num_rows
-                    if rows != len(messages):
-                        raise DataError(f"decode returned {rows} rows for {len(messages)} messages.")
+                    batch = _decoded(self._decode, messages)
                     self._offsets = dict(reached)
                     yield batch
             self._offsets = dict(reached)
-        finally:
-            self._consumer.unassign()
 
-    def _assign(self) -> dict[str, int]:
-        """Assign this rank's partitions; returns the offset after the last message of each."""
-        partitions = sorted(
-            (topic, number)
-            for topic in self._topics
-            for number in self._consumer.partitions(topic, self._timeout)
-        )[self._rank :: self._world_size]
+    def _ends(self) -> dict[str, int]:
+        """The offset after the last message of each of this rank's partitions; their positions are set."""
+        topics = sorted(self._topics)
+        names = [name for topic in topics for name in self._consumer.partitions(topic, self._timeout)]
         ends = {}
-        for topic, number in partitions:
-            name = f"{topic}/{number}"
+        for name in names[self._rank :: self._world_size]:
             low, high = self._consumer.range(name, self._timeout)
             offset = self._offsets.setdefault(name, low if self._start == "earliest" else high)
             if not low <= offset <= high:
@@ -475,22 +521,16 @@ class KafkaReader:
                     f"The position is {offset}, but Kafka only has offsets {low} to {high}.", path=name
                 )
             ends[name] = high
-        self._consumer.assign({name: self._offsets[name] for name in ends})
         return ends
 
     def _collect(self, ends: dict[str, int], open_ends: set[str], reached: dict[str, int]) -> list[bytes]:
         """Up to `size` messages; fewer when time is up, all ends are reached, or the reader is closed."""
         values: list[bytes] = []
         deadline: float | None = None
-        outage = self._consumer.outage
         while len(values) < self._size and not self._closed.is_set():
             if (self._until_end and not open_ends) or (deadline is not None and time.monotonic() >= deadline):
                 break
             for message in self._consumer.consume(self._topics[0], self._size - len(values)):
-                if (problem := message.error()) is not None and outage.is_outage(problem):
-                    outage.note(problem)
-                    continue
-                outage.clear()
                 name = f"{message.topic()}/{message.partition()}"
                 error, value, offset = message.error(), message.value(), message.offset()
                 assert offset is not None

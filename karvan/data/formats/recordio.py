@@ -8,7 +8,7 @@
 A chunk of gzip may decompress to 32 MiB, or to 32 times its size if that is more: a few bytes must not fill
 the memory. What compresses better is stored without compression.
 
-All numbers are little-endian, and Snappy is its stream of frames (`compression.py`). The number of records
+All numbers are little-endian, and Snappy is its stream of frames (below). The number of records
 has no checksum; it is compared with the records in the data. An early Python writer and PaddlePaddle's C++
 writer use the same magic number with the fields in another order; the error for such files explains that.
 """
@@ -28,9 +28,16 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
-from karvan.data.formats.records.compression import ByteStream, InflatedFile, check_record, frame, unframe
-from karvan.data.formats.records.source import RUN, Index, RecordFileWriter, RecordSource
-from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
+from karvan.data.formats.record_files import (
+    RUN,
+    ByteStream,
+    Index,
+    InflatedFile,
+    RecordFileWriter,
+    RecordSource,
+    check_record,
+)
+from karvan.data.formats.tf_example import Bytes, Payloads, Places
 from karvan.native import _native
 
 _MAGIC = b"\x04\x03\x02\x01"
@@ -224,3 +231,75 @@ def _joined(parts: list[Payloads]) -> Payloads:
     return Payloads(
         data, np.concatenate(starts), np.concatenate([part.lengths for part in parts]), parts[0].first
     )
+
+
+# Snappy's frames: the stream format of Go's writer, around blocks for which pyarrow has a codec.
+#
+# A stream is a sequence of frames, each a byte for its type, the size of its content in 3 bytes, and the
+# content. The first one is `ff`, "sNaPpY". Data is in frames `00` (a Snappy block) and `01` (uncompressed):
+# the masked CRC-32C of the data before compression, then up to 65,536 bytes of it. Others from `80` on may
+# be skipped.
+
+
+_START = b"\xff\x06\0\0sNaPpY"
+_SNAPPY_BLOCK, _PLAIN, _SKIPPED_FROM = 0x00, 0x01, 0x80
+_MOST_OF_FRAME = 1 << 16
+
+
+def unframe(data: bytes) -> bytes:
+    """The bytes of a stream; a ValueError if they are no stream, cut off or damaged."""
+    if not data.startswith(_START):
+        raise ValueError("The data does not begin with the header of a Snappy stream.")
+    codec = pa.Codec("snappy")
+    pieces: list[bytes] = []
+    at, end = len(_START), len(data)
+    while at < end:
+        kind, size = data[at], int.from_bytes(data[at + 1 : at + 4], "little")
+        begin, at = at + 4, at + 4 + size
+        if at > end:
+            raise ValueError("A frame of Snappy extends beyond the data.")
+        if kind in (_SNAPPY_BLOCK, _PLAIN):
+            content = data[begin + 4 : at]
+            if size < 4:
+                raise ValueError("A frame of Snappy is too short for its checksum.")
+            plain = content if kind == _PLAIN else _decompress(codec, content)
+            if len(plain) > _MOST_OF_FRAME or _native.masked_crc32c(plain) != int.from_bytes(
+                data[begin : begin + 4], "little"
+            ):
+                raise ValueError("A frame of Snappy does not match its checksum.")
+            pieces.append(plain)
+        elif kind < _SKIPPED_FROM:
+            raise ValueError(f"A frame of Snappy has the unknown type {kind}.")
+    return b"".join(pieces)
+
+
+def frame(data: bytes) -> bytes:
+    """A stream of these bytes."""
+    codec = pa.Codec("snappy")
+    pieces = [_START]
+    for at in range(0, len(data), _MOST_OF_FRAME):
+        plain = data[at : at + _MOST_OF_FRAME]
+        block = codec.compress(plain, asbytes=True)
+        kind, content = (
+            (_SNAPPY_BLOCK, block) if len(block) < len(plain) - len(plain) // 8 else (_PLAIN, plain)
+        )
+        pieces.append(bytes([kind]) + (len(content) + 4).to_bytes(3, "little"))
+        pieces.append(_native.masked_crc32c(plain).to_bytes(4, "little"))
+        pieces.append(content)
+    return b"".join(pieces)
+
+
+def _decompress(codec: pa.Codec, block: bytes) -> bytes:
+    size = shift = 0
+    for byte in block[:3]:  # the size of what it holds, 7 bits in each byte
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    if size > _MOST_OF_FRAME:
+        raise ValueError("A frame of Snappy holds more than 65,536 bytes.")
+    try:
+        plain: bytes = codec.decompress(block, size, asbytes=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError("A block of Snappy is damaged.") from error
+    return plain

@@ -18,9 +18,15 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
-from karvan.data.formats.records.compression import ByteStream, check_record
-from karvan.data.formats.records.source import RUN, Index, RecordFileWriter, RecordSource
-from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
+from karvan.data.formats.record_files import (
+    RUN,
+    ByteStream,
+    Index,
+    RecordFileWriter,
+    RecordSource,
+    check_record,
+)
+from karvan.data.formats.tf_example import Bytes, Payloads, Places
 from karvan.native import _native
 
 _HEAD = 12
@@ -62,32 +68,25 @@ class TFRecordSource(RecordSource):
         return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
 
     def _read_run(self, data: bytes, at: int, first: int) -> Iterator[Payloads]:
-        starts, lengths, end, fault = _native.find_tfrecords(data, True)
-        if fault or end != len(data):
-            raise DataError(_FAULTS.get(fault, _CUT_OFF), place=_place(first + len(starts), at + end))
-        yield Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
+        yield _records(data, at, first, is_all=True)[0]
 
     def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
         rest, at, first, block = b"", 0, 0, RUN
         while True:
             more = stream.read(block)
             data = rest + more
-            starts, lengths, end, fault = _native.find_tfrecords(data, True)
-            if fault or (len(more) < block and end != len(data)):
-                raise DataError(
-                    _FAULTS.get(fault, _CUT_OFF),
-                    place=f"{_place(first + len(starts), at + end)} of the data before compression",
-                )
-            if len(starts):
-                yield Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
-            if len(more) < block:
+            is_all = len(more) < block
+            records, end = _records(data, at, first, is_all, " of the data before compression")
+            if len(records):
+                yield records
+            if is_all:
                 return
             if len(data) - end >= _HEAD:  # an incomplete record, whose length matches its checksum
                 length = int.from_bytes(data[end : end + 8], "little")
-                check_record(length, _place(first + len(starts), at + end))
-            rest, at, first = data[end:], at + end, first + len(starts)
+                check_record(length, _place(first + len(records), at + end))
+            rest, at, first = data[end:], at + end, first + len(records)
             # A record that is larger than a run is read in steps that double: its length may be wrong.
-            block = RUN if len(starts) else max(RUN, len(rest))
+            block = RUN if len(records) else max(RUN, len(rest))
 
 
 class TFRecordWriter(RecordFileWriter):
@@ -123,6 +122,14 @@ class TFRecordWriter(RecordFileWriter):
         if self._is_deflated:
             check_record(int(np.diff(bounds).max(initial=0)))
         return bytes(_native.frame_tfrecords(data, bounds))
+
+
+def _records(data: bytes, at: int, first: int, is_all: bool, of: str = "") -> tuple[Payloads, int]:
+    """The records in some bytes, and where they end; is_all: the last one must be complete."""
+    starts, lengths, end, fault = _native.find_tfrecords(data, True)
+    if fault or (is_all and end != len(data)):
+        raise DataError(_FAULTS.get(fault, _CUT_OFF), place=_place(first + len(starts), at + end) + of)
+    return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first), end
 
 
 def _place(record: int, byte: int) -> str:

@@ -7,7 +7,7 @@ records of a batch are done when whoever has them (`hand_over`) acknowledges the
 batches. If a process dies, the records that it has not acknowledged are leased by others.
 
 An error of reading, decoding or the transform is raised to the caller, who acknowledges what is done and then
-reports it (`dataset.py`).
+reports it (`task_records.report`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from typing_extensions import override
 
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity
-from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.record_search import SearchResult
-from karvan.data.leasing.task_records import TakenRecords, TaskReads, TaskToRead, places_of
-from karvan.data.loading.pipeline import Pipeline, ReadOutcome
-from karvan.data.loading.read_jobs import Order
-from karvan.data.loading.settings import ReadSettings
+from karvan.data.loading.loader import Loader
+from karvan.data.loading.pipeline import Order, Pipeline, ReadJob, ReadOutcome, ReadPlan
+from karvan.data.loading.rank_shares import default_split_records
+from karvan.data.loading.settings import ReadSettings, SourceData
 from karvan.data.source import Split
+from karvan.data.task_records import (
+    RecordSearch,
+    SearchResult,
+    TakenRecords,
+    TaskToRead,
+    places_of,
+    read_job,
+)
+from karvan.data.work_client import WorkClient
 from karvan.ragged import Batch, Entry
 from karvan.work.ledger import NoTask
 from karvan.work.task import Task, TaskKind, TaskLease, TaskPlan, WorkSpec
@@ -113,22 +121,50 @@ _LONG = 30.0  # seconds after which a warning says what it waits for
 _POLL = 0.1  # seconds between two questions for a task while others work on the last ones of an epoch
 
 
-class LeasedTasks:
+class TaskReads(ReadPlan):
+    """Reads tasks, wherever they come from; None between two keeps them apart, so that errors have a task.
+
+    seed: of the order of records inside of each task, None for the order of the source.
+    """
+
+    def __init__(self, tasks: Iterator[TaskToRead | None], seed: int | None) -> None:
+        self.taken: list[TakenRecords] = []
+        self._reads = (None if task is None else read_job(task.task, seed, last=task.ends) for task in tasks)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a batch may take long to come, because others work on the last records of the epoch."""
+        return False
+
+    @override
+    def jobs(self) -> Iterator[ReadJob | None]:
+        return self._reads
+
+    def suspects(self, split: Split | None) -> list[TakenRecords]:
+        """The records of which one may have prevented the next batch; split: what could not be read."""
+        return []
+
+
+class LeasedTasks(TaskReads):
     """Iterates over tasks, with None between them: each is read alone, so that errors have a task.
 
-    tasks_ahead: how many tasks are leased at a time. epoch: whose tasks to lease, None for those of all.
-    kind: of tasks. Those of an evaluation end when there is none. Otherwise it waits for those that others
-    may return.
+    batch_size: how many records the next batch has at most. tasks_ahead: how many tasks are leased at a time.
+    epoch: whose tasks to lease, None for those of all. kind: of tasks. Those of an evaluation end when there
+    is none. Otherwise it waits for those that others may return.
     """
 
     def __init__(
         self,
         client: WorkClient,
+        batch_size: int,
+        seed: int | None = None,
         *,
         tasks_ahead: int = 2,
         epoch: int | None = None,
         kind: TaskKind = TaskKind.TRAIN,
     ) -> None:
+        super().__init__(iter(self), seed)
+        self._batch_size = batch_size
         self._epoch = epoch
         self._kind = kind
         self._client = client
@@ -186,8 +222,8 @@ class LeasedTasks:
         yield TaskToRead(task, ends)
 
     @property
+    @override
     def idle(self) -> bool:
-        """Whether all records that were leased are in batches, and there is no task for now."""
         with self._lock:
             return self._waits and not self._open
 
@@ -208,20 +244,25 @@ class LeasedTasks:
                 for lease, places in self._open
             ]
 
-    def suspects(self, split: Split | None, records: int) -> list[TakenRecords]:
-        """Those of a split that could not be read; of an error elsewhere, the next so many records."""
+    @override
+    def handed_out(self, outcome: ReadOutcome) -> None:
+        if outcome.batch is not None:
+            self.taken = self.take(sum(receipt.records for receipt in outcome.receipts))
+
+    @override
+    def suspects(self, split: Split | None) -> list[TakenRecords]:
         with self._lock:
             waiting = self._open.copy()
         if split is None:
-            return _first(waiting, records)[0]
+            return _first(waiting, self._batch_size)[0]
         for lease, places in waiting:
             task = lease.task
             if task.path == split.path and task.first <= split.first < task.first + task.records:
                 return [TakenRecords(lease, places, task.records)]
         return []
 
+    @override
     def close(self) -> None:
-        """Lease no more."""
         self._closed.set()
 
 
@@ -238,45 +279,12 @@ def _first(waiting: deque[_Waiting], records: int) -> tuple[list[TakenRecords], 
     return selected, rest
 
 
-# The plans of a `LeasedLoader`: which tasks it reads, and which of their records the last batch has.
-
-
-class LeasePlan(TaskReads):
-    """Tasks that are leased, until there are none."""
-
-    def __init__(self, tasks: LeasedTasks, batch_size: int, seed: int | None) -> None:
-        super().__init__(iter(tasks), seed)
-        self._tasks = tasks
-        self._batch_size = batch_size
-        self.taken: list[TakenRecords] = []
-
-    @property
-    def idle(self) -> bool:
-        """Whether all records that were leased are in batches, and there is no task for now."""
-        return self._tasks.idle
-
-    @override
-    def handed_out(self, outcome: ReadOutcome) -> None:
-        if outcome.batch is not None:
-            self.taken = self._tasks.take(sum(receipt.records for receipt in outcome.receipts))
-
-    def suspects(self, split: Split | None) -> list[TakenRecords]:
-        """The records of which one may have prevented the next batch; split: what could not be read."""
-        return self._tasks.suspects(split, self._batch_size)
-
-    @override
-    def close(self) -> None:
-        self._tasks.close()
-
-
 class FixedPlan(TaskReads):
     """The batches of an epoch that one trainer computes where steps have fixed batches, by their numbers.
 
     Batch i of an epoch is task i of the plan, whoever computes it. The batches of a step are dealt out to the
     trainers in turns, so that each knows its own without asking, and can read them in advance.
     """
-
-    idle = False  # there is always a next batch, until the epoch is over
 
     def __init__(
         self, plan: TaskPlan, epoch: int, numbers: Callable[[], Iterator[int]], seed: int | None
@@ -285,15 +293,14 @@ class FixedPlan(TaskReads):
         self._plan = plan
         self._epoch = epoch
         self._following = numbers()
-        self.taken: list[TakenRecords] = []
 
     @override
     def handed_out(self, outcome: ReadOutcome) -> None:
         if outcome.batch is not None:
             self.taken = self._next()
 
+    @override
     def suspects(self, split: Split | None) -> list[TakenRecords]:
-        """The records of the next batch."""
         return self._next()
 
     def _next(self) -> list[TakenRecords]:
@@ -311,35 +318,26 @@ def planned_records(number: int, task: Task) -> list[TakenRecords]:
     return [TakenRecords(TaskLease(number, "", task), places_of(task), 1)]
 
 
-class LeasedLoader(LeasedBatches):
+class LeasedLoader(Pipeline):
     """Iterates once over the batches of a plan of tasks, which are read from now on."""
 
-    def __init__(
-        self, settings: ReadSettings, plan: LeasePlan | FixedPlan, checks: ValueChecks | None = None
-    ) -> None:
-        self._plan = plan
-        self._pipeline = Pipeline(settings, plan, checks=checks)
-
-    @override
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._pipeline)
+    def __init__(self, settings: ReadSettings, plan: TaskReads, checks: ValueChecks | None = None) -> None:
+        super().__init__(settings, plan, checks=checks)
+        self._tasks = plan
+        self.stop = self.close
 
     @property
-    @override
     def idle(self) -> bool:
-        return self._plan.idle
+        """Whether a batch may take long to come, because others work on the last records of the epoch."""
+        return self._tasks.idle
 
-    @override
     def hand_over(self) -> list[TakenRecords]:
-        return self._plan.taken
+        """The records of the last batch, for whoever acknowledges them."""
+        return self._tasks.taken
 
-    @override
     def suspects(self, error: Exception) -> list[TakenRecords]:
-        return self._plan.suspects(self._pipeline.failed_split(error))
-
-    @override
-    def stop(self) -> None:
-        self._pipeline.close()
+        """The records of which one may be the reason that the next batch raised this error."""
+        return self._tasks.suspects(self.failed_split(error))
 
 
 class LeasedBatch(dict[str, Entry]):
@@ -354,3 +352,211 @@ class LeasedBatch(dict[str, Entry]):
         batch_ = cls(batch)
         batch_.records = records
         return batch_
+
+
+# `SharedData`: data whose records the trainers of a job lease while they train, instead of fixed shares.
+#
+# `kv.data.read` gives it in the trainers of a job with `sharding: dynamic`. `Trainer.fit` leases its records,
+# epoch by epoch, and acknowledges those of every step. Its evaluations lease their records as well, and so
+# does `Trainer.predict`. Outside of a fit an evaluation divides it by ranks, as ever. In a loader of such a
+# job, `serve` reads the tasks that trainers have leased.
+
+# Tasks of an epoch, unless they would be smaller than a batch. With a few large ones, some trainers have
+# nothing to do while others work on the last of them. If tasks come in a random order, each decodes its whole
+# group of records (a row group of Parquet), so there are fewer.
+_TASKS = 256
+_SHUFFLED_TASKS = 64
+_MOST_OPEN = 1024  # tasks of an evaluation or a prediction, about: the master stores them all
+
+
+class SharedData(SourceData):
+    """Records that trainers lease; `kv.data.read` makes it in a job with `sharding: dynamic`.
+
+    `Trainer.fit` leases the records; programs need no method of it.
+
+    Args:
+        settings: How the records are read: `shuffle` mixes the tasks, and the records inside of each, and
+            `split_records` is how many are leased at once.
+
+    Example:
+        >>> def job(trainer):  # in a job with `sharding: dynamic`
+        ...     data = kv.data.read("clicks/*.parquet", batch_size=4096)
+        ...     trainer.fit(data, epochs=3)
+    """
+
+    def __init__(self, settings: ReadSettings) -> None:
+        super().__init__(settings)
+        self.batch_size = settings.batch_size
+        self.seed = settings.seed if settings.shuffle else None  # of tasks, and of the records inside of each
+        parts = settings.parts()
+        self.parts = tuple((part.path, part.records) for part in parts)
+        group = settings.group_records
+        usual = default_split_records(parts, 0, group)
+        self.records_per_task = settings.split_records or (
+            _shuffled_task_records(group, self.records, self.batch_size)
+            if group and self.seed is not None
+            else min(usual, max(self.batch_size, self.records // _TASKS))
+        )
+
+    @property
+    def records(self) -> int:
+        """How many records an epoch has."""
+        return sum(records for _, records in self.parts)
+
+    def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
+        """Describe the work for the master.
+
+        Args:
+            most_tries: How often a task may raise errors before the job fails.
+            skip_bad_records: How many records that raise errors may be skipped.
+
+        Returns:
+            The work.
+        """
+        return WorkSpec(
+            self.parts,
+            self.records_per_task,
+            self.seed,
+            epochs=None,
+            most_tries=most_tries,
+            skip_bad_records=skip_bad_records,
+        )
+
+    def lease(self, client: WorkClient, epoch: int) -> LeasedLoader:
+        """Return the batches of an epoch that this process leases.
+
+        Args:
+            client: The master.
+            epoch: The number of the epoch.
+
+        Returns:
+            An iterable of batches.
+        """
+        return self._leased(LeasedTasks(client, self.batch_size, self.seed, epoch=epoch))
+
+    def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
+        """Return the batches that this process leases of an evaluation.
+
+        They end when no task waits.
+
+        Args:
+            client: The master.
+            number: The number of the evaluation.
+
+        Returns:
+            An iterable of batches.
+        """
+        client.begin_evaluation(number, self.parts, self._whole_batches)
+        return self._leased(LeasedTasks(client, self.batch_size, tasks_ahead=1, kind=TaskKind.EVALUATE))
+
+    def prediction_plan(self) -> TaskPlan:
+        """Return the tasks of a prediction, each of whole batches.
+
+        Returns:
+            The tasks.
+        """
+        return TaskPlan(self.parts, self._whole_batches)
+
+    def lease_prediction(self, client: WorkClient, number: int) -> LeasedLoader:
+        """Return the batches that this process leases of a prediction, until all of it is done.
+
+        Args:
+            client: The master.
+            number: The number of the prediction.
+
+        Returns:
+            An iterable of batches.
+        """
+        kind = TaskKind.PREDICT
+        return self._leased(LeasedTasks(client, self.batch_size, tasks_ahead=1, epoch=number, kind=kind))
+
+    def _leased(self, plan: TaskReads) -> LeasedLoader:
+        return LeasedLoader(self._settings, plan, self._checks)
+
+    @property
+    def _whole_batches(self) -> int:
+        """How many records a task of an evaluation or a prediction has."""
+        records = max(self.records_per_task, -(-self.records // _MOST_OPEN))
+        return -(-records // self.batch_size) * self.batch_size
+
+    def search(self, *, in_order: bool = False) -> RecordSearch:
+        """Return what finds bad records of leased tasks.
+
+        Args:
+            in_order: Whether tasks are read in the order of the source.
+
+        Returns:
+            The search.
+        """
+        return RecordSearch(self._settings, None if in_order else self.seed, self._checks)
+
+    def plan(self) -> TaskPlan:
+        """Return the batches of every epoch, each a task, where steps have fixed batches.
+
+        Returns:
+            The tasks.
+        """
+        return TaskPlan(self.parts, self.batch_size, seed=self.seed)
+
+    def planned(
+        self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
+    ) -> LeasedLoader:
+        """Return the batches of an epoch that one of several trainers computes.
+
+        Args:
+            plan: The batches of every epoch.
+            epoch: The number of the epoch.
+            first: The index of the first batch.
+            rank: Which trainer this is.
+            ranks: How many trainers there are.
+            of_step: How many batches a step has.
+
+        Returns:
+            An iterable of batches.
+        """
+        numbers = partial(planned_numbers, plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
+        return self._leased(FixedPlan(plan, epoch, numbers, self.seed))
+
+    def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> Pipeline:
+        """Read the batches of tasks, whoever has leased them.
+
+        Args:
+            tasks: The tasks.
+
+        Returns:
+            An iterable of batches.
+        """
+        return Pipeline(self._settings, TaskReads(tasks, self.seed), checks=self._checks)
+
+    def share(self, rank: int, ranks: int) -> Loader:
+        """Return a fixed share of the records, for an evaluation.
+
+        Args:
+            rank: Which share.
+            ranks: How many shares there are.
+
+        Returns:
+            A loader.
+        """
+        return Loader(**self._settings.arguments(), rank=rank, world_size=ranks)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All records, for a program that reads them itself, with the rest of the job not involved."""
+        return iter(self.share(0, 1))
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _shuffled_task_records(group: int, records: int, batch_size: int) -> int:
+    """How many records a task has, if tasks come in a random order: a group, or an equal part of one.
+
+    A task that spans two groups would decode both.
+    """
+    wanted = max(batch_size, records // _SHUFFLED_TASKS)
+    fewest = -(-group // wanted)
+    if fewest == 1:
+        return group
+    counts = (*range(fewest, 2 * fewest + 1), *range(fewest - 1, fewest // 2 - 1, -1))
+    equal = (group // count for count in counts if group % count == 0)
+    return next((size for size in equal if size >= batch_size), wanted)

@@ -1,1 +1,0 @@
-"""Tables of MaxCompute (also known as ODPS) as data."""

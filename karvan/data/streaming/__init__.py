@@ -1,1 +1,0 @@
-"""Endless data: Kafka, iterables, folders that appear in time."""
