@@ -14,19 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.store.cuda.kernels.captures import gather_rows, save_rows
-from karvan.store.cuda.rows import contents
-from karvan.store.cuda.rows.arena import RowArena, RowLayout, RowWatcher
-from karvan.store.cuda.rows.contents import RowFields, RowStaging, Words, unpack
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.transfers import Counters, Uploads
+from karvan.store.cuda import contents
+from karvan.store.cuda.arena import RowArena, RowLayout, RowWatcher
+from karvan.store.cuda.contents import RowFields, RowStaging, Words, unpack
+from karvan.store.cuda.kernels.maintenance import gather_rows, save_rows
+from karvan.store.cuda.launch import Counters, Uploads
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory
 from karvan.store.types import Capture, Keys, Rows
 
 # `SavedRows`: copies of rows that a capture has not read before they changed, in page-locked memory.
 #
 # Kernels write there directly, and count the places on the device. The host knows an upper bound of that
-# number without waiting, as it does of rows (`rows/arena.py`), and has memory for it.
+# number without waiting, as it does of rows (`arena.py`), and has memory for it.
 
 
 _CHUNK_BYTES = 8 << 20

@@ -6,7 +6,7 @@ Results are the same from run to run: sums have the order of the batch.
 
 Kernels read all addresses and sizes from descriptors in device memory, so the launches of a step are the same
 for every batch of about the same shape, and are replayed as CUDA graphs. The host never waits to learn how
-many rows there are: it works with upper bounds (`rows/arena.py`). Rows of one layout are numbered over all
+many rows there are: it works with upper bounds (`arena.py`). Rows of one layout are numbered over all
 tables, and note the version of their birth: by it a gradient of an erased row is recognised even if its
 number belongs to another key, or another table, by now.
 
@@ -16,42 +16,367 @@ would read them twice. A table at the capacity of its policy waits for its looku
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from karvan.devices import allocations_of
 from karvan.store.base import Store
-from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureIds, FeatureShape, GroupLayout, shape_of_keys
-from karvan.store.cuda.batch.batches import (
-    DeviceBatches,
-    DeviceGradients,
-    DeviceInputs,
-    DeviceLookup,
-    as_gradients,
+from karvan.store.cuda import contents
+from karvan.store.cuda import lookup as launches
+from karvan.store.cuda.arena import RowArena, RowSpace
+from karvan.store.cuda.batch_ids import (
+    BatchLayout,
+    FeatureIds,
+    FeatureShape,
+    GroupLayout,
+    LayoutCache,
+    LookupBuffers,
+    shape_of_keys,
 )
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
-from karvan.store.cuda.batch.updates import SlotRules, check_state
 from karvan.store.cuda.captures import DeviceCapture
+from karvan.store.cuda.exchange import NoExchange, RowExchange
+from karvan.store.cuda.gradients import GroupGradients, GroupLookup, update_group, without_moved
+from karvan.store.cuda.graphs import GraphPool
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows.memory_errors import MemoryReport
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.table import CudaTable
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Capture, Counts, Found, Keys, LookupContext, Push, Rule, TableSpec
+from karvan.store.cuda.table_memory import DeviceTable, MemoryReport, TableMemory, next_versions
+from karvan.store.cuda.updates import SlotRules, check_state
+from karvan.store.program import (
+    FeatureTensors,
+    LookupInputs,
+    LookupPlan,
+    LookupProgram,
+    OutputLayout,
+    Prepared,
+    RemoteLookup,
+)
+from karvan.store.types import (
+    Capture,
+    Counts,
+    Found,
+    Keys,
+    LateGradients,
+    LookupContext,
+    Push,
+    Rule,
+    TableSpec,
+)
+
+# Whole batches on a device: from ids to outputs, and from gradients to updated rows.
+
+
+class DeviceInputs:
+    """A batch whose ids are on the store's device.
+
+    uses: how many of its key each id counts as, by the features' numbers; None: one. outs: memory for the
+    outputs, likewise; None: they are allocated.
+    """
+
+    plan = None
+
+    def __init__(
+        self,
+        layout: BatchLayout,
+        ids: Sequence[FeatureIds],
+        out_layouts: Sequence[OutputLayout],
+        uses: Mapping[int, Tensor] | None = None,
+        outs: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.ids = ids
+        self.out_layouts = out_layouts
+        self.uses = uses
+        self.outs = outs
+        self._stream: torch.cuda.Stream | None = None  # on which the ids were made
+        self._ready: torch.cuda.Event | None = None
+        self._used: list[Tensor] = []  # one of each allocation that the ids are in
+
+    def note_stream(self, device: torch.device) -> None:
+        """The ids were made by work on the current stream; another one may be that of the lookup."""
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._ready = self._stream.record_event()
+            tensors = (tensor for ids in self.ids for tensor in (ids.values, ids.offsets, ids.weights))
+            self._used = allocations_of(tensor for tensor in tensors if tensor is not None)
+
+    def receive(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Have a stream, or the current one, wait for the ids, and their memory for the stream."""
+        if self._ready is None:
+            return
+        stream = stream or torch.cuda.current_stream(self.ids[0].values.device)
+        if stream == self._stream:
+            return
+        stream.wait_event(self._ready)
+        for tensor in self._used:
+            tensor.record_stream(stream)
+
+
+class DeviceLookup(RemoteLookup):
+    """A batch after its lookup: a `GroupLookup` for each row layout."""
+
+    plan = None
+
+    def __init__(
+        self,
+        layout: BatchLayout,
+        groups: Sequence[GroupLookup],
+        out_layouts: Sequence[OutputLayout],
+        versions: Mapping[str, int],
+    ) -> None:
+        self.layout = layout
+        self.groups = groups
+        self.versions = versions  # of the tables
+        self._out_layouts = out_layouts
+
+    @override
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
+        outs: dict[int, Tensor] = {}
+        for group in self.groups:
+            outs |= group.outs
+            group.outs = {}
+        return [(outs[number], layout) for number, layout in enumerate(self._out_layouts)]
+
+
+class DeviceGradients(LateGradients):
+    """The gradients of a lookup's outputs. Whether they are finite is only known when they are applied."""
+
+    def __init__(self, groups: Sequence[GroupGradients], touched: list[bool]) -> None:
+        super().__init__([True] * len(touched), touched)
+        self.groups = groups
+
+    def check_finite(self) -> list[bool]:
+        """Whether the gradients of each table are finite; waits for the device."""
+        finite = list(self.finite())
+        flags, slots = [], []
+        for group in self.groups:
+            for number, feature in group.lookup.layout.features:
+                gradient = group.gradients.get(number)
+                if gradient is not None:
+                    flags.append(torch.isfinite(gradient).all())
+                    slots.append(feature.slot)
+        for slot, good in zip(slots, torch.stack(flags).tolist() if flags else (), strict=True):
+            finite[slot] &= good
+        return finite
+
+    @override
+    def tensors(self, slots: Collection[int]) -> list[Tensor]:
+        return [
+            group.gradients[number]
+            for group in self.groups
+            for number, feature in group.lookup.layout.features
+            if feature.slot in slots and number in group.gradients
+        ]
+
+    @override
+    def skip_if(self, found_inf: Tensor) -> None:
+        for group in self.groups:
+            group.unless = found_inf
+
+
+class _ProgramShapes:
+    """The sizes of the last batch of a program: mostly the next one has the same."""
+
+    def __init__(self, program: LookupProgram, memory: TableMemory) -> None:
+        slots = {name: slot for slot, name in enumerate(program.tables)}
+        self.features = [(spec, slots[spec.table], memory.tables[spec.table]) for spec in program.features]
+        self.shapes: list[FeatureShape | None] = [None] * len(self.features)
+        self.layout: BatchLayout | None = None
+
+
+class DeviceBatches:
+    """Lookups and updates of batches, for the tables of one device."""
+
+    def __init__(self, memory: TableMemory) -> None:
+        self._memory = memory
+        self._graphs = GraphPool(memory)
+        self._layouts = LayoutCache(memory)
+        self._programs: WeakKeyDictionary[LookupProgram, _ProgramShapes] = WeakKeyDictionary()
+        self._exchange = NoExchange() if memory.budget is None else RowExchange(memory)
+
+    def prepare(self, program: LookupProgram, inputs: Sequence[FeatureTensors]) -> DeviceInputs:
+        """Move ids to the device, and check what the host can see of them."""
+        device = self._memory.device
+        last = self._programs.get(program)
+        if last is None:
+            last = self._programs[program] = _ProgramShapes(program, self._memory)
+        ids: list[FeatureIds] = []
+        out_layouts: list[OutputLayout] = []
+        shapes: list[FeatureShape] = []
+        for (spec, slot, table), shape, tensors in zip(last.features, last.shapes, inputs, strict=True):
+            keys, weights, out_layout = tensors
+            samples, cells, length, offsets = out_layout[:4]
+            sizes = (cells, samples, length, offsets is not None, weights is not None)
+            if shape is None or shape[-5:] != sizes:
+                if offsets is None and cells != samples:
+                    raise ValueError(
+                        f"{spec.title} expected one id for each of {samples} samples, got {cells} ids."
+                    )
+                shape = FeatureShape(slot, table, spec.mode, spec.combiner, spec.stack, *sizes)
+            shapes.append(shape)
+            if offsets is not None:
+                if offsets.is_cpu:
+                    _check_offsets(spec.title, offsets, cells)
+                offsets = offsets.to(device, non_blocking=True)
+                out_layout = out_layout._replace(offsets=offsets)
+            if weights is not None:
+                weights = weights.to(device, non_blocking=True)
+            if keys.device != device:
+                keys = keys.to(device, non_blocking=True)
+            ids.append(FeatureIds(keys, offsets, weights))
+            out_layouts.append(out_layout)
+        layout = last.layout
+        if layout is None or not layout.valid or shapes != last.shapes:
+            layout = self._layouts.find(tuple(shapes))
+            last.shapes, last.layout = list(shapes), layout
+        return DeviceInputs(layout, ids, out_layouts)
+
+    def inputs_of(
+        self,
+        shapes: Sequence[FeatureShape],
+        ids: Sequence[FeatureIds],
+        uses: Mapping[int, Tensor] | None = None,
+        outs: Mapping[int, Tensor] | None = None,
+    ) -> DeviceInputs:
+        """A batch of keys that are on the device; see `DeviceInputs`."""
+        out_layouts = [OutputLayout(shape.samples, shape.cells, shape.length, None) for shape in shapes]
+        return DeviceInputs(self._layouts.find(tuple(shapes)), ids, out_layouts, uses, outs)
+
+    def expect(self, batch: DeviceInputs, *, training: bool) -> None:
+        """A batch was prepared on the current stream, for a lookup that comes later, perhaps on another."""
+        batch.note_stream(self._memory.device)
+        if training:
+            self._exchange.expect(batch)
+
+    def look_up(self, batch: DeviceInputs, context: LookupContext) -> DeviceLookup:
+        """Look up a batch and fill its outputs."""
+        memory, layout = self._memory, batch.layout
+        training, step = context.training, context.step
+        memory.streams.refuse_graph()
+        memory.poll()
+        batch.receive()
+        if not layout.valid:
+            layout = batch.layout = self._layouts.find(layout.shapes)
+        with MemoryReport(memory):
+            contents.settle(memory)
+            groups = [self._look_up_group(group, batch, training, step) for group in layout.groups(training)]
+            if training:
+                for table in layout.policies:
+                    contents.maintain(memory, table, step, context.now)
+                buffers = [group.buffers for group in groups if group.layout.positions]
+                self._exchange.follow(batch, buffers, step)
+        versions = {table.spec.name: table.version for table in layout.tables}
+        return DeviceLookup(layout, groups, batch.out_layouts, versions)
+
+    def _look_up_group(
+        self, layout: GroupLayout, batch: DeviceInputs, training: bool, step: int
+    ) -> GroupLookup:
+        memory, uses, arena = self._memory, batch.uses, layout.arena
+        assert isinstance(arena, RowArena)
+        if training:
+            next_versions(layout.tables)
+            memory.reserve(arena, layout.wanted)
+        if batch.outs is None:
+            outs = layout.outputs(memory.device)
+        else:
+            outs = {number: batch.outs[number] for number in layout.numbers}
+        descriptors = layout.describe(batch.ids, outs)
+        steady = uses is None and layout.admits_all and not any(t.index.grows for t in layout.tables)
+        graphed = self._graphs.take(arena, layout.shape) if steady and layout.positions else None
+        buffers = LookupBuffers(memory, arena, layout.shape) if graphed is None else graphed.buffers
+        lookup = GroupLookup(layout, arena.newest_version, descriptors, buffers, graphed, outs)
+        if not layout.positions:
+            for out in outs.values():
+                out.zero_()
+            return lookup
+        buffers.load(layout, descriptors, step)
+        if training:
+            memory.note_lookup(layout.wanted)
+        if graphed is not None:
+            graphed.look_up()
+        else:
+            if uses is not None:
+                buffers.uses = layout.spread(uses, memory.device)
+            if training and not layout.admits_all:
+                buffers.missing = torch.empty(layout.positions, dtype=torch.int32, device=memory.device)
+            launches.run(buffers, layout)
+        if training and graphed is None:
+            memory.counters.request_if_idle()
+        return lookup
+
+    def hold(
+        self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float | Tensor
+    ) -> DeviceGradients:
+        """The gradients of a lookup's outputs, which are `scale` times too large."""
+        groups = []
+        touched = list(lookup.layout.touched)
+        complete = all(gradient is not None for gradient in gradients)
+        if not complete:
+            touched = [False] * len(touched)
+            for shape, gradient in zip(lookup.layout.shapes, gradients, strict=True):
+                touched[shape.slot] |= gradient is not None and shape.cells > 0
+        for group in lookup.groups:
+            by_feature = {n: g for n in group.layout.numbers if (g := gradients[n]) is not None}
+            groups.append(GroupGradients(group, by_feature, scale))
+        return DeviceGradients(groups, touched)
+
+    def update(
+        self,
+        tables: Sequence[str],
+        gradients: Sequence[DeviceGradients],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Apply the sum of gradients to those of the tables, which are in the order of slots, with a rule."""
+        self._memory.streams.refuse_graph()
+        with MemoryReport(self._memory):
+            contents.settle(self._memory)
+        updated = [self._memory.tables[name] for name in rules]
+        for table, rule in zip(updated, rules.values(), strict=True):
+            check_state(table, rule)
+        chosen = SlotRules([rules.get(name) for name in tables], [steps.get(name, 0) for name in tables])
+        by_arena: dict[RowSpace, list[GroupGradients]] = {}
+        for gradient in gradients:
+            for group in map(without_moved, gradient.groups):
+                if group.gradients:
+                    by_arena.setdefault(group.lookup.layout.arena, []).append(group)
+        with MemoryReport(self._memory):
+            for groups in by_arena.values():
+                update_group(groups, chosen)
+        next_versions(updated)
+
+
+def _check_offsets(title: str, offsets: Tensor, ids: int) -> None:
+    numbers = offsets.numpy()
+    if numbers[0] != 0:
+        raise ValueError(f"{title} offsets must start at 0, got {numbers[0]}.")
+    falls = np.nonzero(np.diff(numbers) < 0)[0]
+    if len(falls):
+        i = int(falls[0])
+        raise ValueError(
+            f"{title} offsets must not decrease, but offsets[{i}] = {numbers[i]} is followed by "
+            f"{numbers[i + 1]}."
+        )
+    if numbers[-1] != ids:
+        raise ValueError(f"{title} offsets must end at the number of ids, {ids}, got {numbers[-1]}.")
+
+
+def as_gradients(gradients: Any) -> DeviceGradients:
+    """Gradients that this store holds."""
+    assert isinstance(gradients, DeviceGradients)
+    return gradients
 
 
 class CudaStore(Store):
     """Tables on one device; on "cpu" the kernels run in Triton's interpreter, for tests.
 
     device_memory: the most bytes that rows take on the device. Rows beyond it are in the memory of the
-    machine, where the kernels read and write them as well, and hot ones come to the device (`tier/`).
+    machine, where the kernels read and write them as well, and hot ones come to the device (`exchange.py`).
     """
 
     def __init__(self, device: torch.device | str = "cuda", device_memory: int | None = None) -> None:

@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.store.base import LocalTable
+from karvan.store.cuda import contents
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows import contents, policies
-from karvan.store.cuda.rows.memory_errors import MemoryReport
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.table_memory import DeviceTable, MemoryReport, TableMemory
 from karvan.store.types import Keys, Rows
 
 
@@ -31,7 +29,7 @@ class CudaTable(LocalTable):
     def settled(self) -> DeviceTable:
         """The table on the device, once rows beyond the capacity of its policy have been evicted."""
         with MemoryReport(self._memory):
-            policies.settle(self._memory)
+            contents.settle(self._memory)
         return self._table
 
     @override
@@ -76,7 +74,7 @@ class CudaTable(LocalTable):
 
     @override
     def evict(self, *, step: int, now: float) -> int:
-        return policies.evict(self._memory, self.settled, step, now)
+        return contents.evict(self._memory, self.settled, step, now)
 
     @override
     def _erase(self, keys: Keys) -> int:

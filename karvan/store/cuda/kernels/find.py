@@ -15,8 +15,11 @@ import triton.language as tl
 from karvan.store.cuda.kernels.fields import (
     ADMITS,
     BASE,
+    BIRTH,
     BLOCK,
     CELLS,
+    CHANGE,
+    COUNT,
     COUNTERS,
     FEATURE_FIELDS,
     FREE_HEAD,
@@ -26,6 +29,7 @@ from karvan.store.cuda.kernels.fields import (
     FRESH,
     INDEX,
     INSERTED,
+    LAST,
     MASK,
     MISSING,
     NEXT_ROW,
@@ -40,8 +44,9 @@ from karvan.store.cuda.kernels.fields import (
     USED,
     VALUES,
     VERSION,
+    field_pointer,
+    hash_pointer,
 )
-from karvan.store.cuda.kernels.row_memory import BIRTH, CHANGE, COUNT, LAST, field_pointer, hash_pointer
 
 # The key mix and the random draws of csrc/hash/mix.h and csrc/table/init.h, bit for bit.
 

@@ -22,9 +22,12 @@ from karvan.store.cuda.kernels.fields import (
     PENDING,
     STREAM,
     TABLE_FIELDS,
+    floats,
+    hash_pointer,
+    row_address,
+    write_nearest,
 )
 from karvan.store.cuda.kernels.find import draw, mix
-from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, row_address, write_nearest
 
 UNIFORM = tl.constexpr(1)
 NORMAL = tl.constexpr(2)

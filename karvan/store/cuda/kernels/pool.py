@@ -24,8 +24,10 @@ from karvan.store.cuda.kernels.fields import (
     SAMPLES,
     STACK,
     WEIGHTS,
+    floats,
+    read_vector,
+    row_address,
 )
-from karvan.store.cuda.kernels.row_memory import floats, read_vector, row_address
 
 POOLED = tl.constexpr(0)
 PADDED = tl.constexpr(2)

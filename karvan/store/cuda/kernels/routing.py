@@ -20,9 +20,9 @@ from karvan.store.cuda.kernels.fields import (
     STACK,
     UNIQUE,
     VALUES,
+    floats,
 )
 from karvan.store.cuda.kernels.find import feature_of_position, mix, unmix
-from karvan.store.cuda.kernels.row_memory import floats
 
 # What the host sends of a part.
 FIRST = tl.constexpr(0)  # where its vectors would begin if its first key were number 0

@@ -1,4 +1,4 @@
-"""The backward: gradients summed by row (see `sums`), and the optimizers' rules, in one kernel.
+"""The backward: gradients summed by row (see `runs`), and the optimizers' rules, in one kernel.
 
 The rules are those of csrc/kernels/apply.inc. A row whose gradient is not finite stays as it is.
 """
@@ -17,11 +17,14 @@ from karvan.store.cuda.kernels.fields import (
     SLOT,
     TABLE,
     UNIQUE,
+    floats,
+    hash_pointer,
+    read_vector,
+    row_address,
+    write_rounded,
 )
 from karvan.store.cuda.kernels.find import rounding_noise
-from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, read_vector, row_address, write_rounded
-from karvan.store.cuda.kernels.runs import PIECE
-from karvan.store.cuda.kernels.sums import head_number, sum_of_pieces, sum_positions
+from karvan.store.cuda.kernels.runs import PIECE, head_number, sum_of_pieces, sum_positions
 from karvan.store.types import RULE_NUMBERS
 
 _KIND = {name: tl.constexpr(number) for number, name in enumerate(RULES)}

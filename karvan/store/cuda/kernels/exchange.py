@@ -17,16 +17,19 @@ import triton
 import triton.language as tl
 
 from karvan.store.cuda.kernels.fields import (
+    BIRTH,
     BLOCK,
+    COUNT,
     COUNTERS,
     FEATURE_FIELDS,
+    LAST,
     TABLE,
     TIER_EXCHANGES,
     TIER_HITS,
     TIER_MISSES,
     UNIQUE,
+    field_pointer,
 )
-from karvan.store.cuda.kernels.row_memory import BIRTH, COUNT, LAST, field_pointer
 
 ON_HOST = tl.constexpr(-1)  # a row's place, if it has no device location
 TAKEN = tl.constexpr(-2)  # and is listed

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import GroupLayout
-from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch_ids import GroupLayout, LookupBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.admission import (
     MIN_COUNT,
@@ -24,8 +23,7 @@ from karvan.store.cuda.kernels.find import find_rows
 from karvan.store.cuda.kernels.initialise import finish_inserts
 from karvan.store.cuda.kernels.pool import copy_vectors, describe_cells, pool_vectors
 from karvan.store.cuda.kernels.runs import count_runs, describe_runs, write_runs
-from karvan.store.cuda.rows.index import WIDTH
-from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.table_memory import WIDTH, DeviceTable
 
 # Admission on the device: the launches that decide on a batch's unknown keys.
 

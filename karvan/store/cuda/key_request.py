@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureShape, GroupLayout
-from karvan.store.cuda.batch.batches import DeviceInputs
-from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda import lookup as launches
+from karvan.store.cuda.arena import RowLayout, RowSpace
+from karvan.store.cuda.batch_ids import FeatureShape, GroupLayout, LookupBuffers
 from karvan.store.cuda.kernels import fields, routing
 from karvan.store.cuda.kernels.pool import describe_cells
-from karvan.store.cuda.rows.arena import RowLayout, RowSpace
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.owner import Sections, units_of, write_sums
-from karvan.store.cuda.transfers import Uploads
+from karvan.store.cuda.launch import Uploads
+from karvan.store.cuda.row_owner import Sections, units_of, write_sums
+from karvan.store.cuda.store import DeviceInputs
+from karvan.store.cuda.table_memory import TableMemory
 
 # `ReceivedVectors`: vectors in one buffer, addressed like the rows of a table.
 

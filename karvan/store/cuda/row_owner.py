@@ -16,16 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupLayout, shape_of_keys
-from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_aligned
-from karvan.store.cuda.batch.updates import put_scale
+from karvan.store.cuda.batch_ids import FeatureIds, GroupLayout, LookupBuffers, shape_of_keys
+from karvan.store.cuda.gradients import GroupGradients, GroupLookup, is_aligned
 from karvan.store.cuda.kernels import fields, routing
 from karvan.store.cuda.kernels.routing import average_runs
-from karvan.store.cuda.kernels.sums import sum_pieces
-from karvan.store.cuda.kernels.sums import write_sums as _write_sums
-from karvan.store.cuda.store import CudaStore
+from karvan.store.cuda.kernels.runs import sum_pieces
+from karvan.store.cuda.kernels.runs import write_sums as _write_sums
+from karvan.store.cuda.store import CudaStore, DeviceGradients, DeviceInputs
+from karvan.store.cuda.updates import put_scale
 from karvan.store.messages import words
 from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
 from karvan.store.types import FeatureSpec, LookupContext, Rule

@@ -9,16 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import GroupLayout
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.graphs import GraphedBuffers
-from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
+from karvan.store.cuda import lookup as launches
+from karvan.store.cuda.arena import RowArena
+from karvan.store.cuda.batch_ids import GroupLayout, LookupBuffers
+from karvan.store.cuda.graphs import GraphedBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import drop_positions, map_plain
-from karvan.store.cuda.rows.arena import RowArena
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory
+from karvan.store.cuda.updates import SlotRules, UpdateBuffers
 
 _BLOCK = fields.BLOCK.value
 _GRADIENT = fields.GRADIENT.value

@@ -24,14 +24,11 @@ from typing_extensions import override
 
 from karvan.devices import record
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import BatchLayout, FeatureIds, GroupLayout
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.arena import TieredArena
+from karvan.store.cuda.batch_ids import BatchLayout, FeatureIds, GroupLayout, LookupBuffers
+from karvan.store.cuda.kernels import exchange, fields
 from karvan.store.cuda.kernels.find import find_rows
-from karvan.store.cuda.rows.index import WIDTH
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.tier import kernels
-from karvan.store.cuda.tier.arena import TieredArena
+from karvan.store.cuda.table_memory import WIDTH, TableMemory
 
 # `ArenaExchange`: the launches of one arena's exchanges, the memory that they work in, and graphs of them.
 #
@@ -45,7 +42,7 @@ from karvan.store.cuda.tier.arena import TieredArena
 
 
 _BLOCK = fields.BLOCK.value
-_HEAD = kernels.EXCHANGE_HEAD.value
+_HEAD = exchange.EXCHANGE_HEAD.value
 _COLUMNS = 128  # words of a location that a program copies at a time
 _GROUPED = 1024  # words of all locations that it copies at a time
 _MOST = 64  # parts of exchanges that are remembered, with their graphs
@@ -88,7 +85,7 @@ class ArenaExchange:
         ints = launch.Workspace(
             torch.int32,
             memory.device,
-            tally=kernels.TALLY.value,
+            tally=exchange.TALLY.value,
             rows=sizes.next_positions,
             feature_of=sizes.next_positions // _BLOCK,
             listed=listed,
@@ -224,7 +221,7 @@ class ArenaExchange:
     ) -> None:
         memory, arena = self._memory, self._arena
         programs = min(memory.programs, size // _BLOCK)
-        kernels.collect_rows[(programs,)](
+        exchange.collect_rows[(programs,)](
             rows,
             size,
             work,
@@ -248,7 +245,7 @@ class ArenaExchange:
     def _swap(self) -> None:
         memory, arena = self._memory, self._arena
         programs = min(memory.programs, -(-self._listed.numel() // _BLOCK))
-        kernels.choose_places[(programs,)](
+        exchange.choose_places[(programs,)](
             self._listed,
             self._listed_tables,
             self._head,
@@ -268,7 +265,7 @@ class ArenaExchange:
         words = arena.row_bytes // 4
         columns = min(_COLUMNS, launch.power(words))
         programs = max(2, memory.processors)  # few: they wait for the bus, beside kernels that compute
-        kernels.swap_rows[(programs,)](
+        exchange.swap_rows[(programs,)](
             self._tally,
             self._from_host,
             self._from_device,

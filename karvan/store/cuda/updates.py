@@ -13,12 +13,11 @@ from torch import Tensor
 
 from karvan.native.rules import RULES
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch_ids import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
-from karvan.store.cuda.kernels.runs import drop_runs, note_changes
-from karvan.store.cuda.kernels.sums import sum_pieces
-from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.transfers import Staging
+from karvan.store.cuda.kernels.runs import drop_runs, note_changes, sum_pieces
+from karvan.store.cuda.launch import Staging
+from karvan.store.cuda.table_memory import DeviceTable
 from karvan.store.types import RULE_NUMBERS, Rule
 
 _FIELDS = fields.FEATURE_FIELDS.value

@@ -31,11 +31,10 @@ from typing_extensions import override
 from karvan import distributed
 from karvan.devices import hold_memory
 from karvan.distributed import Connection
-from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.owner import UNIT, DeviceOwner, OwnerLookup, Sections
-from karvan.store.cuda.sharded.request import KeyRequest
-from karvan.store.cuda.store import CudaStore
+from karvan.store.cuda.key_request import KeyRequest
+from karvan.store.cuda.row_owner import UNIT, DeviceOwner, OwnerLookup, Sections
+from karvan.store.cuda.store import CudaStore, DeviceGradients, DeviceInputs
+from karvan.store.cuda.table_memory import TableMemory
 from karvan.store.program import (
     FeatureTensors,
     LookupInputs,
@@ -45,7 +44,7 @@ from karvan.store.program import (
     Prepared,
     RemoteLookup,
 )
-from karvan.store.rank_share import RankShare
+from karvan.store.sharded import RankShare
 from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, LookupContext, Rule
 
 # How tensors on a device go to other ranks: by NCCL between GPUs, or through the memory of the machine.
