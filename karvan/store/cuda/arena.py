@@ -206,6 +206,13 @@ class RowSpace:
         self.number = number  # among the store's arenas
         self.shift = shift
         self.chunks = chunks  # their addresses
+        self._constants = {"SHIFT": shift, "STRIDE": layout.stride, "VECTOR": layout.vector}
+        self._constants |= {"DIM": layout.dim, "COLUMNS": layout.columns, "TYPE": layout.type}
+        self._constants |= {"STATE": layout.state, "STATES": layout.states}
+
+    def constants(self, *names: str) -> dict[str, int]:
+        """Where rows are and what they consist of, as constants of kernels."""
+        return {name: self._constants[name] for name in names}
 
 
 class RowArena(RowSpace):

@@ -193,20 +193,12 @@ class PendingRows(RowWatcher):
                 return
             arena, memory = self._arena, self._memory
             self._saved.reserve(most)
+            listed = (rows, memory.empty, rows.numel()) if work is None else (rows, work, 0)
+            saved = (self._saved.counter.values, self._saved.places, arena.chunks)
             save_rows[(memory.programs,)](
-                rows,
-                memory.empty if work is None else work,
-                rows.numel() if work is None else 0,
-                self._pending,
-                self._pending.numel(),
-                self._saved.counter.values,
-                self._saved.places,
-                arena.chunks,
-                memory.programs,
-                SHIFT=arena.shift,
-                PLACES=self._saved.size,
-                RUNS=work is not None,
-                **contents.copy_constants(self.layout),
+                *(*listed, self._pending, self._pending.numel(), *saved),
+                **{"PLACES": self._saved.size, "RUNS": work is not None},
+                **contents.copy_constants(arena),
             )
             self._saved.note_save(most)
 
@@ -270,18 +262,10 @@ class PendingRows(RowWatcher):
             return None if self._stream is None else self._gathered
 
     def _launch(self, buffer: Tensor, first: int, count: int) -> None:
-        constants = contents.copy_constants(self.layout)
+        constants = contents.copy_constants(self._arena)
+        addresses = (self._report.data_ptr(), self._chunks.data_ptr(), buffer.data_ptr())
         gather_rows[(max(1, -(-count // constants["GROUP"])),)](
-            self._rows,
-            first,
-            count,
-            self._pending,
-            self._saved.counter.values,
-            self._report.data_ptr(),
-            self._chunks.data_ptr(),
-            buffer.data_ptr(),
-            SHIFT=self._arena.shift,
-            **constants,
+            self._rows, first, count, self._pending, self._saved.counter.values, *addresses, **constants
         )
 
     def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:

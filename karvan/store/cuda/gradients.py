@@ -207,15 +207,9 @@ def _join(
             sums = UpdateBuffers(buffers, rules.slots, len(group_descriptors), mapped=buffers.mapped)
             sums.load(layout.plain_end, group.lookup.version, rules, group_descriptors, 1.0)
             before = own_rows.clone()
+            reads = (sums.features, own_features, sums.versions, arena.chunks)
             drop_positions[(layout.positions // _BLOCK,)](
-                own_rows,
-                layout.positions,
-                sums.features,
-                own_features,
-                sums.versions,
-                arena.chunks,
-                SHIFT=arena.shift,
-                STRIDE=arena.layout.stride,
+                own_rows, layout.positions, *reads, **arena.constants("SHIFT", "STRIDE")
             )
             deleted = torch.where(own_rows == 0, before, 0)
             dropped: dict[DeviceTable, list[Tensor]] = {}

@@ -22,7 +22,6 @@ from karvan.store.cuda import lookup as launches
 from karvan.store.cuda.arena import RowLayout, RowSpace
 from karvan.store.cuda.batch_ids import FeatureShape, GroupLayout, LookupBuffers
 from karvan.store.cuda.kernels import fields, routing
-from karvan.store.cuda.kernels.pool import describe_cells
 from karvan.store.cuda.launch import Uploads
 from karvan.store.cuda.row_owner import Sections, units_of, write_sums
 from karvan.store.cuda.store import DeviceInputs
@@ -145,27 +144,10 @@ class KeyRequest:
                 continue
             layout, buffers = group.layout, group.buffers
             buffers.load(layout, layout.describe(self.batch.ids), 0)
-            if buffers.mapped:
-                buffers.out_rows.fill_(-1)
-                others = len(layout.features) - layout.plain_features
-                describe_cells[(layout.shape.samples,)](
-                    buffers.others,
-                    others,
-                    faults,
-                    buffers.out_rows,
-                    buffers.factors,
-                    FEATURES=launch.power(others),
-                )
+            launches.describe(buffers, faults)
+            features = (buffers.features, len(layout.features), buffers.head, buffers.out_rows)
             routing.route_keys[(layout.shape.positions,)](
-                buffers.features,
-                len(layout.features),
-                buffers.head,
-                buffers.out_rows,
-                buffers.feature_of,
-                hashes[at:],
-                parts[at:],
-                self.ranks,
-                slots,
+                *(*features, buffers.feature_of, hashes[at:], parts[at:], self.ranks, slots),
                 FEATURES=launch.power(len(layout.features)),
                 MAPPED=buffers.mapped,
             )
@@ -198,26 +180,12 @@ class KeyRequest:
         uses = self._uses(memory)
         if count:
             routing.pack_keys[launch.blocks(count)](
-                sorted_keys.starts,
-                sorted_keys.order,
-                sorted_keys.hashes,
-                sorted_keys.parts,
-                of_parts,
-                self.rows if uses is None else uses,
-                self.message,
-                self.key_rows,
-                count,
+                *(sorted_keys.starts, sorted_keys.order, sorted_keys.hashes, sorted_keys.parts, of_parts),
+                *(self.rows if uses is None else uses, self.message, self.key_rows, count),
                 GIVEN=uses is not None,
             )
-        routing.number_rows[launch.blocks(positions)](
-            sorted_keys.order,
-            sorted_keys.parts,
-            sorted_keys.numbers,
-            of_parts,
-            self.rows,
-            positions,
-            len(parts),
-        )
+        places = (sorted_keys.order, sorted_keys.parts, sorted_keys.numbers, of_parts, self.rows)
+        routing.number_rows[launch.blocks(positions)](*places, positions, len(parts))
 
     def _uses(self, memory: TableMemory) -> Tensor | None:
         uses = self.batch.uses

@@ -38,16 +38,15 @@ def coarse(count: int) -> int:
     return -(-count // unit) * unit
 
 
-def tile(columns: int) -> tuple[int, int]:
-    """Rows of a block with so many columns, and the warps that work on it."""
-    rows = max(1, min(64, 1024 // columns))
-    return rows, max(1, min(8, rows * columns // 512))
+def tile(columns: int, most: int = 1024) -> dict[str, int]:
+    """Rows of a block with so many columns and at most so many elements, and the warps that work on it."""
+    rows = max(1, min(64, most // columns))
+    return {"GROUP": rows, "num_warps": max(1, min(8, rows * columns // 512))}
 
 
-def copy_tile(columns: int) -> tuple[int, int]:
+def copy_tile(columns: int) -> dict[str, int]:
     """The same of copies of vectors: small blocks, so that those beside another kernel are not waited for."""
-    rows = max(1, min(64, 512 // columns))
-    return rows, max(1, min(8, rows * columns // 512))
+    return tile(columns, 512)
 
 
 class Workspace:

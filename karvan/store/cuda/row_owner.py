@@ -119,44 +119,19 @@ def write_sums(
     head = np.zeros(_HEAD, np.int64)
     head[fields.PLAIN_END.value] = layout.plain_end
     put_scale(head, scale)
-    memory, rows = at.memory, at.arena.layout
+    memory, arena, columns = at.memory, at.arena, at.arena.layout.columns
     sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
-    partial = torch.empty(at.most_pieces, rows.dim, dtype=torch.float32, device=memory.device)
-    reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
-    shape = {
-        "DIM": rows.dim,
-        "COLUMNS": rows.columns,
-        "MAPPED": at.mapped,
-        "ALIGNED": is_aligned(descriptors),
-    }
+    partial = torch.empty(at.most_pieces, arena.layout.dim, dtype=torch.float32, device=memory.device)
+    reads = (at.work, at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
+    shape = {**arena.constants("DIM", "COLUMNS"), "MAPPED": at.mapped, "ALIGNED": is_aligned(descriptors)}
     sum_pieces[(memory.programs,)](
-        at.work,
-        *reads,
-        at.piece_starts,
-        at.piece_ends,
-        partial,
-        sent,
-        memory.programs,
-        **shape,
-        **launch.update_tile(rows.columns),
+        *reads, at.piece_starts, at.piece_ends, partial, sent, **shape, **launch.update_tile(columns)
     )
+    runs = (at.starts, at.run_rows, at.run_pieces, at.long_runs, partial, arena.chunks, sent)
+    constants = {**shape, **arena.constants("SHIFT", "STRIDE")}
     for long in (True, False):
         _write_sums[(memory.programs,)](
-            at.work,
-            *reads,
-            at.starts,
-            at.run_rows,
-            at.run_pieces,
-            at.long_runs,
-            partial,
-            at.arena.chunks,
-            sent,
-            memory.programs,
-            SHIFT=at.arena.shift,
-            STRIDE=rows.stride,
-            LONG=long,
-            **shape,
-            **launch.update_tile(rows.columns, long),
+            *reads, *runs, LONG=long, **constants, **launch.update_tile(columns, long)
         )
 
 
@@ -165,22 +140,13 @@ def average(group: GroupGradients) -> None:
     at = group.lookup.buffers
     if not group.lookup.layout.positions:
         return
-    memory, layout = at.memory, at.arena.layout
-    rows, warps = launch.tile(layout.columns)
-    average_runs[(memory.programs,)](
-        at.work,
-        at.order,
-        at.starts,
-        at.run_rows,
-        memory.uploads.send(group.descriptors()),
-        at.feature_of,
+    runs = (at.work, at.order, at.starts, at.run_rows)
+    average_runs[(at.memory.programs,)](
+        *(*runs, at.memory.uploads.send(group.descriptors()), at.feature_of),
         at.rows if group.present is None else group.present,
-        memory.programs,
-        DIM=layout.dim,
-        COLUMNS=layout.columns,
-        GROUP=rows,
         PARTIAL=group.present is not None,
-        num_warps=warps,
+        **at.arena.constants("DIM", "COLUMNS"),
+        **launch.tile(at.arena.layout.columns),
     )
 
 

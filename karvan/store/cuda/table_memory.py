@@ -29,7 +29,7 @@ from karvan.store.cuda.arena import (
 )
 from karvan.store.cuda.initial_values import initial_numbers
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.kernels.find import SPARE_LANES, move_slots
+from karvan.store.cuda.kernels.find import SPARE_LANES, WIDTH, move_slots
 from karvan.store.cuda.launch import Counters, DeviceStreams, Uploads, take_turns
 from karvan.store.types import TableSpec
 
@@ -38,7 +38,6 @@ from karvan.store.types import TableSpec
 _LEAST = 256  # slots
 _LOAD = 0.6  # more used slots than this share of all, and the index grows
 _MOVED = 1 << 19  # slots that one step moves at least
-WIDTH = 4  # slots that a search reads at a time
 
 
 class KeyIndex:
@@ -56,7 +55,7 @@ class KeyIndex:
         self.described = False  # whether the table's descriptor has the addresses
 
     def _empty(self, slots: int) -> torch.Tensor:
-        return torch.zeros(2 * (slots + WIDTH), dtype=torch.int64, device=self._device)
+        return torch.zeros(2 * (slots + WIDTH.value), dtype=torch.int64, device=self._device)
 
     @property
     def bytes(self) -> int:
@@ -307,7 +306,7 @@ class TableMemory:
         if spec.admit[0] == "min_count":
             table.filter = new_filter(spec.admit[2], self.device)
         self.tables[spec.name] = table
-        whole, real = initial_numbers(spec)
+        whole, real = initial_numbers(spec, self.device)
         row = np.zeros(_TABLE, np.int64)
         row[fields.STREAM.value], row[fields.INIT.value] = whole[0], whole[1]
         row[fields.INIT_FIRST.value], row[fields.INIT_COUNT.value] = whole[2:]
@@ -432,18 +431,9 @@ class TableMemory:
         index = table.index
         assert index.old is not None
         first, count = index.next_move(4 * least)
-        move_slots[launch.blocks(count)](
-            index.old.data_ptr(),
-            index.old_slots - 1,
-            index.entries.data_ptr(),
-            index.slots - 1,
-            self.table_counters,
-            table.number,
-            self.spare.data_ptr(),
-            first,
-            count,
-            WIDTH=WIDTH,
-        )
+        slots = (index.old.data_ptr(), index.old_slots - 1, index.entries.data_ptr(), index.slots - 1)
+        counters = (self.table_counters, table.number)
+        move_slots[launch.blocks(count)](*slots, *counters, self.spare.data_ptr(), first, count)
         if index.moved == index.old_slots + 1:
             index.end_growth()
             time = self.counters.time

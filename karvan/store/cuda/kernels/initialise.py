@@ -215,7 +215,6 @@ def finish_inserts(
     fresh_tables,
     pending,
     pending_places,
-    programs,
     DIM: tl.constexpr,
     STATE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -234,7 +233,7 @@ def finish_inserts(
         tl.store(arena + FREE_HEAD, tl.minimum(tl.load(arena + FREE_HEAD), tail))
     column = tl.arange(0, COLUMNS)
     count = tl.load(work + FRESH)
-    for start in range(program * GROUP, count, programs * GROUP):
+    for start in range(program * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         row = tl.load(fresh_rows + number, mask=valid, other=0)
@@ -252,7 +251,7 @@ def finish_inserts(
                 floats(address + VECTOR, field[None, :], 16 if VECTOR % 16 == 0 else 4), initial, mask=mask
             )
     waiting = tl.load(work + PENDING)
-    for start in range(program * 128, waiting, programs * 128):
+    for start in range(program * 128, waiting, tl.num_programs(0) * 128):
         number = start + tl.arange(0, 128)
         valid = number < waiting
         position = tl.load(pending + number, mask=valid, other=0)

@@ -29,14 +29,13 @@ from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, mix, 
 
 
 @triton.jit(do_not_specialize=["count"])
-def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
+def find_places(index, mask, hashes, count, places, rows):
     """The address of each hash's row in an index, and the row; 0 for those without one."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = number < count
     hash_ = tl.load(hashes + number, mask=valid, other=0)
-    special = hash_ == 0
-    sought = tl.where(special, 1, hash_)
-    slot = tl.where(special, mask + 1, hash_ & mask & -WIDTH)
+    sought = tl.where(hash_ == 0, 1, hash_)
+    slot = first_slot(mask, hash_)
     place = tl.zeros_like(hash_)
     row = tl.zeros_like(hash_)
     open_ = valid
@@ -230,14 +229,13 @@ def insert_keys(
     rows,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """The rows of distinct keys, which get one where they have none."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = number < count
     hashes = mix(tl.load(keys + number, mask=valid, other=0))
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
-    slot = first_slot(mask, hashes, WIDTH)
+    slot = first_slot(mask, hashes)
     place, claimed = claim(index, mask, slot, hashes, valid, lanes)
     old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=1)
     new = valid & (old == 0)
@@ -299,7 +297,6 @@ def save_rows(
     saved,
     places,
     chunks,
-    programs,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -315,7 +312,7 @@ def save_rows(
     count = most
     if RUNS:
         count = tl.load(work + UNIQUE)
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         row = tl.load(rows + number, mask=number < count, other=0).to(tl.int32)
         index = tl.load(pending + row, mask=row < limit, other=0) - 1

@@ -43,7 +43,6 @@ def copy_vectors(
     head,
     chunks,
     rows,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -57,7 +56,7 @@ def copy_vectors(
     """
     end = tl.load(head + PLAIN_END).to(tl.int32)
     column = tl.arange(0, COLUMNS)[None, :]
-    for start in range(tl.program_id(0) * GROUP, end, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, end, tl.num_programs(0) * GROUP):
         feature = tl.load(feature_of + start // BLOCK)
         of_feature = features + feature * FEATURE_FIELDS
         position = start + tl.arange(0, GROUP)

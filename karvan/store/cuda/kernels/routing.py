@@ -116,7 +116,6 @@ def average_runs(
     features,
     feature_of,
     present,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -125,7 +124,7 @@ def average_runs(
     """Divide the gradients of each run's positions by their number; PARTIAL: of those that are `present`."""
     count = tl.load(work + UNIQUE)
     column = tl.arange(0, COLUMNS)[None, :]
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         first = tl.load(starts + number, mask=valid, other=0)

@@ -87,7 +87,6 @@ def describe_runs(
     feature_of,
     tables,
     uses,
-    programs,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
     USES: tl.constexpr,
@@ -99,7 +98,7 @@ def describe_runs(
     """
     count = tl.load(work + UNIQUE)
     step = tl.load(head + STEP).to(tl.int32)
-    for start in range(tl.program_id(0) * 128, count, programs * 128):
+    for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
         number = start + tl.arange(0, 128)
         valid = number < count
         row = tl.load(run_rows + number, mask=valid, other=0)
@@ -150,13 +149,12 @@ def drop_runs(
     versions,
     counters,
     chunks,
-    programs,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
     """Forget the rows of runs that are gone since their lookup, and count them; versions: of slots, then."""
     count = tl.load(work + UNIQUE)
-    for start in range(tl.program_id(0) * 128, count, programs * 128):
+    for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
         number = start + tl.arange(0, 128)
         valid = number < count
         row = tl.load(run_rows + number, mask=valid, other=0)
@@ -183,13 +181,12 @@ def note_changes(
     feature_of,
     versions,
     chunks,
-    programs,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
     """Note that the rows of all runs have changed; versions: of slots, now."""
     count = tl.load(work + UNIQUE)
-    for start in range(tl.program_id(0) * 128, count, programs * 128):
+    for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
         number = start + tl.arange(0, 128)
         valid = number < count
         row = tl.load(run_rows + number, mask=valid, other=0)
@@ -293,7 +290,6 @@ def sum_pieces(
     piece_ends,
     partial,
     head,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -304,7 +300,7 @@ def sum_pieces(
     """The sum of each piece of a long run."""
     count = tl.load(work + PIECES)
     column = tl.arange(0, COLUMNS)
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         first = tl.load(piece_starts + number, mask=valid, other=0)
@@ -365,7 +361,6 @@ def write_sums(
     partial,
     chunks,
     head,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -382,7 +377,7 @@ def write_sums(
     """
     count = tl.load(work + (LONG_RUNS if LONG else UNIQUE))
     column = tl.arange(0, COLUMNS)
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         if LONG:

@@ -178,7 +178,6 @@ def update_rows(
     counters,
     chunks,
     head,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -204,7 +203,7 @@ def update_rows(
     count = tl.where(head_number(head, FOUND_INF, 0.0) == 0.0, count, 0)
     column = tl.arange(0, COLUMNS)
     inside = (column < DIM)[None, :]
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         if LONG:
