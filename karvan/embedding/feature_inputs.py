@@ -293,23 +293,11 @@ class FeatureInput(Output):
         longest = int(self.offsets.diff().max()) if self.samples else 0
         return min(max(longest, 0), self.cells)
 
-    def _cells_out(self) -> int:
-        if mode_of(self.table) == "pooled":
-            return self.samples
-        return self.cells if self.table.combiner == "ragged" else self.samples * self.length
-
     def arrays(self) -> _native.FeatureArrays:
         """What the native call reads and writes, by address; allocates the output."""
-        self._out = output_buffers.empty(self._cells_out(), self.table.dim)
-        return _native.FeatureArrays(
-            values=self.values.data_ptr(),
-            cells=self.cells,
-            samples=self.samples,
-            out=self._out.data_ptr(),
-            offsets=0 if self.offsets is None else self.offsets.data_ptr(),
-            weights=0 if self.weights is None else self.weights.data_ptr(),
-            length=self.length,
-        )
+        tensors = self.tensors()
+        self._out = output_buffers.empty(tensors.layout.rows(mode_of(self.table)), self.table.dim)
+        return tensors.arrays(self._out)
 
     def tensors(self) -> FeatureTensors:
         """What a store reads that makes the output itself."""

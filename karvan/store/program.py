@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native
 from karvan.ragged import IdsReference
@@ -43,6 +44,12 @@ class OutputLayout(NamedTuple):
     offsets: Tensor | None
     row_index: RowIndex | None = None
 
+    def rows(self, mode: str) -> int:
+        """The rows of the output of a feature with this mode."""
+        if mode == "pooled":
+            return self.samples
+        return self.ids if mode == "cells" else self.samples * self.length
+
     def lengths(self) -> Tensor:
         """The number of ids of each sample."""
         if self.offsets is None:
@@ -66,6 +73,19 @@ class FeatureTensors(NamedTuple):
     keys: Tensor
     weights: Tensor | None
     layout: OutputLayout
+
+    def arrays(self, out: Tensor) -> _native.FeatureArrays:
+        """What the native core reads and writes, by address."""
+        samples, cells, length, offsets, _ = self.layout
+        return _native.FeatureArrays(
+            values=self.keys.data_ptr(),
+            cells=cells,
+            samples=samples,
+            out=out.data_ptr(),
+            offsets=0 if offsets is None else offsets.data_ptr(),
+            weights=0 if self.weights is None else self.weights.data_ptr(),
+            length=length,
+        )
 
 
 # A batch: arrays for the native core, tensors for a store that takes them, or a reference to remote ids.
@@ -114,6 +134,20 @@ class RemoteLookup(LookupState, Protocol):
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
         """Hand over the outputs of all features; the lookup does not hold them afterwards."""
+
+
+class MadeOutputs(RemoteLookup):
+    """A lookup that has made its outputs; outs: by the features' numbers in the program."""
+
+    plan = None
+
+    def __init__(self, outs: dict[int, Tensor], layouts: Sequence[OutputLayout]) -> None:
+        self._outs, self._layouts = outs, layouts
+
+    @override
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
+        outs, self._outs = self._outs, {}
+        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
 
 
 Prepared: TypeAlias = "_native.Plan | LookupState"  # what a store's `prepare` gives to its own `forward`

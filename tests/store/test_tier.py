@@ -73,7 +73,7 @@ def test_a_batch_that_is_dropped_before_its_lookup_is_forgotten():
     engine({"a": torch.arange(90)})
     engine.forget_prepared()
     engine({"a": torch.arange(90)})
-    assert not engine.store._batches._exchange._expected
+    assert not engine.store._exchange._expected
 
 
 def test_no_memory_on_the_machine_is_an_error_that_names_the_tables(monkeypatch):
@@ -127,7 +127,7 @@ def test_ranks_bring_the_rows_that_they_will_be_asked_for():
     assert after["tier_misses"] == before["tier_misses"]
     assert after["tier_hits"] > before["tier_hits"]
     assert_same_rows(plain.engine.table("f").snapshot(), one.engine.table("f").snapshot())
-    assert store._tables._batches._exchange._expected == []
+    assert store._tables._exchange._expected == []
 
 
 def test_the_first_rows_of_a_layout_do_not_take_one_more_than_there_is_memory_for():

@@ -26,6 +26,7 @@ from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import PIECE, SPAN
 from karvan.store.cuda.launch import Staging
 from karvan.store.cuda.table_memory import DeviceTable, TableMemory
+from karvan.store.program import OutputLayout
 
 _BLOCK = fields.BLOCK.value
 _FIELDS = fields.FEATURE_FIELDS.value
@@ -59,9 +60,7 @@ class FeatureShape(NamedTuple):
     @property
     def out_rows(self) -> int:
         """Rows of its output."""
-        if self.mode == "cells":
-            return self.cells
-        return self.samples * self.length if self.mode == "padded" else self.samples
+        return OutputLayout(self.samples, self.cells, self.length, None).rows(self.mode)
 
     @property
     def combiner_number(self) -> int:
@@ -202,6 +201,10 @@ class GroupLayout:
         if self._has_weights:
             numbers[:, _WEIGHTS] = [_address(ids[number].weights) for number in self.numbers]
         return numbers
+
+    def of_features(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Those of the program's gradients that there are for these features, by the features' numbers."""
+        return {number: g for number in self.numbers if (g := gradients[number]) is not None}
 
     def spread(self, uses: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The uses of positions, from those of the features' ids."""

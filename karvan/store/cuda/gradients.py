@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,24 +23,15 @@ _BLOCK = fields.BLOCK.value
 _GRADIENT = fields.GRADIENT.value
 
 
+@dataclass(eq=False)
 class GroupLookup:
     """A group of features after its lookup; version: of the group's tables at that moment."""
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        version: int,
-        descriptors: NDArray[np.int64],
-        buffers: LookupBuffers,
-        graphed: GraphedBuffers | None,
-        outs: dict[int, Tensor],
-    ) -> None:
-        self.layout = layout
-        self.version = version
-        self.descriptors = descriptors
-        self.buffers = buffers
-        self.graphed = graphed
-        self.outs = outs
+    layout: GroupLayout
+    version: int
+    descriptors: NDArray[np.int64]
+    buffers: LookupBuffers
+    graphed: GraphedBuffers | None
 
     def __del__(self) -> None:
         if self.graphed is not None:
@@ -56,15 +48,15 @@ class GroupLookup:
         return any(table.arena is not self.layout.arena for table in self.layout.tables)
 
 
+@dataclass(eq=False)
 class GroupGradients:
     """A lookup of one group, and the gradients of its outputs."""
 
-    def __init__(self, lookup: GroupLookup, gradients: Mapping[int, Tensor], scale: float | Tensor) -> None:
-        self.lookup = lookup
-        self.gradients = gradients  # by the features' numbers in the program
-        self.scale = scale  # the gradients are this many times too large; a float on the device, or here
-        self.unless: Tensor | None = None  # a float on the device: unless it is 0, nothing is updated
-        self.present: Tensor | None = None  # of each position, 0 where it has no gradient; None: all have one
+    lookup: GroupLookup
+    gradients: Mapping[int, Tensor]  # by the features' numbers in the program
+    scale: float | Tensor  # the gradients are this many times too large; a float on the device, or here
+    unless: Tensor | None = None  # a float on the device: unless it is 0, nothing is updated
+    present: Tensor | None = None  # of each position, 0 where it has no gradient; None: all have one
 
     @property
     def complete(self) -> bool:
@@ -95,9 +87,7 @@ def without_moved(gradients: GroupGradients) -> GroupGradients:
         if number in gradients.gradients and number not in remaining:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
     _count_dropped(gradients.lookup.buffers.memory, moved)
-    moved_gradients = GroupGradients(gradients.lookup, remaining, gradients.scale)
-    moved_gradients.present, moved_gradients.unless = gradients.present, gradients.unless
-    return moved_gradients
+    return replace(gradients, gradients=remaining)
 
 
 def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tensor]]) -> None:

@@ -239,11 +239,8 @@ class KeyRequest:
             if group.positions:
                 group.buffers.memory = memory
                 group.vectors.place(sums, memory.uploads, before=self.front)
-                by_number = {
-                    number: g for number in group.layout.numbers if (g := gradients[number]) is not None
-                }
-                descriptors = group.layout.describe(self.batch.ids)
-                write_sums(group.layout, descriptors, group.buffers, by_number, scale)
+                descriptors, mine = group.layout.describe(self.batch.ids), group.layout.of_features(gradients)
+                write_sums(group.layout, descriptors, group.buffers, mine, scale)
         return sums
 
     def present(self, gradients: Sequence[Tensor | None]) -> Tensor:

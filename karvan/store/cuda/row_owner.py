@@ -114,7 +114,7 @@ def write_sums(
     scale: float | Tensor,
 ) -> None:
     """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
-    lookup = GroupLookup(layout, 0, described, at, None, {})
+    lookup = GroupLookup(layout, 0, described, at, None)
     descriptors = GroupGradients(lookup, gradients, scale).descriptors()
     head = np.zeros(_HEAD, np.int64)
     head[fields.PLAIN_END.value] = layout.plain_end

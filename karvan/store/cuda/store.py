@@ -16,8 +16,9 @@ would read them twice. A table at the capacity of its policy waits for its looku
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -52,9 +53,9 @@ from karvan.store.program import (
     LookupInputs,
     LookupPlan,
     LookupProgram,
+    MadeOutputs,
     OutputLayout,
     Prepared,
-    RemoteLookup,
 )
 from karvan.store.types import (
     Capture,
@@ -71,6 +72,7 @@ from karvan.store.types import (
 # Whole batches on a device: from ids to outputs, and from gradients to updated rows.
 
 
+@dataclass(eq=False)
 class DeviceInputs:
     """A batch whose ids are on the store's device.
 
@@ -78,24 +80,15 @@ class DeviceInputs:
     outputs, likewise; None: they are allocated.
     """
 
-    plan = None
-
-    def __init__(
-        self,
-        layout: BatchLayout,
-        ids: Sequence[FeatureIds],
-        out_layouts: Sequence[OutputLayout],
-        uses: Mapping[int, Tensor] | None = None,
-        outs: Mapping[int, Tensor] | None = None,
-    ) -> None:
-        self.layout = layout
-        self.ids = ids
-        self.out_layouts = out_layouts
-        self.uses = uses
-        self.outs = outs
-        self._stream: torch.cuda.Stream | None = None  # on which the ids were made
-        self._ready: torch.cuda.Event | None = None
-        self._used: list[Tensor] = []  # one of each allocation that the ids are in
+    plan: ClassVar[None] = None
+    layout: BatchLayout
+    ids: Sequence[FeatureIds]
+    out_layouts: Sequence[OutputLayout]
+    uses: Mapping[int, Tensor] | None = None
+    outs: Mapping[int, Tensor] | None = None
+    _stream: torch.cuda.Stream | None = None  # on which the ids were made
+    _ready: torch.cuda.Event | None = None
+    _used: Sequence[Tensor] = ()  # one of each allocation that the ids are in
 
     def note_stream(self, device: torch.device) -> None:
         """The ids were made by work on the current stream; another one may be that of the lookup."""
@@ -117,30 +110,13 @@ class DeviceInputs:
             tensor.record_stream(stream)
 
 
-class DeviceLookup(RemoteLookup):
+class DeviceLookup(MadeOutputs):
     """A batch after its lookup: a `GroupLookup` for each row layout."""
 
-    plan = None
-
-    def __init__(
-        self,
-        layout: BatchLayout,
-        groups: Sequence[GroupLookup],
-        out_layouts: Sequence[OutputLayout],
-        versions: Mapping[str, int],
-    ) -> None:
-        self.layout = layout
+    def __init__(self, batch: DeviceInputs, groups: Sequence[GroupLookup], outs: dict[int, Tensor]) -> None:
+        super().__init__(outs, batch.out_layouts)
+        self.layout = batch.layout
         self.groups = groups
-        self.versions = versions  # of the tables
-        self._out_layouts = out_layouts
-
-    @override
-    def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        outs: dict[int, Tensor] = {}
-        for group in self.groups:
-            outs |= group.outs
-            group.outs = {}
-        return [(outs[number], layout) for number, layout in enumerate(self._out_layouts)]
 
 
 class DeviceGradients(LateGradients):
@@ -153,25 +129,22 @@ class DeviceGradients(LateGradients):
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite; waits for the device."""
         finite = list(self.finite())
-        flags, slots = [], []
-        for group in self.groups:
-            for number, feature in group.lookup.layout.features:
-                gradient = group.gradients.get(number)
-                if gradient is not None:
-                    flags.append(torch.isfinite(gradient).all())
-                    slots.append(feature.slot)
-        for slot, good in zip(slots, torch.stack(flags).tolist() if flags else (), strict=True):
+        flags = [(slot, torch.isfinite(gradient).all()) for slot, gradient in self._by_slot()]
+        goods = torch.stack([flag for _, flag in flags]).tolist() if flags else ()
+        for (slot, _), good in zip(flags, goods, strict=True):
             finite[slot] &= good
         return finite
 
     @override
     def tensors(self, slots: Collection[int]) -> list[Tensor]:
-        return [
-            group.gradients[number]
-            for group in self.groups
-            for number, feature in group.lookup.layout.features
-            if feature.slot in slots and number in group.gradients
-        ]
+        return [gradient for slot, gradient in self._by_slot() if slot in slots]
+
+    def _by_slot(self) -> Iterator[tuple[int, Tensor]]:
+        """The gradients with the slots of their tables."""
+        for group in self.groups:
+            for number, feature in group.lookup.layout.features:
+                if number in group.gradients:
+                    yield feature.slot, group.gradients[number]
 
     @override
     def skip_if(self, found_inf: Tensor) -> None:
@@ -189,22 +162,62 @@ class _ProgramShapes:
         self.layout: BatchLayout | None = None
 
 
-class DeviceBatches:
-    """Lookups and updates of batches, for the tables of one device."""
+class CudaStore(Store):
+    """Tables on one device; on "cpu" the kernels run in Triton's interpreter, for tests.
 
-    def __init__(self, memory: TableMemory) -> None:
-        self._memory = memory
-        self._graphs = GraphPool(memory)
-        self._layouts = LayoutCache(memory)
+    device_memory: the most bytes that rows take on the device. Rows beyond it are in the memory of the
+    machine, where the kernels read and write them as well, and hot ones come to the device (`exchange.py`).
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", device_memory: int | None = None) -> None:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+        self.memory = TableMemory(chosen, device_memory)  # tables, rows and counters
+        self._tables: dict[str, CudaTable] = {}
+        self._graphs = GraphPool(self.memory)
+        self._layouts = LayoutCache(self.memory)
         self._programs: WeakKeyDictionary[LookupProgram, _ProgramShapes] = WeakKeyDictionary()
-        self._exchange = NoExchange() if memory.budget is None else RowExchange(memory)
+        self._exchange = NoExchange() if device_memory is None else RowExchange(self.memory)
 
-    def prepare(self, program: LookupProgram, inputs: Sequence[FeatureTensors]) -> DeviceInputs:
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    @property
+    @override
+    def takes_tensors(self) -> bool:
+        return True
+
+    @override
+    def add_table(self, spec: TableSpec) -> None:
+        self.memory.add(spec)
+        if spec.name not in self._tables:
+            self._tables[spec.name] = CudaTable(self.memory, self.memory.tables[spec.name])
+
+    @override
+    def table(self, name: str) -> CudaTable:
+        return self._tables[name]
+
+    @override
+    def prepare(
+        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
+    ) -> DeviceInputs:
+        """Moves ids to the device."""
+        assert isinstance(inputs, tuple)
+        batch = self._to_device(program, inputs)
+        batch.note_stream(self.device)
+        if context is not None and context.training:
+            self._exchange.expect(batch)
+        return batch
+
+    def _to_device(self, program: LookupProgram, inputs: Sequence[FeatureTensors]) -> DeviceInputs:
         """Move ids to the device, and check what the host can see of them."""
-        device = self._memory.device
+        device = self.device
         last = self._programs.get(program)
         if last is None:
-            last = self._programs[program] = _ProgramShapes(program, self._memory)
+            last = self._programs[program] = _ProgramShapes(program, self.memory)
         ids: list[FeatureIds] = []
         out_layouts: list[OutputLayout] = []
         shapes: list[FeatureShape] = []
@@ -247,15 +260,23 @@ class DeviceBatches:
         out_layouts = [OutputLayout(shape.samples, shape.cells, shape.length, None) for shape in shapes]
         return DeviceInputs(self._layouts.find(tuple(shapes)), ids, out_layouts, uses, outs)
 
-    def expect(self, batch: DeviceInputs, *, training: bool) -> None:
-        """A batch was prepared on the current stream, for a lookup that comes later, perhaps on another."""
-        batch.note_stream(self._memory.device)
-        if training:
-            self._exchange.expect(batch)
+    def expect(self, batch: DeviceInputs) -> None:
+        """A batch was made on the current stream for a training lookup, which comes after some others."""
+        batch.note_stream(self.device)
+        self._exchange.expect(batch)
 
-    def look_up(self, batch: DeviceInputs, context: LookupContext) -> DeviceLookup:
-        """Look up a batch and fill its outputs."""
-        memory, layout = self._memory, batch.layout
+    @override
+    def forward(
+        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
+    ) -> LookupPlan:
+        batch = self._to_device(program, inputs) if isinstance(inputs, tuple) else inputs
+        assert isinstance(batch, DeviceInputs)
+        versions, lookup = self._look_up(batch, context)
+        return LookupPlan(None, versions, lookup)
+
+    def _look_up(self, batch: DeviceInputs, context: LookupContext) -> tuple[Mapping[str, int], DeviceLookup]:
+        """Look up a batch and fill its outputs; returns the tables' versions, too."""
+        memory, layout = self.memory, batch.layout
         training, step = context.training, context.step
         memory.streams.refuse_graph()
         memory.poll()
@@ -264,19 +285,21 @@ class DeviceBatches:
             layout = batch.layout = self._layouts.find(layout.shapes)
         with MemoryReport(memory):
             contents.settle(memory)
-            groups = [self._look_up_group(group, batch, training, step) for group in layout.groups(training)]
+            outs: dict[int, Tensor] = {}
+            groups = [self._look_up_group(g, batch, outs, training, step) for g in layout.groups(training)]
             if training:
                 for table in layout.policies:
                     contents.maintain(memory, table, step, context.now)
                 buffers = [group.buffers for group in groups if group.layout.positions]
                 self._exchange.follow(batch, buffers, step)
         versions = {table.spec.name: table.version for table in layout.tables}
-        return DeviceLookup(layout, groups, batch.out_layouts, versions)
+        return versions, DeviceLookup(batch, groups, outs)
 
     def _look_up_group(
-        self, layout: GroupLayout, batch: DeviceInputs, training: bool, step: int
+        self, layout: GroupLayout, batch: DeviceInputs, made: dict[int, Tensor], training: bool, step: int
     ) -> GroupLookup:
-        memory, uses, arena = self._memory, batch.uses, layout.arena
+        """Look up the features of one row layout, and add their outputs to those that were made."""
+        memory, uses, arena = self.memory, batch.uses, layout.arena
         assert isinstance(arena, RowArena)
         if training:
             next_versions(layout.tables)
@@ -285,11 +308,12 @@ class DeviceBatches:
             outs = layout.outputs(memory.device)
         else:
             outs = {number: batch.outs[number] for number in layout.numbers}
+        made.update(outs)
         descriptors = layout.describe(batch.ids, outs)
         steady = uses is None and layout.admits_all and not any(t.index.grows for t in layout.tables)
         graphed = self._graphs.take(arena, layout.shape) if steady and layout.positions else None
         buffers = LookupBuffers(memory, arena, layout.shape) if graphed is None else graphed.buffers
-        lookup = GroupLookup(layout, arena.newest_version, descriptors, buffers, graphed, outs)
+        lookup = GroupLookup(layout, arena.newest_version, descriptors, buffers, graphed)
         if not layout.positions:
             for out in outs.values():
                 out.zero_()
@@ -309,148 +333,47 @@ class DeviceBatches:
             memory.counters.request_if_idle()
         return lookup
 
-    def hold(
-        self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float | Tensor
-    ) -> DeviceGradients:
-        """The gradients of a lookup's outputs, which are `scale` times too large."""
-        groups = []
-        touched = list(lookup.layout.touched)
-        complete = all(gradient is not None for gradient in gradients)
-        if not complete:
-            touched = [False] * len(touched)
-            for shape, gradient in zip(lookup.layout.shapes, gradients, strict=True):
-                touched[shape.slot] |= gradient is not None and shape.cells > 0
-        for group in lookup.groups:
-            by_feature = {n: g for n in group.layout.numbers if (g := gradients[n]) is not None}
-            groups.append(GroupGradients(group, by_feature, scale))
-        return DeviceGradients(groups, touched)
-
-    def update(
-        self,
-        tables: Sequence[str],
-        gradients: Sequence[DeviceGradients],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
-        """Apply the sum of gradients to those of the tables, which are in the order of slots, with a rule."""
-        self._memory.streams.refuse_graph()
-        with MemoryReport(self._memory):
-            contents.settle(self._memory)
-        updated = [self._memory.tables[name] for name in rules]
-        for table, rule in zip(updated, rules.values(), strict=True):
-            check_state(table, rule)
-        chosen = SlotRules([rules.get(name) for name in tables], [steps.get(name, 0) for name in tables])
-        by_arena: dict[RowSpace, list[GroupGradients]] = {}
-        for gradient in gradients:
-            for group in map(without_moved, gradient.groups):
-                if group.gradients:
-                    by_arena.setdefault(group.lookup.layout.arena, []).append(group)
-        with MemoryReport(self._memory):
-            for groups in by_arena.values():
-                update_group(groups, chosen)
-        next_versions(updated)
-
-
-def _check_offsets(title: str, offsets: Tensor, ids: int) -> None:
-    numbers = offsets.numpy()
-    if numbers[0] != 0:
-        raise ValueError(f"{title} offsets must start at 0, got {numbers[0]}.")
-    falls = np.nonzero(np.diff(numbers) < 0)[0]
-    if len(falls):
-        i = int(falls[0])
-        raise ValueError(
-            f"{title} offsets must not decrease, but offsets[{i}] = {numbers[i]} is followed by "
-            f"{numbers[i + 1]}."
-        )
-    if numbers[-1] != ids:
-        raise ValueError(f"{title} offsets must end at the number of ids, {ids}, got {numbers[-1]}.")
-
-
-def as_gradients(gradients: Any) -> DeviceGradients:
-    """Gradients that this store holds."""
-    assert isinstance(gradients, DeviceGradients)
-    return gradients
-
-
-class CudaStore(Store):
-    """Tables on one device; on "cpu" the kernels run in Triton's interpreter, for tests.
-
-    device_memory: the most bytes that rows take on the device. Rows beyond it are in the memory of the
-    machine, where the kernels read and write them as well, and hot ones come to the device (`exchange.py`).
-    """
-
-    def __init__(self, device: torch.device | str = "cuda", device_memory: int | None = None) -> None:
-        chosen = torch.device(device)
-        if chosen.type == "cuda" and chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-        self.memory = TableMemory(chosen, device_memory)  # tables, rows and counters
-        self._batches = DeviceBatches(self.memory)
-        self._tables: dict[str, CudaTable] = {}
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.memory.device
-
-    @property
-    @override
-    def takes_tensors(self) -> bool:
-        return True
-
-    @override
-    def add_table(self, spec: TableSpec) -> None:
-        self.memory.add(spec)
-        if spec.name not in self._tables:
-            self._tables[spec.name] = CudaTable(self.memory, self.memory.tables[spec.name])
-
-    @override
-    def table(self, name: str) -> CudaTable:
-        return self._tables[name]
-
-    @override
-    def prepare(
-        self, program: LookupProgram, inputs: LookupInputs, context: LookupContext | None = None
-    ) -> Prepared:
-        """Moves ids to the device."""
-        assert isinstance(inputs, tuple)
-        batch = self._batches.prepare(program, inputs)
-        self._batches.expect(batch, training=context is not None and context.training)
-        return batch
-
-    def expect(self, batch: DeviceInputs) -> None:
-        """A batch was made on the current stream for a training lookup, which comes after some others."""
-        self._batches.expect(batch, training=True)
-
-    @override
-    def forward(
-        self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
-    ) -> LookupPlan:
-        if isinstance(inputs, tuple):
-            batch = self._batches.prepare(program, inputs)
-        else:
-            assert isinstance(inputs, DeviceInputs)
-            batch = inputs
-        lookup = self._batches.look_up(batch, context)
-        return LookupPlan(None, lookup.versions, lookup)
-
     @override
     def hold(
         self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0
     ) -> DeviceGradients:
-        assert isinstance(plan.remote, DeviceLookup)
-        return self._batches.hold(plan.remote, gradients, scale)
+        lookup = plan.remote
+        assert isinstance(lookup, DeviceLookup)
+        touched = list(lookup.layout.touched)
+        if any(gradient is None for gradient in gradients):
+            touched = [False] * len(touched)
+            for shape, gradient in zip(lookup.layout.shapes, gradients, strict=True):
+                touched[shape.slot] |= gradient is not None and shape.cells > 0
+        groups = [
+            GroupGradients(group, group.layout.of_features(gradients), scale) for group in lookup.groups
+        ]
+        return DeviceGradients(groups, touched)
 
     @override
     def update(
         self,
         program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Any]],
+        gradients: Sequence[tuple[LookupPlan, DeviceGradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        self._batches.update(
-            program.tables, [as_gradients(gradient) for _, gradient in gradients], rules, steps
-        )
+        self.memory.streams.refuse_graph()
+        with MemoryReport(self.memory):
+            contents.settle(self.memory)
+        updated = [self.memory.tables[name] for name in rules]
+        for table in updated:
+            check_state(table, rules[table.spec.name])
+        tables = program.tables
+        chosen = SlotRules([rules.get(name) for name in tables], [steps.get(name, 0) for name in tables])
+        by_arena: dict[RowSpace, list[GroupGradients]] = {}
+        for _, gradient in gradients:
+            for group in map(without_moved, gradient.groups):
+                if group.gradients:
+                    by_arena.setdefault(group.lookup.layout.arena, []).append(group)
+        with MemoryReport(self.memory):
+            for groups in by_arena.values():
+                update_group(groups, chosen)
+        next_versions(updated)
 
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
@@ -463,8 +386,7 @@ class CudaStore(Store):
         for slot, (name, (unique, _)) in enumerate(keys.items()):
             shapes.append(shape_of_keys(slot, self.table(name).settled, len(unique)))
             ids.append(self._ids_of(unique))
-        batch = self.inputs_of(shapes, ids, uses)
-        lookup = self._batches.look_up(batch, context)
+        _, lookup = self._look_up(self.inputs_of(shapes, ids, uses), context)
         return {
             name: Found(out.cpu().numpy(), self.table(name).version)
             for name, (out, _) in zip(keys, lookup.take(), strict=True)
@@ -472,16 +394,6 @@ class CudaStore(Store):
 
     def _ids_of(self, keys: Keys) -> FeatureIds:
         return FeatureIds(torch.from_numpy(np.ascontiguousarray(keys, np.int64)).to(self.device))
-
-    def inputs_of(
-        self,
-        shapes: Sequence[FeatureShape],
-        ids: Sequence[FeatureIds],
-        uses: Mapping[int, Tensor] | None = None,
-        outs: Mapping[int, Tensor] | None = None,
-    ) -> DeviceInputs:
-        """The inputs of a batch as the kernels take them."""
-        return self._batches.inputs_of(shapes, ids, uses, outs)
 
     @override
     def apply(
@@ -510,7 +422,7 @@ class CudaStore(Store):
         memory.own_counters(table)[fields.DROPPED.value] += absent
         launches.group_runs(buffers, uses=False)
         gradient = torch.from_numpy(np.ascontiguousarray(push.gradients, np.float32)).to(memory.device)
-        lookup = GroupLookup(layout, push.version, descriptors, buffers, None, {})
+        lookup = GroupLookup(layout, push.version, descriptors, buffers, None)
         return GroupGradients(lookup, {0: gradient}, 1.0)
 
     @override
@@ -534,3 +446,18 @@ class CudaStore(Store):
         chosen = {name: self.table(name).settled.number for name in tables}  # first: rows may have to go
         counters = self.memory.learn_now().reshape(-1, fields.COUNTERS.value)
         return {name: int(counters[number, fields.ROWS.value]) for name, number in chosen.items()}
+
+
+def _check_offsets(title: str, offsets: Tensor, ids: int) -> None:
+    numbers = offsets.numpy()
+    if numbers[0] != 0:
+        raise ValueError(f"{title} offsets must start at 0, got {numbers[0]}.")
+    falls = np.nonzero(np.diff(numbers) < 0)[0]
+    if len(falls):
+        i = int(falls[0])
+        raise ValueError(
+            f"{title} offsets must not decrease, but offsets[{i}] = {numbers[i]} is followed by "
+            f"{numbers[i + 1]}."
+        )
+    if numbers[-1] != ids:
+        raise ValueError(f"{title} offsets must end at the number of ids, {ids}, got {numbers[-1]}.")

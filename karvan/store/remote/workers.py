@@ -177,12 +177,12 @@ class WorkerLookup(PendingLookup):
         vectors = answer.arrays[0]
         self.layouts = unpack_layouts(self.program, answer.head.layouts, LayoutArrays(*answer.arrays[1:]))
         features = list(zip(self.program.features, self.layouts, strict=True))
-        size = sum(_cells(feature.mode, layout) * feature.dim for feature, layout in features)
+        size = sum(layout.rows(feature.mode) * feature.dim for feature, layout in features)
         expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
         flat = from_wire(vectors, self._wire)
         at = 0
         for feature, layout in features:
-            out = output_buffers.empty(_cells(feature.mode, layout), feature.dim)
+            out = output_buffers.empty(layout.rows(feature.mode), feature.dim)
             np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
             at += out.numel()
             self._outs.append(out)
@@ -221,12 +221,6 @@ class WorkerLookup(PendingLookup):
     def __del__(self) -> None:
         if self.number:
             self._forget(self.number)
-
-
-def _cells(mode: str, layout: OutputLayout) -> int:
-    if mode == "pooled":
-        return layout.samples
-    return layout.ids if mode == "cells" else layout.samples * layout.length
 
 
 def _finite(mode: str, layout: OutputLayout, gradient: Tensor) -> bool:
