@@ -16,8 +16,19 @@ from typing_extensions import override
 
 from karvan.native import _native
 from karvan.store.base import LocalTable, Store
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Capture, Counts, Found, Keys, LookupContext, Push, Rows, Rule, TableSpec
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared
+from karvan.store.types import (
+    Capture,
+    Counts,
+    Found,
+    Keys,
+    LookupContext,
+    PerTable,
+    Push,
+    Rows,
+    Rules,
+    TableSpec,
+)
 
 
 class MemoryTable(LocalTable):
@@ -130,12 +141,7 @@ class MemoryStore(Store):
         return rows
 
     @override
-    def apply(
-        self,
-        pushes: Mapping[str, Sequence[Push]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         for name, its_pushes in pushes.items():
             self._tables[name].native.apply(list(its_pushes), rules[name].native(), steps[name])
 
@@ -189,11 +195,7 @@ class MemoryStore(Store):
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, _native.Gradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[_native.Gradients], rules: Rules, steps: PerTable
     ) -> None:
         """The rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -120,6 +120,18 @@ class LookupProgram:
         return _native.Program([feature.native() for feature in self.features])
 
 
+@lru_cache(256)
+def program_of_ranks(tables: tuple[str, ...], dims: tuple[int, ...], ranks: int) -> LookupProgram:
+    """The program of what ranks ask an owner of rows for: single keys of each rank and table."""
+    return LookupProgram(
+        [
+            FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
+            for rank in range(ranks)
+            for table, dim in zip(tables, dims, strict=True)
+        ]
+    )
+
+
 class LookupState(Protocol):
     """What a store remembers of a batch, from `prepare` until its gradients are sent or held."""
 
@@ -163,3 +175,7 @@ class LookupPlan(NamedTuple):
     native: _native.Plan | None
     versions: Mapping[str, int]
     remote: LookupState | None = None
+
+
+G = TypeVar("G")
+Passes: TypeAlias = Sequence[tuple[LookupPlan, G]]  # backward passes: the lookup and its gradients

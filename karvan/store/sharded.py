@@ -28,19 +28,19 @@ from karvan.native import _native, output_buffers
 from karvan.store import messages
 from karvan.store.base import LocalTable, Store
 from karvan.store.memory import MemoryStore
-from karvan.store.messages import Routed, cut, floats, hashes_of, owners_of, words
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.messages import Routed, cut, features, floats, hashes_of, message_of, owners_of, words
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared, program_of_ranks
 from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import (
     Capture,
     Counts,
-    FeatureSpec,
     Found,
     GradientFlags,
     Keys,
     LookupContext,
+    PerTable,
     Push,
-    Rule,
+    Rules,
     TableSpec,
     Vectors,
 )
@@ -70,18 +70,13 @@ class RankShare(Store):
         return self._connection.rank, self._ranks
 
     @override
-    def apply(
-        self,
-        pushes: Mapping[str, Sequence[Push]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         """A collective. Versions are those of the owner's own table."""
         by_table: dict[str, list[Push]] = {}
         for table, listed in pushes.items():
             by_table[table] = []
             for push in listed:
-                keys, values = self._by_owner([(push.keys, push.gradients)])[0]
+                keys, values = self._to_owners(push.keys, push.gradients)
                 by_table[table].append(Push(keys, values, push.version))
         self._local.apply(by_table, rules, steps)
 
@@ -92,21 +87,17 @@ class RankShare(Store):
         self.bytes_sent += channel.bytes_sent - before
         return received
 
-    def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
+    def _to_owners(self, keys: Keys, values: Vectors) -> tuple[Keys, Vectors]:
         """Send keys and gradients to their owners; returns those received, in the order of ranks."""
         channel = self._connection.here
-        owners = [owners_of(hashes_of(keys), self._ranks) for keys, _ in listed]
-        orders = [np.argsort(owner, kind="stable") for owner in owners]
-        counts = np.stack([np.bincount(owner, minlength=self._ranks) for owner in owners], 1)
-        received = channel.swap(torch.from_numpy(np.ascontiguousarray(counts, np.int64))).numpy()
-        shares = []
-        for slot, ((keys, values), order) in enumerate(zip(listed, orders, strict=True)):
-            to, of, dim = counts[:, slot].tolist(), received[:, slot].tolist(), values.shape[1]
-            theirs = channel.exchange(torch.from_numpy(keys[order]), to, of)
-            scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
-            floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
-            shares.append((theirs.numpy(), floats.numpy().reshape(-1, dim)))
-        return shares
+        owners = owners_of(hashes_of(keys), self._ranks)
+        order = np.argsort(owners, kind="stable")
+        counts = torch.from_numpy(np.bincount(owners, minlength=self._ranks).astype(np.int64)).view(-1, 1)
+        to, of, dim = counts[:, 0].tolist(), channel.swap(counts)[:, 0].tolist(), values.shape[1]
+        theirs = channel.exchange(torch.from_numpy(keys[order]), to, of)
+        scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
+        floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
+        return theirs.numpy(), floats.numpy().reshape(-1, dim)
 
     def _scale(self) -> float:
         return 1.0 / self._ranks if self._averages else 1.0
@@ -126,12 +117,7 @@ class RankShare(Store):
 
     @override
     def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
         """Of this rank's share."""
         return self._local.capture(tables, parts, since, track=track)
@@ -224,11 +210,7 @@ class ShardedStore(RankShare):
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, OwnerGradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[OwnerGradients], rules: Rules, steps: PerTable
     ) -> None:
         """The owners have the gradients already."""
         finite = [all(bits) for bits in zip(*(sums.finite() for _, sums in gradients), strict=True)]
@@ -244,24 +226,17 @@ class ShardedStore(RankShare):
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         """A collective."""
-        dims = {table: self._memory.table(table).spec.dim for table in keys}
-        program = LookupProgram(
-            [FeatureSpec(table, table, dim=dim, mode="cells") for table, dim in dims.items()]
-        )
-        outs = {table: np.empty((len(k), dims[table]), np.float32) for table, (k, _) in keys.items()}
-        arrays = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
-        inputs = [
-            _native.FeatureArrays(
-                values=k.ctypes.data,
-                cells=len(k),
-                samples=len(k),
-                out=outs[table].ctypes.data,
-                uses=c.ctypes.data,
-            )
-            for table, (k, c) in arrays.items()
-        ]
-        self.forward(program, inputs, context)
-        return {table: Found(out, self.table(table).version) for table, out in outs.items()}
+        dims = [self._memory.table(table).spec.dim for table in keys]
+        counts = [len(unique) for unique, _ in keys.values()]
+        message = message_of(*(np.concatenate(parts) for parts in zip(*keys.values(), strict=True)))
+        vectors = np.empty(sum(floats([counts], dims)), np.float32)
+        inputs = features([counts], [message], dims, vectors.ctypes.data)
+        self.forward(program_of_ranks(tuple(keys), tuple(dims), 1), inputs, context)
+        ends = np.cumsum(np.multiply(counts, dims))
+        return {
+            table: Found(part.reshape(-1, dim), self.table(table).version)
+            for table, dim, part in zip(keys, dims, np.split(vectors, ends[:-1]), strict=True)
+        }
 
     def _routed(self, plan: _native.Plan, slots: int, alone: bool) -> Routed:
         channel = self._connection.here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, settings_of
 from karvan.store import Rule
@@ -220,7 +221,7 @@ class Adam(SparseOptimizer):
         """Return the rule "adam" or "amsgrad"."""
         return self._moments("adam", group, step, weight_decay=group["weight_decay"])
 
-    def _moments(self, kind: str, group: Group, step: int, **decay: float) -> Rule:
+    def _moments(self, kind: str, group: Group, step: int, **decay: Any) -> Rule:
         beta1, beta2 = group["betas"]
         alpha = float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         name = "amsgrad" if group["amsgrad"] else kind

@@ -301,41 +301,22 @@ class LookupBuffers:
         self.most_pieces = size // (int(PIECE.value) // 2) + 1
         self.spans = -(-size // int(SPAN.value))
         device = memory.device
-        ints = launch.Workspace(
-            torch.int32,
-            device,
-            rows=size,
-            feature_of=size // _BLOCK,
-            work=fields.WORK.value,
-            fresh=training,
-            fresh_tables=training,
-            pending=training,
-            out_rows=size if self.mapped else 1,
-            starts=size + 1,
-            run_rows=size + 1,
-            run_pieces=size + 1,
-            long_runs=self.most_pieces,
-            piece_starts=self.most_pieces,
-            piece_ends=self.most_pieces,
-            span_runs=self.spans,
-        )
-        self.rows, self.feature_of, self.work = ints["rows"], ints["feature_of"], ints["work"]
-        self.fresh, self.fresh_tables, self.pending = ints["fresh"], ints["fresh_tables"], ints["pending"]
-        self.out_rows, self.starts, self.run_rows = ints["out_rows"], ints["starts"], ints["run_rows"]
-        self.run_pieces, self.span_runs = ints["run_pieces"], ints["span_runs"]
-        self.long_runs = ints["long_runs"]
-        self.piece_starts, self.piece_ends = ints["piece_starts"], ints["piece_ends"]
+        sizes = [size, size // _BLOCK, fields.WORK.value, size if self.mapped else 1]
+        sizes += 3 * [training] + 3 * [size + 1] + 3 * [self.most_pieces] + [self.spans]
+        ints = launch.arrays(torch.int32, device, sizes)
+        self.rows, self.feature_of, self.work, self.out_rows = ints[:4]
+        self.fresh, self.fresh_tables, self.pending = ints[4:7]
+        self.starts, self.run_rows, self.run_pieces = ints[7:10]
+        self.long_runs, self.piece_starts, self.piece_ends, self.span_runs = ints[10:]
         self.order = torch.empty(0, dtype=torch.int64, device=device)
         self.factors = torch.empty(size if self.mapped else 1, dtype=torch.float32, device=device)
         tables = len(memory.tables) * fields.TABLE_FIELDS.value
-        longs = launch.Workspace(
-            torch.int64, device, places=training, sent=_HEAD + tables + shape.features * _FIELDS
-        )
-        self.places, sent = longs["places"], longs["sent"]
+        sizes = [training, _HEAD + tables + shape.features * _FIELDS]
+        self.places, sent = launch.arrays(torch.int64, device, sizes)
         self.sent = sent
         self.head, self.tables, self.features = sent, sent[_HEAD:], sent[_HEAD + tables :]
         self.others = self.features[shape.plain_features * _FIELDS :]
-        self.shared = [ints.memory, longs.memory]
+        self.shared = [self.rows, sent]  # one array of each allocation
         self.staging: Staging | None = None  # of a graph, which copies `sent` itself
         self.missing: Tensor | None = None  # positions of tables that do not admit every key
         self.uses: Tensor | None = None  # of each position; None: one

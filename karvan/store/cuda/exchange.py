@@ -82,21 +82,12 @@ class ArenaExchange:
         self._swaps = arena.has_host_rows
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | None] = OrderedDict()
         listed = sizes.positions + sizes.next_positions
-        ints = launch.Workspace(
-            torch.int32,
-            memory.device,
-            tally=exchange.TALLY.value,
-            rows=sizes.next_positions,
-            feature_of=sizes.next_positions // _BLOCK,
-            listed=listed,
-            listed_tables=listed,
-        )
-        self._tally, self._rows, self._feature_of = ints["tally"], ints["rows"], ints["feature_of"]
-        self._listed, self._listed_tables = ints["listed"], ints["listed_tables"]
+        rows = [sizes.next_positions, sizes.next_positions // _BLOCK]
+        ints = launch.arrays(torch.int32, memory.device, [exchange.TALLY.value, *rows, listed, listed])
+        self._tally, self._rows, self._feature_of, self._listed, self._listed_tables = ints
         # Once there are rows on the host, there are no more locations on the device than now.
         most = min(listed, arena.device_rows) if self._swaps else 0
-        pairs = launch.Workspace(torch.int64, memory.device, from_host=most, from_device=most)
-        self._from_host, self._from_device = pairs["from_host"], pairs["from_device"]
+        self._from_host, self._from_device = launch.arrays(torch.int64, memory.device, [most, most])
         self._tables_end = _HEAD + len(memory.tables) * fields.TABLE_FIELDS.value
         size = self._tables_end + sizes.next_features * fields.FEATURE_FIELDS.value
         self._numbers = np.empty(size, np.int64)
@@ -170,8 +161,8 @@ class ArenaExchange:
             **{"INSERTS": False, "MAPPED": False, "GROWS": grows},
             num_warps=4,
         )
-        reads = (rows, layout.positions, rows, rows, rows, self._features, self._feature_of)
-        self._collect(layout.positions, reads, runs=False)
+        positions = (rows, layout.positions, rows, rows, rows, self._features, self._feature_of)
+        self._collect(layout.positions, positions, runs=False)
 
     def _list_and_swap(self, at: LookupBuffers | None, begins: bool) -> None:
         """Add the rows of a lookup, and exchange what is listed; begins: there is no next batch."""

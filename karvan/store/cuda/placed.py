@@ -21,6 +21,7 @@ from karvan.store.program import (
     LookupProgram,
     MadeOutputs,
     OutputLayout,
+    Passes,
     Prepared,
     RemoteLookup,
 )
@@ -32,9 +33,10 @@ from karvan.store.types import (
     Gradients,
     Keys,
     LookupContext,
+    PerTable,
     Push,
     Rows,
-    Rule,
+    Rules,
     TableSpec,
     finite_flags,
 )
@@ -63,11 +65,7 @@ class _PlacedLookup(MadeOutputs):
     """A batch after its lookup in the stores that have tables of it; held: what the native plan points to."""
 
     def __init__(
-        self,
-        batch: _Batch,
-        plans: list[tuple[_Half, LookupPlan]],
-        outs: dict[int, Tensor],
-        tables: int,
+        self, batch: _Batch, plans: list[tuple[_Half, LookupPlan]], outs: dict[int, Tensor], tables: int
     ) -> None:
         super().__init__(outs, batch.layouts)
         self.plans, self.held, self.tables = plans, batch.host, tables
@@ -194,13 +192,7 @@ class PlacedStore(Store):
         return PlacedGradients(finite, touched, halves)
 
     @override
-    def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Any]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def update(self, program: LookupProgram, gradients: Passes[Any], rules: Rules, steps: PerTable) -> None:
         for half in self._split(program):
             passes = [sums.halves[half.place][1:] for _, sums in gradients if half.place in sums.halves]
             place_rules = {name: rule for name, rule in rules.items() if self._places[name] == half.place}
@@ -216,9 +208,7 @@ class PlacedStore(Store):
         return rows
 
     @override
-    def apply(
-        self, pushes: Mapping[str, Sequence[Push]], rules: Mapping[str, Rule], steps: Mapping[str, int]
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         for name, listed in pushes.items():
             self.of(name).apply({name: listed}, rules, steps)
 
@@ -232,14 +222,9 @@ class PlacedStore(Store):
 
     @override
     def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
-        captures = {}
+        captures: dict[str, Capture] = {}
         for store, names in self._by_store(tables):
             captures |= dict.fromkeys(names, store.capture(names, parts, since, track=track))
         return _PlacedCaptures(captures)

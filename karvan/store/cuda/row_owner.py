@@ -25,8 +25,8 @@ from karvan.store.cuda.kernels.runs import write_sums as _write_sums
 from karvan.store.cuda.store import CudaStore, DeviceGradients, DeviceInputs
 from karvan.store.cuda.updates import put_scale
 from karvan.store.messages import words
-from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
-from karvan.store.types import FeatureSpec, LookupContext, Rule
+from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup, program_of_ranks
+from karvan.store.types import LookupContext, Rules
 
 # `Sections`: the layout of messages, by the number of keys of each rank and table.
 #
@@ -163,7 +163,6 @@ class DeviceOwner:
 
     def __init__(self, store: CudaStore) -> None:
         self._store = store
-        self._programs: dict[tuple[str, ...], LookupProgram] = {}
 
     def expect(self, tables: Sequence[str], asked: Sections, message: Tensor) -> DeviceInputs | None:
         """The keys of a training lookup to come, which a host tier brings the rows of as long as it is held.
@@ -180,7 +179,7 @@ class DeviceOwner:
         self, tables: Sequence[str], asked: Sections, message: Tensor, context: LookupContext
     ) -> tuple[OwnerLookup, Tensor]:
         """Vectors for the keys of all ranks' messages, in the order of the keys."""
-        program = self._program(tables, asked)
+        program = program_of_ranks(tuple(tables), tuple(asked.dims), len(asked.counts))
         keys, uses = asked.split_keys(message)
         vectors = torch.empty(asked.floats, dtype=torch.float32, device=self._store.device)
         places = asked.split_vectors(vectors)
@@ -228,21 +227,9 @@ class DeviceOwner:
     def update(
         self,
         passes: Sequence[tuple[OwnerLookup, DeviceGradients]],
-        rules: Mapping[str, Rule],
+        rules: Rules,
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of some backward passes to the tables that have a rule."""
         program = passes[0][0].program
         self._store.update(program, [(answer.plan, plan) for answer, plan in passes], rules, steps)
-
-    def _program(self, tables: Sequence[str], asked: Sections) -> LookupProgram:
-        name = tuple(tables)
-        if name not in self._programs:
-            self._programs[name] = LookupProgram(
-                [
-                    FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
-                    for rank in range(len(asked.counts))
-                    for table, dim in zip(tables, asked.dims, strict=True)
-                ]
-            )
-        return self._programs[name]

@@ -41,11 +41,12 @@ from karvan.store.program import (
     LookupPlan,
     LookupProgram,
     OutputLayout,
+    Passes,
     Prepared,
     RemoteLookup,
 )
 from karvan.store.sharded import RankShare
-from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, LookupContext, Rule
+from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, LookupContext, PerTable, Rules
 
 # How tensors on a device go to other ranks: by NCCL between GPUs, or through the memory of the machine.
 #
@@ -341,13 +342,7 @@ class ShardedCudaStore(RankShare):
         return RankGradients(touched, answer, answered, self._connection, self._transport)
 
     @override
-    def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Any]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def update(self, program: LookupProgram, gradients: Passes[Any], rules: Rules, steps: PerTable) -> None:
         """The owners have the gradients already."""
         passes = []
         for _, gradient in gradients:

@@ -55,6 +55,7 @@ from karvan.store.program import (
     LookupProgram,
     MadeOutputs,
     OutputLayout,
+    Passes,
     Prepared,
 )
 from karvan.store.types import (
@@ -64,8 +65,9 @@ from karvan.store.types import (
     Keys,
     LateGradients,
     LookupContext,
+    PerTable,
     Push,
-    Rule,
+    Rules,
     TableSpec,
 )
 
@@ -351,11 +353,7 @@ class CudaStore(Store):
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, DeviceGradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[DeviceGradients], rules: Rules, steps: PerTable
     ) -> None:
         self.memory.streams.refuse_graph()
         with MemoryReport(self.memory):
@@ -396,12 +394,7 @@ class CudaStore(Store):
         return FeatureIds(torch.from_numpy(np.ascontiguousarray(keys, np.int64)).to(self.device))
 
     @override
-    def apply(
-        self,
-        pushes: Mapping[str, Sequence[Push]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         for name, its in pushes.items():
             table = self.table(name).settled
             check_state(table, rules[name])
@@ -427,12 +420,7 @@ class CudaStore(Store):
 
     @override
     def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
         """Waits for a list of the rows, not for the rows. Changes are always tracked."""
         with MemoryReport(self.memory):

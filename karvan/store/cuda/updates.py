@@ -158,8 +158,8 @@ class UpdateBuffers:
         programs, columns = at.memory.update_programs, arena.layout.columns
         reads = (at.work, at.order, self.features, at.feature_of, at.out_rows, at.factors)
         shape = {**arena.constants("DIM", "COLUMNS"), "MAPPED": self._mapped, "ALIGNED": aligned}
-        rows = (at.starts, at.run_rows, at.run_pieces, at.long_runs, self.partial, self.rules, self.steps)
-        rows += (at.memory.table_counters, arena.chunks, self.sent)
+        runs = (at.starts, at.run_rows, at.run_pieces, at.long_runs, self.partial, self.rules, self.steps)
+        rows = (*runs, at.memory.table_counters, arena.chunks, self.sent)
         constants = arena.constants("SHIFT", "STRIDE", "VECTOR", "TYPE")
         constants |= {"LIMITS": rules.limits, "SAME": rules.same, **shape}
 

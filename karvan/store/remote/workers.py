@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,18 +45,15 @@ def pack_layouts(layouts: Sequence[OutputLayout]) -> tuple[list[list[Any]], Layo
     weights: list[Array] = [np.empty(0, np.float32)]
     for layout in layouts:
         row_index = layout.row_index
-        described = (
-            None
-            if row_index is None
-            else [row_index.vectors, *row_index.rows.shape, row_index.weights is not None]
-        )
-        sizes.append([layout.samples, layout.ids, layout.length, layout.offsets is not None, described])
+        described: list[Any] | None = None
         if layout.offsets is not None:
             offsets.append(layout.offsets.numpy())
         if row_index is not None:
+            described = [row_index.vectors, *row_index.rows.shape, row_index.weights is not None]
             rows.append(row_index.rows.reshape(-1).to(torch.int32).numpy())
-        if row_index is not None and row_index.weights is not None:
-            weights.append(row_index.weights.reshape(-1).numpy())
+            if row_index.weights is not None:
+                weights.append(row_index.weights.reshape(-1).numpy())
+        sizes.append([layout.samples, layout.ids, layout.length, layout.offsets is not None, described])
     return sizes, LayoutArrays(np.concatenate(offsets), np.concatenate(rows), np.concatenate(weights))
 
 
@@ -242,17 +239,15 @@ def _finite(mode: str, layout: OutputLayout, gradient: Tensor) -> bool:
 # do each only once.
 
 
+@dataclass
 class WorkerBatches:
     """Lookups that workers make, and the gradients that return to them."""
 
-    def __init__(
-        self, workers: Workers, servers: Servers, store: int, wire: str, lookups: LookupsInFlight
-    ) -> None:
-        self._workers = workers
-        self._servers = servers
-        self._store = store
-        self._wire = wire
-        self._lookups = lookups
+    _workers: Workers
+    _servers: Servers
+    _store: int
+    _wire: str
+    _lookups: LookupsInFlight
 
     def __len__(self) -> int:
         return len(self._workers)
