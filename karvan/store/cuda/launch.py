@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from karvan.devices import allocations_of
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.fields import read_numbers
 
@@ -73,6 +74,27 @@ def beside(stream: torch.cuda.Stream | None, shared: Sequence[Tensor]) -> Iterat
             tensor.record_stream(stream)
     with torch.cuda.stream(stream):
         yield
+
+
+class Handover:
+    """What was queued on the current stream, with its memory, for another stream that uses it."""
+
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor | None]) -> None:
+        self._ready: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._ready = self._stream.record_event()
+            self._used = allocations_of(tensor for tensor in tensors if tensor is not None)
+
+    def receive(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Have a stream, or the current one, wait for the work, and the memory for the stream."""
+        if self._ready is None:
+            return
+        stream = stream or torch.cuda.current_stream(self._stream.device)
+        if stream != self._stream:
+            stream.wait_event(self._ready)
+            for tensor in self._used:
+                tensor.record_stream(stream)
 
 
 def update_tile(columns: int, long: bool = False) -> dict[str, int]:

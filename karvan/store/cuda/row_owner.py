@@ -26,7 +26,7 @@ from karvan.store.cuda.store import CudaStore, DeviceGradients, DeviceInputs
 from karvan.store.cuda.updates import put_scale
 from karvan.store.messages import words
 from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup, program_of_ranks
-from karvan.store.types import LookupContext, Rules
+from karvan.store.types import LookupContext
 
 # `Sections`: the layout of messages, by the number of keys of each rank and table.
 #
@@ -223,13 +223,3 @@ class DeviceOwner:
             for group in plan.groups:
                 average(group)
         return plan
-
-    def update(
-        self,
-        passes: Sequence[tuple[OwnerLookup, DeviceGradients]],
-        rules: Rules,
-        steps: Mapping[str, int],
-    ) -> None:
-        """Apply the sum of some backward passes to the tables that have a rule."""
-        program = passes[0][0].program
-        self._store.update(program, [(answer.plan, plan) for answer, plan in passes], rules, steps)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -26,9 +27,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.devices import allocations_of
 from karvan.store.base import Store
-from karvan.store.cuda import contents
+from karvan.store.cuda import contents, launch
 from karvan.store.cuda import lookup as launches
 from karvan.store.cuda.arena import RowArena, RowSpace
 from karvan.store.cuda.batch_ids import (
@@ -88,28 +88,16 @@ class DeviceInputs:
     out_layouts: Sequence[OutputLayout]
     uses: Mapping[int, Tensor] | None = None
     outs: Mapping[int, Tensor] | None = None
-    _stream: torch.cuda.Stream | None = None  # on which the ids were made
-    _ready: torch.cuda.Event | None = None
-    _used: Sequence[Tensor] = ()  # one of each allocation that the ids are in
+    _made: launch.Handover | None = None
 
     def note_stream(self, device: torch.device) -> None:
         """The ids were made by work on the current stream; another one may be that of the lookup."""
-        if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
-            self._ready = self._stream.record_event()
-            tensors = (tensor for ids in self.ids for tensor in (ids.values, ids.offsets, ids.weights))
-            self._used = allocations_of(tensor for tensor in tensors if tensor is not None)
+        self._made = launch.Handover(device, chain.from_iterable(self.ids))
 
     def receive(self, stream: torch.cuda.Stream | None = None) -> None:
         """Have a stream, or the current one, wait for the ids, and their memory for the stream."""
-        if self._ready is None:
-            return
-        stream = stream or torch.cuda.current_stream(self.ids[0].values.device)
-        if stream == self._stream:
-            return
-        stream.wait_event(self._ready)
-        for tensor in self._used:
-            tensor.record_stream(stream)
+        if self._made is not None:
+            self._made.receive(stream)
 
 
 class DeviceLookup(MadeOutputs):
@@ -375,20 +363,21 @@ class CudaStore(Store):
 
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
-        device = self.device
-        uses = {
-            number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(device)
-            for number, (_, counts) in enumerate(keys.values())
-        }
-        shapes, ids = [], []
-        for slot, (name, (unique, _)) in enumerate(keys.items()):
-            shapes.append(shape_of_keys(slot, self.table(name).settled, len(unique)))
-            ids.append(self._ids_of(unique))
-        _, lookup = self._look_up(self.inputs_of(shapes, ids, uses), context)
+        _, lookup = self._look_up(self.inputs_of_keys(keys), context)
         return {
             name: Found(out.cpu().numpy(), self.table(name).version)
             for name, (out, _) in zip(keys, lookup.take(), strict=True)
         }
+
+    def inputs_of_keys(self, keys: Mapping[str, tuple[Keys, Counts]]) -> DeviceInputs:
+        """A batch of distinct keys of tables, with how often each occurs; the tables are the slots."""
+        uses, shapes, ids = {}, [], []
+        for slot, (name, (unique, counts)) in enumerate(keys.items()):
+            numbers = np.ascontiguousarray(counts, np.uint32).view(np.int32)
+            uses[slot] = torch.from_numpy(numbers).to(self.device)
+            shapes.append(shape_of_keys(slot, self.table(name).settled, len(unique)))
+            ids.append(self._ids_of(unique))
+        return self.inputs_of(shapes, ids, uses)
 
     def _ids_of(self, keys: Keys) -> FeatureIds:
         return FeatureIds(torch.from_numpy(np.ascontiguousarray(keys, np.int64)).to(self.device))

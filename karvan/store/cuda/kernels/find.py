@@ -64,23 +64,21 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 @triton.jit
 def mix(key):
     """The hash of keys, both int64: a bijection."""
-    h = key.to(tl.uint64, bitcast=True)
-    h = h ^ (h >> 32)
-    h = h * _MIX
-    h = h ^ (h >> 32)
-    h = h * _MIX
-    h = h ^ (h >> 32)
-    return h.to(tl.int64, bitcast=True)
+    return _scrambled(key, _MIX)
 
 
 @triton.jit
 def unmix(hashes):
     """The keys of hashes."""
-    h = hashes.to(tl.uint64, bitcast=True)
-    h = h ^ (h >> 32)
-    h = h * _UNMIX
-    h = h ^ (h >> 32)
-    h = h * _UNMIX
+    return _scrambled(hashes, _UNMIX)
+
+
+@triton.jit
+def _scrambled(numbers, FACTOR: tl.constexpr):
+    h = numbers.to(tl.uint64, bitcast=True)
+    for _ in tl.static_range(2):
+        h = h ^ (h >> 32)
+        h = h * FACTOR
     h = h ^ (h >> 32)
     return h.to(tl.int64, bitcast=True)
 
@@ -113,11 +111,11 @@ WIDTH = tl.constexpr(4)  # slots that a search reads at a time
 
 
 @triton.jit
-def feature_of_position(features, count, position, FEATURES: tl.constexpr):
-    """The feature that has a position."""
+def feature_at(features, count, place, FIELD: tl.constexpr, FEATURES: tl.constexpr):
+    """The feature that has a place: the last whose FIELD, such as its first position, is not beyond it."""
     number = tl.arange(0, FEATURES)
-    base = tl.load(features + number * FEATURE_FIELDS + BASE, mask=number < count, other=1 << 62)
-    return tl.sum((base <= position).to(tl.int32)) - 1
+    base = tl.load(features + number * FEATURE_FIELDS + FIELD, mask=number < count, other=1 << 62)
+    return tl.sum((base <= place).to(tl.int32)) - 1
 
 
 @triton.jit
@@ -288,7 +286,7 @@ def find_rows(
     is -1 are not looked up. GROWS: a table has an old index.
     """
     start = tl.program_id(0) * BLOCK
-    feature = feature_of_position(features, feature_count, start, FEATURES)
+    feature = feature_at(features, feature_count, start, BASE, FEATURES)
     tl.store(feature_of + tl.program_id(0), feature)
     of_feature = features + feature * FEATURE_FIELDS
     table = tl.load(of_feature + TABLE)
@@ -457,10 +455,10 @@ def decide_nominees(
         share = (drawn >> 11).to(tl.float64) * 1.1102230246251565e-16
         admitted = valid & (share < tl.load(probability))
     elif KIND == MIN_COUNT:
-        count = tl.load(filter_ + _filter_place(hashes, blocks, 0), mask=valid, other=0)
-        count = tl.minimum(count, tl.load(filter_ + _filter_place(hashes, blocks, 1), mask=valid, other=0))
-        count = tl.minimum(count, tl.load(filter_ + _filter_place(hashes, blocks, 2), mask=valid, other=0))
-        count = tl.minimum(count, tl.load(filter_ + _filter_place(hashes, blocks, 3), mask=valid, other=0))
+        count = tl.full(hashes.shape, 255, tl.int32)
+        for number in tl.static_range(4):
+            counter = filter_ + _filter_place(hashes, blocks, number)
+            count = tl.minimum(count, tl.load(counter, mask=valid, other=0))
         admitted = valid & (count >= least)
     tl.store(place.to(tl.pointer_type(tl.int64)), admitted.to(tl.int64), mask=valid)
     rejected = tl.sum((valid & ~admitted).to(tl.int64), axis=0)

@@ -48,14 +48,8 @@ def natural_log(u):
     s = (m - 1) / (m + 1)
     square = s * s
     total = tl.full(u.shape, 1.0, tl.float64) / 19
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 17
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 15
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 13
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 11
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 9
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 7
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 5
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 3
+    for step in tl.static_range(8):
+        total = total * square + tl.full(u.shape, 1.0, tl.float64) / (17 - 2 * step)
     total = total * square + 1.0
     return exponent.to(tl.float64) * 0.693147180559945309417 + 2 * s * total
 

@@ -28,6 +28,7 @@ from karvan.store.cuda.kernels.fields import (
     read_vector,
     row_address,
 )
+from karvan.store.cuda.kernels.find import feature_at
 
 POOLED = tl.constexpr(0)
 PADDED = tl.constexpr(2)
@@ -113,11 +114,7 @@ def describe_cells(features, feature_count, arena, out_rows, factors, FEATURES: 
     has keep what was there before, so `out_rows` begins as -1.
     """
     start = tl.program_id(0) * BLOCK
-    number = tl.arange(0, FEATURES)
-    base = tl.load(
-        features + number * FEATURE_FIELDS + SAMPLE_BASE, mask=number < feature_count, other=1 << 62
-    )
-    feature = tl.sum((base <= start).to(tl.int32)) - 1
+    feature = feature_at(features, feature_count, start, SAMPLE_BASE, FEATURES)
     of_feature = features + feature * FEATURE_FIELDS
     sample = start - tl.load(of_feature + SAMPLE_BASE) + tl.arange(0, BLOCK)
     samples = tl.load(of_feature + SAMPLES)
@@ -179,9 +176,7 @@ def pool_vectors(
 ):
     """Outputs of any feature: pooled, padded, or one for each cell, with weights and stacks of keys."""
     start = tl.program_id(0) * GROUP
-    number = tl.arange(0, FEATURES)
-    base = tl.load(features + number * FEATURE_FIELDS + OUT_BASE, mask=number < feature_count, other=1 << 62)
-    feature = tl.sum((base <= start).to(tl.int32)) - 1
+    feature = feature_at(features, feature_count, start, OUT_BASE, FEATURES)
     of_feature = features + feature * FEATURE_FIELDS
     out_row = start - tl.load(of_feature + OUT_BASE) + tl.arange(0, GROUP)
     valid = out_row < tl.load(of_feature + OUT_ROWS)

@@ -72,6 +72,16 @@ def write_runs(sorted_rows, size, counts, work, starts, run_rows, SPANS: tl.cons
 
 
 @triton.jit
+def sum_uses(uses, order, first, size):
+    """The sum of the uses of each run's positions, order[first : first + size]."""
+    times = tl.zeros_like(size)
+    for j in range(0, tl.max(size, axis=0)):
+        at = tl.load(order + first + j, mask=j < size, other=0)
+        times += tl.load(uses + at, mask=j < size, other=0)
+    return times
+
+
+@triton.jit
 def describe_runs(
     work,
     starts,
@@ -109,10 +119,7 @@ def describe_runs(
             position = tl.load(order + first, mask=valid, other=0)
             times = size
             if GIVEN:
-                times = tl.zeros_like(size)
-                for j in range(0, tl.max(size, axis=0)):
-                    at = tl.load(order + first + j, mask=j < size, other=0)
-                    times += tl.load(uses + at, mask=j < size, other=0)
+                times = sum_uses(uses, order, first, size)
             so_far = field_pointer(chunks, row, COUNT, SHIFT, STRIDE)
             before = tl.load(so_far).to(tl.uint32, bitcast=True)
             after = before + times.to(tl.uint32, bitcast=True)
@@ -139,6 +146,18 @@ def describe_runs(
 
 
 @triton.jit
+def _runs_from(start, count, order, starts, run_rows, features, feature_of):
+    """128 runs: their numbers, which of them there are, their rows, and the feature of the first position."""
+    number = start + tl.arange(0, 128)
+    valid = number < count
+    row = tl.load(run_rows + number, mask=valid, other=0)
+    first = tl.load(starts + number, mask=valid, other=0)
+    position = tl.load(order + first, mask=valid, other=0)
+    of_feature = features + tl.load(feature_of + position // BLOCK, mask=valid, other=0) * FEATURE_FIELDS
+    return number, valid, row, of_feature
+
+
+@triton.jit
 def drop_runs(
     work,
     order,
@@ -155,12 +174,9 @@ def drop_runs(
     """Forget the rows of runs that are gone since their lookup, and count them; versions: of slots, then."""
     count = tl.load(work + UNIQUE)
     for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
-        number = start + tl.arange(0, 128)
-        valid = number < count
-        row = tl.load(run_rows + number, mask=valid, other=0)
-        first = tl.load(starts + number, mask=valid, other=0)
-        position = tl.load(order + first, mask=valid, other=0)
-        of_feature = features + tl.load(feature_of + position // BLOCK, mask=valid, other=0) * FEATURE_FIELDS
+        number, valid, row, of_feature = _runs_from(
+            start, count, order, starts, run_rows, features, feature_of
+        )
         version = tl.load(versions + tl.load(of_feature + SLOT, mask=valid, other=0))
         birth = tl.load(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE))
         deleted = valid & (row > 0) & ((birth < 0) | (birth > version))
@@ -187,12 +203,7 @@ def note_changes(
     """Note that the rows of all runs have changed; versions: of slots, now."""
     count = tl.load(work + UNIQUE)
     for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
-        number = start + tl.arange(0, 128)
-        valid = number < count
-        row = tl.load(run_rows + number, mask=valid, other=0)
-        first = tl.load(starts + number, mask=valid, other=0)
-        position = tl.load(order + first, mask=valid, other=0)
-        of_feature = features + tl.load(feature_of + position // BLOCK, mask=valid, other=0) * FEATURE_FIELDS
+        _, valid, row, of_feature = _runs_from(start, count, order, starts, run_rows, features, feature_of)
         version = tl.load(versions + tl.load(of_feature + SLOT, mask=valid, other=0))
         change = field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)
         tl.store(change, version.to(tl.int32), mask=valid & (row > 0))
