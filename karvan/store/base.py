@@ -304,6 +304,19 @@ class SharedStore(Store):
         """
 
 
+def clock_arrays(clock: Sequence[tuple[int, float]]) -> dict[str, NDArray[Any]]:
+    """What a policy knows of time, (step, time) now and then, for `extra`."""
+    steps, times = ([entry[part] for entry in clock] for part in (0, 1))
+    return {"clock_steps": np.array(steps, np.int64), "clock_times": np.array(times)} if clock else {}
+
+
+def clock_of(extra: Mapping[str, NDArray[Any]]) -> list[tuple[int, float]]:
+    """The clock in the result of `extra`."""
+    if "clock_steps" not in extra:
+        return []
+    return list(zip(extra["clock_steps"].tolist(), extra["clock_times"].tolist(), strict=True))
+
+
 def _push(gradients: _native.Gradients, slot: int, version: int) -> Push:
     keys, values = gradients.keys_and_values(slot)
     return Push(keys, values, version)

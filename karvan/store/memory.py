@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.native import _native
-from karvan.store.base import LocalTable, Store
+from karvan.store.base import LocalTable, Store, clock_arrays, clock_of
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared
 from karvan.store.types import (
     Capture,
@@ -84,18 +84,13 @@ class MemoryTable(LocalTable):
         arrays: dict[str, NDArray[Any]] = {}
         if len(counts := self.native.filter_counts(log)):
             arrays["filter_counts"] = counts
-        if clock := self.native.clock():
-            arrays["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
-            arrays["clock_times"] = np.array([time for _, time in clock])
-        return arrays
+        return arrays | clock_arrays(self.native.clock())
 
     @override
     def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
         if "filter_counts" in extra:
             self.native.set_filter_counts(extra["filter_counts"])
-        steps: Sequence[int] = extra["clock_steps"].tolist() if "clock_steps" in extra else []
-        times: Sequence[float] = extra["clock_times"].tolist() if "clock_times" in extra else []
-        self.native.set_clock(list(zip(steps, times, strict=True)))
+        self.native.set_clock(clock_of(extra))
 
     @override
     def stats(self) -> dict[str, int]:

@@ -277,7 +277,7 @@ def _scrambled(numbers: Keys, factor: int) -> Keys:
 
 def erased_keys(table: DeviceTable, version: int) -> Keys:
     """Keys whose rows were removed after a version."""
-    if not table.erasures.knows(version):
+    if version < table.erasures.forgotten:
         raise ValueError(
             f"Table '{table.spec.name}' remembers evictions since version {table.erasures.forgotten}, but "
             f"was asked for version {version}: take a full snapshot instead."
@@ -337,25 +337,32 @@ def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int
         if step <= value:
             return 0
         noted = list_rows(memory, table)
-        return _erase_where(memory, table, noted, _unsigned(noted.lasts) < step - int(value))
+        return erase_hashes(memory, table, noted.hashes[_unsigned(noted.lasts) < step - int(value)])
     if kind == "ttl":
         return _evict_expired(memory, table, table.advance_time(now))
     if kind == "norm":
         noted = list_rows(memory, table)
         vectors = read_vectors(memory, table, noted.rows)
         limit = float(torch.tensor(value, dtype=torch.float32)) ** 2
-        return _erase_where(memory, table, noted, vectors.double().square().sum(1) < limit)
+        return erase_hashes(memory, table, noted.hashes[vectors.double().square().sum(1) < limit])
     return 0
 
 
 def _evict_beyond(memory: TableMemory, table: DeviceTable) -> int:
-    """Remove the rows beyond the capacity of a table, whose number is known."""
+    """Remove the rows beyond the capacity of a table, whose number is known.
+
+    The first are those with the least (last use, uses), or (uses, last use) for LFU, then hash.
+    """
     kind, value, _ = table.spec.evict
     capacity, present = int(value), memory.rows_bound(table)
     if present <= capacity:
         return 0
     spare = capacity // 16 if capacity >= _LARGE else 0
-    return _evict_least(memory, table, present - capacity + spare, kind == "lfu")
+    noted = list_rows(memory, table)  # in the order of hashes, which a stable sort keeps
+    first, second = (noted.counts, noted.lasts) if kind == "lfu" else (noted.lasts, noted.counts)
+    rank = ((_unsigned(first) << 32) | _unsigned(second)) ^ _SIGN
+    least = torch.sort(rank, stable=True).indices[: present - capacity + spare]
+    return erase_hashes(memory, table, noted.hashes[least].contiguous())
 
 
 def _evict_expired(memory: TableMemory, table: DeviceTable, time: float) -> int:
@@ -364,21 +371,7 @@ def _evict_expired(memory: TableMemory, table: DeviceTable, time: float) -> int:
     if not expired:
         return 0
     noted = list_rows(memory, table)
-    return _erase_where(memory, table, noted, _unsigned(noted.lasts) < expired)
-
-
-def _evict_least(memory: TableMemory, table: DeviceTable, count: int, by_uses: bool) -> int:
-    """Remove the rows with the least (last use, uses) or (uses, last use), then hash."""
-    noted = list_rows(memory, table)  # in the order of hashes, which a stable sort keeps
-    count = min(count, noted.rows.numel())
-    first, second = (noted.counts, noted.lasts) if by_uses else (noted.lasts, noted.counts)
-    rank = ((_unsigned(first) << 32) | _unsigned(second)) ^ _SIGN
-    least = torch.sort(rank, stable=True).indices[:count]
-    return erase_hashes(memory, table, noted.hashes[least].contiguous())
-
-
-def _erase_where(memory: TableMemory, table: DeviceTable, noted: RowFields, chosen: Tensor) -> int:
-    return erase_hashes(memory, table, noted.hashes[chosen])
+    return erase_hashes(memory, table, noted.hashes[_unsigned(noted.lasts) < expired])
 
 
 def _unsigned(numbers: Tensor) -> Tensor:

@@ -46,11 +46,6 @@ def tile(columns: int, most: int = 1024) -> dict[str, int]:
     return {"GROUP": rows, "num_warps": max(1, min(8, rows * columns // 512))}
 
 
-def copy_tile(columns: int) -> dict[str, int]:
-    """The same of copies of vectors: small blocks, so that those beside another kernel are not waited for."""
-    return tile(columns, 512)
-
-
 def arrays(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> list[Tensor]:
     """Arrays in one allocation, which takes less of the host's time than one for each; with any content."""
     ends = list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes))

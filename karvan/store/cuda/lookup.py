@@ -116,7 +116,7 @@ def fill_outputs(at: LookupBuffers) -> None:
     arena, columns, shape = at.arena, at.arena.layout.columns, at.shape
     constants = arena.constants("DIM", "COLUMNS", "SHIFT", "STRIDE", "TYPE")
     if shape.plain:
-        tile = launch.copy_tile(columns)
+        tile = launch.tile(columns, 512)  # small blocks: those beside another kernel are not waited for
         programs = min(shape.plain * _BLOCK // tile["GROUP"], at.memory.programs)
         copy_vectors[(programs,)](
             at.features, at.feature_of, at.head, arena.chunks, at.rows, **tile, **constants

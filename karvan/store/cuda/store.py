@@ -46,7 +46,7 @@ from karvan.store.cuda.gradients import GroupGradients, GroupLookup, update_grou
 from karvan.store.cuda.graphs import GraphPool
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.table import CudaTable
-from karvan.store.cuda.table_memory import DeviceTable, MemoryReport, TableMemory, next_versions
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory, memory_report, next_versions
 from karvan.store.cuda.updates import SlotRules, check_state
 from karvan.store.program import (
     FeatureTensors,
@@ -273,7 +273,7 @@ class CudaStore(Store):
         batch.receive()
         if not layout.valid:
             layout = batch.layout = self._layouts.find(layout.shapes)
-        with MemoryReport(memory):
+        with memory_report(memory):
             contents.settle(memory)
             outs: dict[int, Tensor] = {}
             groups = [self._look_up_group(g, batch, outs, training, step) for g in layout.groups(training)]
@@ -344,7 +344,7 @@ class CudaStore(Store):
         self, program: LookupProgram, gradients: Passes[DeviceGradients], rules: Rules, steps: PerTable
     ) -> None:
         self.memory.streams.refuse_graph()
-        with MemoryReport(self.memory):
+        with memory_report(self.memory):
             contents.settle(self.memory)
         updated = [self.memory.tables[name] for name in rules]
         for table in updated:
@@ -356,7 +356,7 @@ class CudaStore(Store):
             for group in map(without_moved, gradient.groups):
                 if group.gradients:
                     by_arena.setdefault(group.lookup.layout.arena, []).append(group)
-        with MemoryReport(self.memory):
+        with memory_report(self.memory):
             for groups in by_arena.values():
                 update_group(groups, chosen)
         next_versions(updated)
@@ -412,7 +412,7 @@ class CudaStore(Store):
         self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
         """Waits for a list of the rows, not for the rows. Changes are always tracked."""
-        with MemoryReport(self.memory):
+        with memory_report(self.memory):
             return DeviceCapture(
                 self.memory, {name: self.table(name).settled for name in tables}, parts, since
             )

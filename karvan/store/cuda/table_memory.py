@@ -7,8 +7,8 @@ so the same launches, or a graph of them, serve every step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -201,10 +201,6 @@ class ErasureLog:
             self.forgotten, keys = self._log.popleft()
             self._total -= keys.numel()
 
-    def knows(self, version: int) -> bool:
-        """Whether all keys that were removed after a version are known."""
-        return version >= self.forgotten
-
     def since(self, version: int) -> torch.Tensor | None:
         """The hashes of keys that were removed after a version; None if there are none."""
         erased = [hashes for at, hashes in self._log if at > version]
@@ -325,17 +321,14 @@ class TableMemory:
                     f"A store on a GPU has at most {_ARENAS} kinds of rows, by dim, dtype and optimizer "
                     "state, got one more."
                 )
-            self._arenas[layout] = arena = self._new_arena(layout)
+            settings = (layout, self.device, self.uploads, len(self._arenas))
+            arena = RowArena(*settings) if self.budget is None else TieredArena(*settings, self.tier)
+            self._arenas[layout] = arena
             time = self.counters.time
             arena.used.restart(1, time, time + 1)  # copies of the counters so far have no row 0
             self.arena_counters(arena)[fields.NEXT_ROW.value].fill_(1)
             arena.note_queue(self.arena_counters(arena))
         return self._arenas[layout]
-
-    def _new_arena(self, layout: RowLayout) -> RowArena:
-        if self.budget is None:
-            return RowArena(layout, self.device, self.uploads, len(self._arenas))
-        return TieredArena(layout, self.device, self.uploads, len(self._arenas), self.tier)
 
     def set_initial_state(self, table: DeviceTable, initial: Sequence[float]) -> None:
         """The optimizer state of new rows of a table."""
@@ -533,21 +526,12 @@ class TableMemory:
 # What to say when the GPU or the machine has no more memory: which tables there are, and how large.
 
 
-class MemoryReport:
+@contextmanager
+def memory_report(memory: TableMemory) -> Iterator[None]:
     """Within it, an error of a full GPU or machine names the tables and their sizes."""
-
-    def __init__(self, memory: TableMemory) -> None:
-        self._memory = memory
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, torch.OutOfMemoryError):
-            return
-        memory = self._memory
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
         sizes = sorted(
             ((memory.bytes(table), table.spec.name, table) for table in memory.tables.values()), reverse=True
         )
