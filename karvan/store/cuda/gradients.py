@@ -141,15 +141,12 @@ def _update_one(gradients: GroupGradients, rules: SlotRules) -> None:
         sums = graphed.update_buffers(rules.slots, len(descriptors))
     sums.load(layout.plain_end, lookup.version, chosen, descriptors, gradients.scale, gradients.unless)
     _save_rows(buffers)
-    if graphed is not None:
+    if graphed is not None:  # which brings the descriptors to the device
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
-        _note_late_changes(
-            [gradients], sums, rules.slots
-        )  # the graph has brought the descriptors to the device
-        return
-    if lookup.has_erasures:
-        sums.drop_runs()
-    sums.run(chosen, aligned)
+    else:
+        if lookup.has_erasures:
+            sums.drop_runs()
+        sums.run(chosen, aligned)
     _note_late_changes([gradients], sums, rules.slots)
 
 

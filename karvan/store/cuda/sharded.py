@@ -294,7 +294,7 @@ class ShardedCudaStore(RankShare):
         for feature, gradient in zip(request.batch.layout.shapes, gradients, strict=True):
             if feature.cells:
                 flags[int(gradient is None), feature.slot] = 1
-        touched, lacking = (self.connection.here.sum(flags) > 0).tolist()
+        touched, lacking = (self._connection.here.sum(flags) > 0).tolist()
         divisor = scale * self._ranks if self._averages else scale
         sums = request.sum_gradients(gradients, divisor, self._memory())
         to, of = request.sections, answer.sections
