@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from karvan.kernels.jit import Bytes, Ids, Integer, Lanes, device_function, kernel, launch, tl
+from karvan.kernels.jit import Bytes, Ids, Integer, Kernel, Lanes, device_function, kernel, launch, tl
 
 # Functions that kernels share: 64-bit words of strings at any address, and the bounds of rows.
 #
@@ -159,12 +159,16 @@ def murmur_kernel(
 
 def murmur_rows(values: Tensor, offsets: Tensor | None, width: int = 1, size: int = -1) -> Tensor:
     """The ids of strings, for the same arguments as `farm_rows`."""
+    return _hash_rows(murmur_kernel, values, offsets, width, size)
+
+
+def _hash_rows(program: Kernel, values: Tensor, offsets: Tensor | None, width: int, size: int) -> Tensor:
     values = values.contiguous()
     rows = values.shape[0] // width if offsets is None else offsets.shape[0] - 1
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     bounds = out if offsets is None else offsets.contiguous()
     settings = (values.shape[0], width, size)
-    launch(murmur_kernel, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
+    launch(program, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
     return out
 
 
@@ -353,13 +357,7 @@ def farm_rows(values: Tensor, offsets: Tensor | None, width: int = 1, size: int 
 
     Size -1 means all 64 bits, 0 the lower 63, and a positive one buckets.
     """
-    values = values.contiguous()
-    rows = values.shape[0] // width if offsets is None else offsets.shape[0] - 1
-    out = torch.empty(rows, dtype=torch.int64, device=values.device)
-    bounds = out if offsets is None else offsets.contiguous()
-    settings = (values.shape[0], width, size)
-    launch(farm_kernel, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
-    return out
+    return _hash_rows(farm_kernel, values, offsets, width, size)
 
 
 # Arithmetic of ids, which are unsigned 64-bit numbers in int64 tensors: remainders and hash stacks.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -148,13 +149,13 @@ class RemoteLookup(LookupState, Protocol):
         """Hand over the outputs of all features; the lookup does not hold them afterwards."""
 
 
+@dataclass(eq=False)
 class MadeOutputs(RemoteLookup):
-    """A lookup that has made its outputs; outs: by the features' numbers in the program."""
+    """A lookup that has made its outputs, which are by the features' numbers in the program."""
 
-    plan = None
-
-    def __init__(self, outs: dict[int, Tensor], layouts: Sequence[OutputLayout]) -> None:
-        self._outs, self._layouts = outs, layouts
+    plan: ClassVar[None] = None
+    _outs: dict[int, Tensor]
+    _layouts: Sequence[OutputLayout]
 
     @override
     def take(self) -> list[tuple[Tensor, OutputLayout]]:

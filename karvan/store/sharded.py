@@ -13,6 +13,7 @@ on each channel. Everything else concerns this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -128,12 +129,11 @@ def _owned_by(rank: int, ranks: int, keys: Keys) -> NDArray[np.bool_]:
     return mine
 
 
+@dataclass(eq=False)
 class OwnerGradients(GradientFlags):
     """Gradients that the owners of their rows have received. The flags are the same on all ranks."""
 
-    def __init__(self, finite: list[bool], touched: list[bool], owned: Summed) -> None:
-        super().__init__(finite, touched)
-        self.owned = owned
+    owned: Summed
 
 
 class RankLookup(NamedTuple):

@@ -220,12 +220,12 @@ class Gradients(Protocol):
         """Whether any key of a table has a gradient."""
 
 
+@dataclass(eq=False)
 class GradientFlags(Gradients):
     """Which tables have gradients, and which of these are finite, by the tables' slots."""
 
-    def __init__(self, finite: list[bool], touched: list[bool]) -> None:
-        self._finite = finite
-        self._touched = touched
+    _finite: list[bool]
+    _touched: list[bool]
 
     @override
     def finite(self) -> list[bool]:

@@ -73,11 +73,6 @@ class RequestGroup(NamedTuple):
     vectors: ReceivedVectors
     buffers: LookupBuffers
 
-    @property
-    def positions(self) -> int:
-        """How many positions there are, with those that only fill blocks."""
-        return self.layout.positions
-
 
 class _SortedKeys(NamedTuple):
     """All positions, sorted by part and hash."""
@@ -105,7 +100,7 @@ class KeyRequest:
             by_dim.setdefault(dims[feature.slot], []).append((number, feature))
         self.front = max(map(units_of, dims))  # of the row of zeros
         self.groups = [self._group(dim, features, memory) for dim, features in by_dim.items()]
-        positions = sum(group.positions for group in self.groups)
+        positions = sum(group.layout.positions for group in self.groups)
         self.rows = torch.empty(positions, dtype=torch.int32, device=memory.device)
         counts = np.zeros(ranks * slots, np.int64)
         sorted_keys: _SortedKeys | None = None
@@ -140,7 +135,7 @@ class KeyRequest:
         faults = torch.zeros(fields.ARENA_COUNTERS.value, dtype=torch.int64, device=device)
         at = 0
         for group in self.groups:
-            if not group.positions:
+            if not group.layout.positions:
                 continue
             layout, buffers = group.layout, group.buffers
             buffers.load(layout, layout.describe(self.batch.ids), 0)
@@ -151,8 +146,8 @@ class KeyRequest:
                 FEATURES=launch.power(len(layout.features)),
                 MAPPED=buffers.mapped,
             )
-            buffers.rows = self.rows[at : at + group.positions]
-            at += group.positions
+            buffers.rows = self.rows[at : at + group.layout.positions]
+            at += group.layout.positions
         last = self.ranks * slots
         hashes, by_hash = torch.sort(hashes)
         parts, by_part = torch.sort(parts[by_hash], stable=True)
@@ -177,7 +172,10 @@ class KeyRequest:
         parts = self.sections.parts(self.front)
         of_parts = memory.uploads.send(parts)
         sorted_keys.starts[count : count + 1].copy_(sorted_keys.end)
-        uses = self._uses(memory)
+        uses: Tensor | None = None
+        if self.batch.uses is not None:
+            given = self.batch.uses
+            uses = torch.cat([group.layout.spread(given, memory.device) for group in self.groups])
         if count:
             routing.pack_keys[launch.blocks(count)](
                 *(sorted_keys.starts, sorted_keys.order, sorted_keys.hashes, sorted_keys.parts, of_parts),
@@ -187,18 +185,12 @@ class KeyRequest:
         places = (sorted_keys.order, sorted_keys.parts, sorted_keys.numbers, of_parts, self.rows)
         routing.number_rows[launch.blocks(positions)](*places, positions, len(parts))
 
-    def _uses(self, memory: TableMemory) -> Tensor | None:
-        uses = self.batch.uses
-        if uses is None:
-            return None
-        return torch.cat([group.layout.spread(uses, memory.device) for group in self.groups])
-
     def group_runs(self) -> None:
         """Sort the positions by row, which gradients need; once."""
         if not self._grouped:
             self._grouped = True
             for group in self.groups:
-                if group.positions:
+                if group.layout.positions:
                     group.buffers.work.zero_()
                     launches.group_runs(group.buffers, uses=False)
 
@@ -220,7 +212,7 @@ class KeyRequest:
             buffers.memory = memory
             outputs = layout.outputs(memory.device)
             outs |= outputs
-            if not group.positions:
+            if not group.layout.positions:
                 for out in outputs.values():
                     out.zero_()
                 continue
@@ -236,7 +228,7 @@ class KeyRequest:
         self.group_runs()
         sums = torch.empty(self.sections.floats, dtype=torch.float32, device=memory.device)
         for group in self.groups:
-            if group.positions:
+            if group.layout.positions:
                 group.buffers.memory = memory
                 group.vectors.place(sums, memory.uploads, before=self.front)
                 descriptors, mine = group.layout.describe(self.batch.ids), group.layout.of_features(gradients)
@@ -249,7 +241,7 @@ class KeyRequest:
         marks = torch.zeros(self.front + self.sections.floats // 4, dtype=torch.uint8, device=device)
         for group in self.groups:
             flags = [gradients[number] is not None for number in group.layout.numbers]
-            if group.positions:
+            if group.layout.positions:
                 has = torch.tensor(flags, device=device)[group.buffers.feature_of.long()]
                 marks[group.buffers.rows[has.repeat_interleave(_BLOCK)].long()] = 1
         return marks[self.key_rows.long()]

@@ -337,6 +337,5 @@ class Counters:
     def read(self) -> NDArray[np.int64]:
         """The numbers now; waits for the device."""
         self.request()
-        if self._copies:
-            self._copies[-1].event.synchronize()
+        self.catch_up()
         return self.poll()

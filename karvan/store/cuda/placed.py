@@ -7,6 +7,7 @@ there, and their gradients are copied back; both wait for the GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -61,24 +62,20 @@ class _Batch(NamedTuple):
     plan: None = None
 
 
+@dataclass(eq=False)
 class _PlacedLookup(MadeOutputs):
     """A batch after its lookup in the stores that have tables of it; held: what the native plan points to."""
 
-    def __init__(
-        self, batch: _Batch, plans: list[tuple[_Half, LookupPlan]], outs: dict[int, Tensor], tables: int
-    ) -> None:
-        super().__init__(outs, batch.layouts)
-        self.plans, self.held, self.tables = plans, batch.host, tables
+    plans: list[tuple[_Half, LookupPlan]]
+    held: list[FeatureTensors]
+    tables: int
 
 
+@dataclass(eq=False)
 class PlacedGradients(GradientFlags):
     """The gradients of both halves of a batch, by their places."""
 
-    def __init__(
-        self, finite: list[bool], touched: list[bool], halves: dict[str, tuple[_Half, LookupPlan, Gradients]]
-    ) -> None:
-        super().__init__(finite, touched)
-        self.halves = halves
+    halves: dict[str, tuple[_Half, LookupPlan, Gradients]]
 
     def check_finite(self) -> list[bool]:
         """Say of each table whether its gradients are finite; this waits for the device."""
@@ -167,7 +164,8 @@ class PlacedStore(Store):
             plans.append((host, host.store.forward(host.program, arrays, context)))
             outs |= zip(host.features, (_to_device(out, self.device) for out in outputs), strict=True)
         versions = {name: self.table(name).version for name in program.tables}
-        return LookupPlan(None, versions, _PlacedLookup(batch, plans, outs, len(program.tables)))
+        lookup = _PlacedLookup(outs, batch.layouts, plans, batch.host, len(program.tables))
+        return LookupPlan(None, versions, lookup)
 
     @override
     def hold(

@@ -20,6 +20,7 @@ the same order on each channel. Everything else concerns this rank's share alone
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -120,21 +121,14 @@ def make_transport(connection: Connection, device: torch.device) -> MemoryTransp
     return MemoryTransport(connection, device)
 
 
+@dataclass(eq=False)
 class RankGradients(LateGradients):
     """Gradients that the owners of their rows have received; `touched` is the same on all ranks."""
 
-    def __init__(
-        self,
-        touched: list[bool],
-        answer: OwnerLookup,
-        gradients: DeviceGradients,
-        transport: MemoryTransport,
-    ) -> None:
-        super().__init__([True] * len(touched), touched)
-        self.answer = answer
-        self.held = gradients
-        self._transport = transport
-        self._checked: list[bool] | None = None
+    answer: OwnerLookup
+    held: DeviceGradients
+    _transport: MemoryTransport
+    _checked: list[bool] | None = None
 
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite on all ranks; waits for the device; a collective."""
@@ -175,13 +169,12 @@ class RoutedRequest:
         self.made = launch.Handover(message.device, [message, *request.tensors()])
 
 
+@dataclass(eq=False)
 class DeviceRankLookup(MadeOutputs):
     """A batch after its lookup: what this rank has asked for, and what it has answered to all."""
 
-    def __init__(self, request: KeyRequest, answer: OwnerLookup, outs: dict[int, Tensor]) -> None:
-        super().__init__(outs, request.batch.out_layouts)
-        self.request = request
-        self.answer = answer
+    request: KeyRequest
+    answer: OwnerLookup
 
 
 class ShardedCudaStore(RankShare):
@@ -275,7 +268,8 @@ class ShardedCudaStore(RankShare):
         received[:front].zero_()
         self._exchange(vectors.to(self._wire), routed.asked.floats_of, requested.floats_of, received[front:])
         outs = request.pool(received, self._memory())
-        return LookupPlan(None, answer.plan.versions, DeviceRankLookup(request, answer, outs))
+        lookup = DeviceRankLookup(outs, request.batch.out_layouts, request, answer)
+        return LookupPlan(None, answer.plan.versions, lookup)
 
     @override
     def hold(
@@ -303,7 +297,7 @@ class ShardedCudaStore(RankShare):
         if any(has and lacks for has, lacks in zip(touched, lacking, strict=True)):
             present = self._exchange(request.present(gradients), to.keys_of, of.keys_of)
         answered = self._owner.hold(answer, received, present, by_key=self._by_key)
-        return RankGradients(touched, answer, answered, self._transport)
+        return RankGradients([True] * slots, touched, answer, answered, self._transport)
 
     @override
     def update(

@@ -100,21 +100,19 @@ class DeviceInputs:
             self._made.receive(stream)
 
 
+@dataclass(eq=False)
 class DeviceLookup(MadeOutputs):
     """A batch after its lookup: a `GroupLookup` for each row layout."""
 
-    def __init__(self, batch: DeviceInputs, groups: Sequence[GroupLookup], outs: dict[int, Tensor]) -> None:
-        super().__init__(outs, batch.out_layouts)
-        self.layout = batch.layout
-        self.groups = groups
+    layout: BatchLayout
+    groups: Sequence[GroupLookup]
 
 
+@dataclass(eq=False)
 class DeviceGradients(LateGradients):
     """The gradients of a lookup's outputs. Whether they are finite is only known when they are applied."""
 
-    def __init__(self, groups: Sequence[GroupGradients], touched: list[bool]) -> None:
-        super().__init__([True] * len(touched), touched)
-        self.groups = groups
+    groups: Sequence[GroupGradients]
 
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite; waits for the device."""
@@ -283,7 +281,7 @@ class CudaStore(Store):
                 buffers = [group.buffers for group in groups if group.layout.positions]
                 self._exchange.follow(batch, buffers, step)
         versions = {table.spec.name: table.version for table in layout.tables}
-        return versions, DeviceLookup(batch, groups, outs)
+        return versions, DeviceLookup(outs, batch.out_layouts, layout, groups)
 
     def _look_up_group(
         self, layout: GroupLayout, batch: DeviceInputs, made: dict[int, Tensor], training: bool, step: int
@@ -337,7 +335,7 @@ class CudaStore(Store):
         groups = [
             GroupGradients(group, group.layout.of_features(gradients), scale) for group in lookup.groups
         ]
-        return DeviceGradients(groups, touched)
+        return DeviceGradients([True] * len(touched), touched, groups)
 
     @override
     def update(

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -63,18 +63,15 @@ _log = logging.getLogger("karvan.store")
 _SAVING = 24 * 3600.0  # seconds for calls that depend on the size of tables; heartbeats come meanwhile
 
 
+@dataclass(eq=False)
 class LocalGradients(GradientFlags):
     """Gradients that have not been sent yet. The flags are the same on all trainers that step together.
 
     made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks a gradient.
     """
 
-    def __init__(
-        self, sums: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
-    ) -> None:
-        super().__init__(finite, touched)
-        self.made = sums
-        self.complete = complete
+    made: _native.Gradients | Sent
+    complete: bool
 
 
 class RemoteStore(SharedStore):
@@ -268,7 +265,7 @@ class RemoteStore(SharedStore):
             slots = len(touched)
             touched, finite = agreed[:slots], [not bad for bad in agreed[slots:-1]]
             complete = not agreed[-1]
-        return LocalGradients(sums, finite, touched, complete)
+        return LocalGradients(finite, touched, sums, complete)
 
     @override
     def update(
