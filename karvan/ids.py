@@ -175,7 +175,7 @@ def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
     if not isinstance(modulus, Tensor):
         _check_modulus(modulus)
     if kernels.on_gpu(_ids(ids)):
-        from karvan.kernels.id_arithmetic import remainders
+        from karvan.kernels.ids import remainders
 
         return remainders(ids, modulus)
     # Most ids are not negative. On other devices this test alone would wait for all queued work.
@@ -256,7 +256,7 @@ def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
     """
     check_hash_stack(rounds, size)
     if kernels.on_gpu(_ids(ids)):
-        from karvan.kernels.id_arithmetic import hash_stacks
+        from karvan.kernels.ids import hash_stacks
 
         return hash_stacks(ids, rounds, size)
     flat = ids.reshape(-1).cpu().contiguous()
@@ -342,7 +342,7 @@ def _hash_rows(kind: str, data: Strings | ByteRagged, size: int | None) -> Tenso
 
 
 def _hash_on_gpu(kind: str, values: Tensor, offsets: Tensor | None, size: int | None) -> Tensor:
-    from karvan.kernels.hashing import farm_rows, murmur_rows
+    from karvan.kernels.ids import farm_rows, murmur_rows
     from karvan.kernels.rows import check_offsets
 
     if size:

@@ -23,8 +23,7 @@ class Lookup:
     """A lookup of plain ids that can be launched part by part."""
 
     def __init__(self, engine: kv.EmbeddingEngine, keys: Mapping[str, Tensor], training: bool) -> None:
-        from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupLayout, shape_of_keys
-        from karvan.store.cuda.batch.buffers import LookupBuffers
+        from karvan.store.cuda.batch_ids import FeatureIds, GroupLayout, LookupBuffers, shape_of_keys
 
         self.keys = keys  # kernels have their addresses
         memory = engine.store.memory  # type: ignore[attr-defined]
@@ -40,13 +39,13 @@ class Lookup:
 
     def find(self) -> None:
         """Find the rows; if training, claim rows for unknown keys."""
-        from karvan.store.cuda.batch import lookup
+        from karvan.store.cuda import lookup
 
         lookup.find(self.buffers, grows=False)
 
     def insert(self) -> None:
         """Fill the rows of unknown keys."""
-        from karvan.store.cuda.batch import lookup
+        from karvan.store.cuda import lookup
 
         lookup.insert(self.buffers)
 
@@ -57,7 +56,7 @@ class Lookup:
 
     def copy_vectors(self) -> None:
         """Copy the vectors of the rows that were found."""
-        from karvan.store.cuda.batch import lookup
+        from karvan.store.cuda import lookup
 
         lookup.fill_outputs(self.buffers)
 
@@ -85,7 +84,7 @@ def index(run: Run) -> None:
 
 
 def _rates_at(run: Run, load: float, wanted: Mapping[str, float]) -> None:
-    from karvan.store.cuda.rows.index import KeyIndex
+    from karvan.store.cuda.table_memory import KeyIndex
 
     device, sizes = run.device, run.sizes
     source = device.random(0)

@@ -389,12 +389,8 @@ class EmbeddingEngine(nn.Module):
             context = None if training is None else LookupContext(training, step, self._clock())
             prepared = self.store.prepare(self.program, lookup_inputs, context)
             self._prepared.put(batch, inputs, prepared)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ):  # a batch may be anything that a model takes
+        # A batch may be anything that a model takes.
+        except (AttributeError, KeyError, TypeError, ValueError):
             return False
         return True
 
@@ -484,21 +480,18 @@ class EmbeddingEngine(nn.Module):
         waiting = {handle.name for handle in self._handles.values() if handle.has_optimizer}
         if not waiting:
             return
-        if self.store.takes_tensors:
-            readable = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
-            sums = self.store.hold(plan, readable, self.gradient_scale)
-            self.state.add_gradients(plan, sums, waiting)
-            return
-        if self.gradient_scale != 1.0:
-            gradients = tuple(None if g is None else g / self.gradient_scale for g in gradients)
+        store, scale = self.store, self.gradient_scale
+        if not store.takes_tensors and scale != 1.0:
+            gradients = tuple(None if g is None else g / scale for g in gradients)
         # Slices of one wide gradient, as the backward of torch.cat returns them, are read without a copy.
         readable = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         if plan.native is None:
-            self.state.add_gradients(plan, self.store.hold(plan, readable), waiting)
-            return
-        addresses = [0 if g is None else g.data_ptr() for g in readable]
-        strides = [0 if g is None else g.stride(0) for g in readable]
-        self.state.add_gradients(plan, self.store.reduce(plan, addresses, strides), waiting)
+            sums = store.hold(plan, readable, scale) if store.takes_tensors else store.hold(plan, readable)
+        else:
+            addresses = [0 if g is None else g.data_ptr() for g in readable]
+            strides = [0 if g is None else g.stride(0) for g in readable]
+            sums = store.reduce(plan, addresses, strides)
+        self.state.add_gradients(plan, sums, waiting)
 
     def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
         """Remove and return the gradients that wait for an optimizer; for optimizers.

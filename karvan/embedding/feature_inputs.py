@@ -6,9 +6,10 @@ Where the ids are remote, only the output. A store that takes tensors makes the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ _CPU = torch.device("cpu")
 _NARROW = (torch.int32, torch.int16, torch.uint32, torch.uint16, torch.bool)
 _FEWEST_ROWS = 16  # of a matrix in which a padding can be told
 _EIGHT_BITS = (torch.int8, torch.uint8)
+Refuse: TypeAlias = Callable[..., TypeError | ValueError]  # the error of what it expected and received
 _TEXTS_SEEN = 100  # for an error
 
 
@@ -117,9 +119,9 @@ class Output:
         """The number of samples of the batch."""
         if self.row_index is not None:
             return self.row_index.rows.shape[0]
-        if self.lists is None:
-            return self.samples
-        return self.lists[0] if isinstance(self.lists, tuple) else self.lists.shape[0] - 1
+        if isinstance(self.lists, tuple):
+            return self.lists[0]
+        return self.samples if self.lists is None else self.lists.shape[0] - 1
 
     def layout(self) -> OutputLayout:
         """The layout, as `fill` takes it."""
@@ -181,100 +183,90 @@ class FeatureInput(Output):
             self.samples = self.cells = entry.numel()
             self.length = 1 if table.length is None else table.length
             return
+        refuse = partial(_refusal, name, table_name)
         if isinstance(entry, NestedRagged) or (isinstance(entry, Tensor) and entry.dim() == 3):
-            entry = self._take_lists(name, table_name, entry)
+            entry = self._take_lists(refuse, entry)
         if isinstance(entry, Tensor):
             values = entry
         elif isinstance(entry, Ragged):
             values, offsets = entry.values, entry.offsets
             weights = entry.weights if table.use_weights else None
         else:
-            raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__, entry)
+            raise refuse(TypeError, "a Ragged or a Tensor", type(entry).__name__, entry)
         if values.dtype is not torch.int64:
             values = _widened(values, isinstance(entry, Tensor))
             if values.dtype is not torch.int64:
-                raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), entry)
+                raise refuse(TypeError, "ids of torch.int64", str(values.dtype), entry)
         if values.device != device and not values.is_cpu:
-            expected = (
-                "ids on the CPU, where its store is" if device == _CPU else f"ids on the CPU or {device}"
-            )
-            raise _refusal(name, table_name, ValueError, expected, f"ids on {values.device}")
+            where = ", where its store is" if device == _CPU else f" or {device}"
+            raise refuse(ValueError, f"ids on the CPU{where}", f"ids on {values.device}")
         if values.dim() != 1:
             if values.dim() != 2 or isinstance(entry, Ragged):
-                shape = tuple(values.shape)
-                raise _refusal(name, table_name, ValueError, "ids of 1 to 3 dimensions", f"shape {shape}")
+                raise refuse(ValueError, "ids of 1 to 3 dimensions", f"shape {tuple(values.shape)}")
             offsets = _regular_offsets(*values.shape, values.device)
             values = values.reshape(-1)
         if not values.is_contiguous():
             values = values.contiguous()
         width = entry.shape[1] if isinstance(entry, Tensor) and entry.dim() == 2 else None
         if table.padding_idx is not None:
-            values, offsets, weights = self._without_padding(name, table_name, values, offsets, weights)
+            values, offsets, weights = self._without_padding(refuse, values, offsets, weights)
         count = values.shape[0]
         self.samples = count
         if offsets is not None:
             if offsets.dtype is not torch.int64:
-                raise _refusal(name, table_name, TypeError, "offsets of torch.int64", str(offsets.dtype))
+                raise refuse(TypeError, "offsets of torch.int64", str(offsets.dtype))
             if not offsets.is_contiguous():
                 offsets = offsets.contiguous()
             self.samples = offsets.shape[0] - 1
         if weights is not None:
             if weights.shape != values.shape:
-                expected = f"{count} weights, one for each id"
-                raise _refusal(name, table_name, ValueError, expected, f"{tuple(weights.shape)}")
+                raise refuse(ValueError, f"{count} weights, one for each id", f"{tuple(weights.shape)}")
             weights = weights.detach().to(torch.float32).contiguous()
         self.cells, self.offsets, self.weights = count, offsets, weights
         self.length = self._longest(width) if table.length is None else table.length
         if table.combiner == "index":
-            values = self._take_index(name, table_name, values)
+            values = self._take_index(refuse, values)
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
 
-    def _take_lists(self, name: str, table_name: str, entry: Tensor | NestedRagged) -> Tensor | Ragged:
+    def _take_lists(self, refuse: Refuse, entry: Tensor | NestedRagged) -> Tensor | Ragged:
         """Lists of lists of ids as lists, each of which becomes a vector."""
         values = entry if isinstance(entry, Tensor) else entry.values
         if _widened(values[:0], isinstance(entry, Tensor)).dtype is not torch.int64:
-            raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), entry)
+            raise refuse(TypeError, "ids of torch.int64", str(values.dtype), entry)
         if self.table.combiner not in POOLED:
             expected = f"a list of ids for each sample with the combiner '{self.table.combiner}'"
-            raise _refusal(name, table_name, ValueError, expected, "lists of lists")
+            raise refuse(ValueError, expected, "lists of lists")
         if isinstance(entry, Tensor):
             self.lists = (entry.shape[0], entry.shape[1])
             return entry.flatten(0, 1)
         lists = entry.inner.shape[0] - 1
         if entry.outer.is_cpu and not _tiles(entry.outer, lists):
             received = f"offsets {entry.outer.tolist()[:10]}"
-            raise _refusal(name, table_name, ValueError, f"outer offsets from 0 to {lists} lists", received)
+            raise refuse(ValueError, f"outer offsets from 0 to {lists} lists", received)
         self.lists = entry.outer
         return entry.lists()
 
-    def _take_index(self, name: str, table_name: str, values: Tensor) -> Tensor:
+    def _take_index(self, refuse: Refuse, values: Tensor) -> Tensor:
         """The distinct ids, and those that occur again, in lists that take the place of samples."""
-        if self.offsets is not None and not _tiles(self.offsets, self.cells):
-            expected = f"offsets that rise from 0 to its {self.cells} ids"
-            raise _refusal(name, table_name, ValueError, expected, f"{self.offsets.tolist()[:10]}")
+        if self.offsets is not None:
+            _check_tiles(refuse, self.offsets, self.cells)
         distinct = find_distinct(values, self.offsets, self.weights, self.length)
-        self.offsets, self.row_index, self.weights, self.length = (
-            distinct.offsets,
-            distinct.row_index,
-            None,
-            1,
-        )
+        self.offsets, self.row_index, self.weights = distinct.offsets, distinct.row_index, None
+        self.length = 1
         self.samples, self.cells = distinct.offsets.shape[0] - 1, distinct.values.shape[0]
         return distinct.values
 
     def _without_padding(
-        self, name: str, table_name: str, values: Tensor, offsets: Tensor | None, weights: Tensor | None
+        self, refuse: Refuse, values: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The ids that are not `padding_idx`, in rows that are shorter by the others."""
         padding = self.table.padding_idx
         assert padding is not None
         if offsets is None:
             offsets = torch.arange(values.shape[0] + 1, device=values.device)
-        if not _tiles(offsets, values.shape[0]):
-            expected = f"offsets that rise from 0 to its {values.shape[0]} ids"
-            raise _refusal(name, table_name, ValueError, expected, f"{offsets.tolist()[:10]}")
+        _check_tiles(refuse, offsets, values.shape[0])
         keeps = values != (padding if padding < 2**63 else padding - 2**64)
         before = torch.zeros(values.shape[0] + 1, dtype=torch.int64, device=values.device)
         torch.cumsum(keeps, 0, out=before[1:])
@@ -293,23 +285,11 @@ class FeatureInput(Output):
         longest = int(self.offsets.diff().max()) if self.samples else 0
         return min(max(longest, 0), self.cells)
 
-    def _cells_out(self) -> int:
-        if mode_of(self.table) == "pooled":
-            return self.samples
-        return self.cells if self.table.combiner == "ragged" else self.samples * self.length
-
     def arrays(self) -> _native.FeatureArrays:
         """What the native call reads and writes, by address; allocates the output."""
-        self._out = output_buffers.empty(self._cells_out(), self.table.dim)
-        return _native.FeatureArrays(
-            values=self.values.data_ptr(),
-            cells=self.cells,
-            samples=self.samples,
-            out=self._out.data_ptr(),
-            offsets=0 if self.offsets is None else self.offsets.data_ptr(),
-            weights=0 if self.weights is None else self.weights.data_ptr(),
-            length=self.length,
-        )
+        tensors = self.tensors()
+        self._out = output_buffers.empty(tensors.layout.rows(mode_of(self.table)), self.table.dim)
+        return tensors.arrays(self._out)
 
     def tensors(self) -> FeatureTensors:
         """What a store reads that makes the output itself."""
@@ -458,6 +438,11 @@ def absent_ids(batch: Mapping[str, Any]) -> Ragged | None:
     return None
 
 
+def _check_tiles(refuse: Refuse, offsets: Tensor, count: int) -> None:
+    if not _tiles(offsets, count):
+        raise refuse(ValueError, f"offsets that rise from 0 to its {count} ids", f"{offsets.tolist()[:10]}")
+
+
 def _tiles(offsets: Tensor, count: int) -> bool:
     return bool((offsets[0] == 0) & (offsets[-1] == count) & (offsets.diff() >= 0).all())
 
@@ -499,21 +484,12 @@ def make_program(features: Mapping[str, Table]) -> LookupProgram:
 
 def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
     """The features of a program's description: the layout of their ids, without initialisers and policies."""
-    inputs = {}
+    tables = {}
     for feature, (name, dim, combiner, length, stack, *rest) in described.items():
-        use_weights, missing, padding = rest
+        options = dict(zip(("use_weights", "missing", "padding_idx"), rest, strict=True))
         hash_stack = None if stack is None else HashStack(*stack)
-        inputs[feature] = Table(
-            dim,
-            name,
-            combiner,
-            length,
-            hash_stack=hash_stack,
-            use_weights=use_weights,
-            missing=missing,
-            padding_idx=padding,
-        )
-    return inputs
+        tables[feature] = Table(dim, name, combiner, length, hash_stack=hash_stack, **options)
+    return tables
 
 
 def _to_json(feature: str, table: Table) -> list[Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "Floats",
     "Ids",
     "Integer",
+    "Kernel",
     "Lanes",
     "Stride",
     "checking_kernel",

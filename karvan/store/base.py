@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.native import _native
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared
 from karvan.store.types import (
     Capture,
     Counts,
@@ -31,9 +31,10 @@ from karvan.store.types import (
     Gradients,
     Keys,
     LookupContext,
+    PerTable,
     Push,
     Rows,
-    Rule,
+    Rules,
     StalenessStats,
     TableSpec,
 )
@@ -165,19 +166,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def apply(
-        self, pushes: Mapping[str, Sequence[Push]], rules: Mapping[str, Rule], steps: Mapping[str, int]
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         """Update each table once with the sum of its pushes, without gradients of rows that were removed."""
 
     @abstractmethod
     def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
         """The tables as they are now, read while training continues.
 
@@ -266,13 +260,7 @@ class Store(ABC):
         """
         raise TypeError(f"{type(self).__name__} takes gradients only for outputs that it has made.")
 
-    def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Any]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def update(self, program: LookupProgram, gradients: Passes[Any], rules: Rules, steps: PerTable) -> None:
         """Apply the sum of backward passes, each a result of `reduce`, to the tables that have a rule."""
         pushes: dict[str, list[Push]] = {}
         for slot, table in enumerate(program.tables):
@@ -314,6 +302,19 @@ class SharedStore(Store):
         tables: for each whether to `keep` the optimizer state that was saved, the `initial` state otherwise,
         and whether to read `extra`, too.
         """
+
+
+def clock_arrays(clock: Sequence[tuple[int, float]]) -> dict[str, NDArray[Any]]:
+    """What a policy knows of time, (step, time) now and then, for `extra`."""
+    steps, times = ([entry[part] for entry in clock] for part in (0, 1))
+    return {"clock_steps": np.array(steps, np.int64), "clock_times": np.array(times)} if clock else {}
+
+
+def clock_of(extra: Mapping[str, NDArray[Any]]) -> list[tuple[int, float]]:
+    """The clock in the result of `extra`."""
+    if "clock_steps" not in extra:
+        return []
+    return list(zip(extra["clock_steps"].tolist(), extra["clock_times"].tolist(), strict=True))
 
 
 def _push(gradients: _native.Gradients, slot: int, version: int) -> Push:

@@ -15,9 +15,20 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.native import _native
-from karvan.store.base import LocalTable, Store
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Capture, Counts, Found, Keys, LookupContext, Push, Rows, Rule, TableSpec
+from karvan.store.base import LocalTable, Store, clock_arrays, clock_of
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared
+from karvan.store.types import (
+    Capture,
+    Counts,
+    Found,
+    Keys,
+    LookupContext,
+    PerTable,
+    Push,
+    Rows,
+    Rules,
+    TableSpec,
+)
 
 
 class MemoryTable(LocalTable):
@@ -73,18 +84,13 @@ class MemoryTable(LocalTable):
         arrays: dict[str, NDArray[Any]] = {}
         if len(counts := self.native.filter_counts(log)):
             arrays["filter_counts"] = counts
-        if clock := self.native.clock():
-            arrays["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
-            arrays["clock_times"] = np.array([time for _, time in clock])
-        return arrays
+        return arrays | clock_arrays(self.native.clock())
 
     @override
     def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
         if "filter_counts" in extra:
             self.native.set_filter_counts(extra["filter_counts"])
-        steps: Sequence[int] = extra["clock_steps"].tolist() if "clock_steps" in extra else []
-        times: Sequence[float] = extra["clock_times"].tolist() if "clock_times" in extra else []
-        self.native.set_clock(list(zip(steps, times, strict=True)))
+        self.native.set_clock(clock_of(extra))
 
     @override
     def stats(self) -> dict[str, int]:
@@ -130,12 +136,7 @@ class MemoryStore(Store):
         return rows
 
     @override
-    def apply(
-        self,
-        pushes: Mapping[str, Sequence[Push]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         for name, its_pushes in pushes.items():
             self._tables[name].native.apply(list(its_pushes), rules[name].native(), steps[name])
 
@@ -189,11 +190,7 @@ class MemoryStore(Store):
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, _native.Gradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[_native.Gradients], rules: Rules, steps: PerTable
     ) -> None:
         """The rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from karvan.distributed.settings import WIRES
 from karvan.native import _native
-from karvan.store.types import RULE_NUMBERS, Keys, Rule, TableSpec, Vectors
+from karvan.store.types import RULE_NUMBERS, Counts, Keys, Rule, TableSpec, Vectors
 
 # Which rank owns a key: the one whose range of hashes contains the key's hash.
 
@@ -73,6 +73,14 @@ class Routed(NamedTuple):
 def words(keys: int) -> int:
     """How many 64-bit numbers a message with so many keys and their 32-bit numbers of uses has."""
     return keys + (keys + 1) // 2
+
+
+def message_of(keys: Keys, uses: Counts | int) -> Keys:
+    """A message of these keys, and of how often each is used."""
+    message = np.zeros(words(len(keys)), np.int64)
+    message[: len(keys)] = keys
+    message[len(keys) :].view(np.uint32)[: len(keys)] = uses
+    return message
 
 
 def cut(message: Tensor, sizes: Sequence[int]) -> list[Keys]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.native import _native
 from karvan.ragged import IdsReference
@@ -43,6 +45,12 @@ class OutputLayout(NamedTuple):
     offsets: Tensor | None
     row_index: RowIndex | None = None
 
+    def rows(self, mode: str) -> int:
+        """The rows of the output of a feature with this mode."""
+        if mode == "pooled":
+            return self.samples
+        return self.ids if mode == "cells" else self.samples * self.length
+
     def lengths(self) -> Tensor:
         """The number of ids of each sample."""
         if self.offsets is None:
@@ -66,6 +74,19 @@ class FeatureTensors(NamedTuple):
     keys: Tensor
     weights: Tensor | None
     layout: OutputLayout
+
+    def arrays(self, out: Tensor) -> _native.FeatureArrays:
+        """What the native core reads and writes, by address."""
+        samples, cells, length, offsets, _ = self.layout
+        return _native.FeatureArrays(
+            values=self.keys.data_ptr(),
+            cells=cells,
+            samples=samples,
+            out=out.data_ptr(),
+            offsets=0 if offsets is None else offsets.data_ptr(),
+            weights=0 if self.weights is None else self.weights.data_ptr(),
+            length=length,
+        )
 
 
 # A batch: arrays for the native core, tensors for a store that takes them, or a reference to remote ids.
@@ -100,6 +121,18 @@ class LookupProgram:
         return _native.Program([feature.native() for feature in self.features])
 
 
+@lru_cache(256)
+def program_of_ranks(tables: tuple[str, ...], dims: tuple[int, ...], ranks: int) -> LookupProgram:
+    """The program of what ranks ask an owner of rows for: single keys of each rank and table."""
+    return LookupProgram(
+        [
+            FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
+            for rank in range(ranks)
+            for table, dim in zip(tables, dims, strict=True)
+        ]
+    )
+
+
 class LookupState(Protocol):
     """What a store remembers of a batch, from `prepare` until its gradients are sent or held."""
 
@@ -116,6 +149,20 @@ class RemoteLookup(LookupState, Protocol):
         """Hand over the outputs of all features; the lookup does not hold them afterwards."""
 
 
+@dataclass(eq=False)
+class MadeOutputs(RemoteLookup):
+    """A lookup that has made its outputs, which are by the features' numbers in the program."""
+
+    plan: ClassVar[None] = None
+    _outs: dict[int, Tensor]
+    _layouts: Sequence[OutputLayout]
+
+    @override
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
+        outs, self._outs = self._outs, {}
+        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
+
+
 Prepared: TypeAlias = "_native.Plan | LookupState"  # what a store's `prepare` gives to its own `forward`
 
 
@@ -129,3 +176,7 @@ class LookupPlan(NamedTuple):
     native: _native.Plan | None
     versions: Mapping[str, int]
     remote: LookupState | None = None
+
+
+G = TypeVar("G")
+Passes: TypeAlias = Sequence[tuple[LookupPlan, G]]  # backward passes: the lookup and its gradients

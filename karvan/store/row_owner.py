@@ -18,9 +18,9 @@ from torch import Tensor
 from karvan.native import _native, output_buffers
 from karvan.store import messages
 from karvan.store.memory import MemoryStore
-from karvan.store.messages import Numbers, features, floats, words
-from karvan.store.program import LookupPlan, LookupProgram
-from karvan.store.types import FeatureSpec, Keys, LookupContext, Push, Rule, Vectors
+from karvan.store.messages import Numbers, features, floats, message_of
+from karvan.store.program import LookupPlan, LookupProgram, program_of_ranks
+from karvan.store.types import Keys, LookupContext, Push, Rules, Vectors
 
 Summed: TypeAlias = "_native.Gradients | dict[str, Push]"
 
@@ -43,7 +43,6 @@ class Owner:
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
-        self._programs: dict[tuple[str, ...], dict[int, LookupProgram]] = {}  # by tables and number of ranks
 
     def lookup(
         self,
@@ -59,7 +58,7 @@ class Owner:
         lookup whose batch is trained later.
         """
         dims = [self.store.table(table).spec.dim for table in tables]
-        program = self._program(tables, dims, len(asked))
+        program = program_of_ranks(tuple(tables), tuple(dims), len(asked))
         vectors = output_buffers.empty(sum(floats(asked, dims)))
         inputs = features(asked, received, dims, vectors.data_ptr())
         plan = self.store.forward(program, inputs, context, log)
@@ -94,7 +93,7 @@ class Owner:
         self,
         tables: Sequence[str],
         passes: Sequence[tuple[Answered, Summed]],
-        rules: Mapping[str, Rule],
+        rules: Rules,
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of some backward passes to the tables that have a rule."""
@@ -117,7 +116,7 @@ class Owner:
     def present(self, keys: Mapping[str, Keys]) -> dict[str, NDArray[np.bool_]]:
         """Which keys of some tables have rows; nothing is changed."""
         counts = [len(table_keys) for table_keys in keys.values()]
-        message = _used_once(np.concatenate(list(keys.values())))
+        message = message_of(np.concatenate(list(keys.values())), 1)
         answered = self.lookup(list(keys), [counts], [message], LookupContext(training=False))
         summed = self.reduce(answered, [answered.vectors.numpy()], complete=True, by_key=False)
         assert isinstance(summed, _native.Gradients)
@@ -127,26 +126,6 @@ class Owner:
             table: np.isin(table_keys, merged.keys_and_values(slot)[0])
             for slot, (table, table_keys) in enumerate(keys.items())
         }
-
-    def _program(self, tables: Sequence[str], dims: Sequence[int], ranks: int) -> LookupProgram:
-        programs = self._programs.setdefault(tuple(tables), {})
-        if ranks not in programs:
-            programs[ranks] = LookupProgram(
-                [
-                    FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
-                    for rank in range(ranks)
-                    for table, dim in zip(tables, dims, strict=True)
-                ]
-            )
-        return programs[ranks]
-
-
-def _used_once(keys: Keys) -> Keys:
-    """A message with each of these keys used once."""
-    message = np.zeros(words(len(keys)), np.int64)
-    message[: len(keys)] = keys
-    message[len(keys) :].view(np.uint32)[: len(keys)] = 1
-    return message
 
 
 def _push(summed: Summed, slot: int, table: str, version: int) -> Push:

@@ -13,37 +13,127 @@ on each channel. Everything else concerns this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from typing_extensions import override
 
 from karvan import distributed
+from karvan.distributed.settings import WIRES
 from karvan.native import _native, output_buffers
 from karvan.store import messages
+from karvan.store.base import LocalTable, Store
 from karvan.store.memory import MemoryStore
-from karvan.store.messages import Routed, cut, floats, words
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.rank_share import RankShare
+from karvan.store.messages import Routed, cut, features, floats, hashes_of, message_of, owners_of, words
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared, program_of_ranks
 from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import (
+    Capture,
     Counts,
-    FeatureSpec,
     Found,
     GradientFlags,
     Keys,
     LookupContext,
-    Rule,
+    PerTable,
+    Push,
+    Rules,
+    TableSpec,
+    Vectors,
 )
 
+# `RankShare`: what stores whose tables are spread over ranks have in common.
+#
+# Each rank holds the rows of its range of key hashes in a store of its own. Apart from batches, everything
+# concerns this rank's share alone.
 
+
+class RankShare(Store):
+    """A rank's share of every table, in a store `local`."""
+
+    def __init__(self, connection: distributed.Connection, local: Store) -> None:
+        self._connection = connection
+        self._ranks = connection.world_size
+        self._wire = WIRES[connection.settings.wire]
+        self._by_key = connection.settings.grad_reduce == "key"
+        self._averages = connection.settings.grad_reduce == "mean"  # over all ranks
+        self._local = local
+        self.crossing_keys = 0  # distinct keys of batches that were requested from other ranks, so far
+        self.bytes_sent = 0  # to other ranks, so far
+
+    @property
+    @override
+    def share(self) -> tuple[int, int]:
+        return self._connection.rank, self._ranks
+
+    @override
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
+        """A collective. Versions are those of the owner's own table."""
+        by_table: dict[str, list[Push]] = {}
+        for table, listed in pushes.items():
+            by_table[table] = []
+            for push in listed:
+                keys, values = self._to_owners(push.keys, push.gradients)
+                by_table[table].append(Push(keys, values, push.version))
+        self._local.apply(by_table, rules, steps)
+
+    def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
+        channel = self._connection.here
+        before = channel.bytes_sent
+        received = channel.exchange(floats.to(self._wire), to, of).float()
+        self.bytes_sent += channel.bytes_sent - before
+        return received
+
+    def _to_owners(self, keys: Keys, values: Vectors) -> tuple[Keys, Vectors]:
+        """Send keys and gradients to their owners; returns those received, in the order of ranks."""
+        channel = self._connection.here
+        owners = owners_of(hashes_of(keys), self._ranks)
+        order = np.argsort(owners, kind="stable")
+        counts = torch.from_numpy(np.bincount(owners, minlength=self._ranks).astype(np.int64)).view(-1, 1)
+        to, of, dim = counts[:, 0].tolist(), channel.swap(counts)[:, 0].tolist(), values.shape[1]
+        theirs = channel.exchange(torch.from_numpy(keys[order]), to, of)
+        scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
+        floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
+        return theirs.numpy(), floats.numpy().reshape(-1, dim)
+
+    def _scale(self) -> float:
+        return 1.0 / self._ranks if self._averages else 1.0
+
+    @override
+    def add_table(self, spec: TableSpec) -> None:
+        """Each rank holds its part of the rows that a policy allows."""
+        self._local.add_table(spec.share(*self.share))
+        # Without a reference to this store: a cycle would keep its rows until the next garbage collection.
+        self.table(spec.name).owns = partial(_owned_by, *self.share)
+
+    @override
+    def table(self, name: str) -> LocalTable:
+        table = self._local.table(name)
+        assert isinstance(table, LocalTable)
+        return table
+
+    @override
+    def capture(
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
+    ) -> Capture:
+        """Of this rank's share."""
+        return self._local.capture(tables, parts, since, track=track)
+
+
+def _owned_by(rank: int, ranks: int, keys: Keys) -> NDArray[np.bool_]:
+    mine: NDArray[np.bool_] = owners_of(hashes_of(keys), ranks) == rank
+    return mine
+
+
+@dataclass(eq=False)
 class OwnerGradients(GradientFlags):
     """Gradients that the owners of their rows have received. The flags are the same on all ranks."""
 
-    def __init__(self, finite: list[bool], touched: list[bool], owned: Summed) -> None:
-        super().__init__(finite, touched)
-        self.owned = owned
+    owned: Summed
 
 
 class RankLookup(NamedTuple):
@@ -120,11 +210,7 @@ class ShardedStore(RankShare):
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, OwnerGradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[OwnerGradients], rules: Rules, steps: PerTable
     ) -> None:
         """The owners have the gradients already."""
         finite = [all(bits) for bits in zip(*(sums.finite() for _, sums in gradients), strict=True)]
@@ -140,24 +226,17 @@ class ShardedStore(RankShare):
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         """A collective."""
-        dims = {table: self._memory.table(table).spec.dim for table in keys}
-        program = LookupProgram(
-            [FeatureSpec(table, table, dim=dim, mode="cells") for table, dim in dims.items()]
-        )
-        outs = {table: np.empty((len(k), dims[table]), np.float32) for table, (k, _) in keys.items()}
-        arrays = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
-        inputs = [
-            _native.FeatureArrays(
-                values=k.ctypes.data,
-                cells=len(k),
-                samples=len(k),
-                out=outs[table].ctypes.data,
-                uses=c.ctypes.data,
-            )
-            for table, (k, c) in arrays.items()
-        ]
-        self.forward(program, inputs, context)
-        return {table: Found(out, self.table(table).version) for table, out in outs.items()}
+        dims = [self._memory.table(table).spec.dim for table in keys]
+        counts = [len(unique) for unique, _ in keys.values()]
+        message = message_of(*(np.concatenate(parts) for parts in zip(*keys.values(), strict=True)))
+        vectors = np.empty(sum(floats([counts], dims)), np.float32)
+        inputs = features([counts], [message], dims, vectors.ctypes.data)
+        self.forward(program_of_ranks(tuple(keys), tuple(dims), 1), inputs, context)
+        ends = np.cumsum(np.multiply(counts, dims))
+        return {
+            table: Found(part.reshape(-1, dim), self.table(table).version)
+            for table, dim, part in zip(keys, dims, np.split(vectors, ends[:-1]), strict=True)
+        }
 
     def _routed(self, plan: _native.Plan, slots: int, alone: bool) -> Routed:
         channel = self._connection.here

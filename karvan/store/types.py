@@ -18,6 +18,7 @@ from karvan.native.rules import RULES
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
+PerTable: TypeAlias = Mapping[str, int]  # a number for each table
 _MODES = ("pooled", "padded", "cells")
 _COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "mean_by_density")
 _LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
@@ -160,6 +161,7 @@ class Rule:
         return rule
 
 
+Rules: TypeAlias = Mapping[str, Rule]  # by table
 RULE_NUMBERS = tuple(field.name for field in fields(Rule) if field.name != "kind")
 
 
@@ -218,12 +220,12 @@ class Gradients(Protocol):
         """Whether any key of a table has a gradient."""
 
 
+@dataclass(eq=False)
 class GradientFlags(Gradients):
     """Which tables have gradients, and which of these are finite, by the tables' slots."""
 
-    def __init__(self, finite: list[bool], touched: list[bool]) -> None:
-        self._finite = finite
-        self._touched = touched
+    _finite: list[bool]
+    _touched: list[bool]
 
     @override
     def finite(self) -> list[bool]:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan import ids
-from karvan.kernels.hashing import farm_rows, murmur_rows, murmur_words
-from karvan.kernels.id_arithmetic import hash_stacks, remainders
+from karvan.kernels.ids import farm_rows, hash_stacks, murmur_rows, murmur_words, remainders
 from karvan.ragged import Ragged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

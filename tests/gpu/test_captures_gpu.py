@@ -14,8 +14,7 @@ from capture_walk import CaptureWalk, as_dict
 from rows_conformance import assert_same_rows
 
 import karvan as kv
-from karvan.store.cuda import captures
-from karvan.store.cuda.rows import contents
+from karvan.store.cuda import captures, contents
 from karvan.store.cuda.store import CudaStore
 
 BATCH = 4096

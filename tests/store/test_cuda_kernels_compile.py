@@ -43,6 +43,8 @@ def launches(monkeypatch):
     real = interpreter.InterpretedFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
+        if not self.fn.__module__.startswith("karvan.store."):  # others have a test of their own
+            return real(self, *args, grid=grid, warmup=warmup, **kwargs)
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         signature, constants = {}, {}
         for name in self.arg_names:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.store.cuda.rows.arena import Bound
+from karvan.store.cuda.arena import Bound
+from karvan.store.cuda.launch import Counters
 from karvan.store.cuda.store import CudaStore
-from karvan.store.cuda.transfers import Counters
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 1), st.integers(0, 3)), max_size=30))
@@ -76,8 +76,8 @@ class LateCounters(Counters):
 def late_engine(monkeypatch, tables, delay):
     monkeypatch.setattr(LateCounters, "delay", delay)
     monkeypatch.setattr(LateCounters, "waits", 0)
-    monkeypatch.setattr("karvan.store.cuda.rows.table_memory.Counters", LateCounters)
-    monkeypatch.setattr("karvan.store.cuda.rows.arena._CHUNK_BYTES", 1)  # the least rows in each
+    monkeypatch.setattr("karvan.store.cuda.table_memory.Counters", LateCounters)
+    monkeypatch.setattr("karvan.store.cuda.arena._CHUNK_BYTES", 1)  # the least rows in each
     engine = kv.EmbeddingEngine(tables, store=CudaStore("cpu"))
     return engine, kv.optim.SGD(engine, lr=0.1)
 

@@ -14,8 +14,7 @@ from store_kinds import explore
 
 import karvan as kv
 from karvan.store import LookupContext, MemoryStore, Push, Rule
-from karvan.store.cuda import captures
-from karvan.store.cuda.rows import contents
+from karvan.store.cuda import captures, contents
 from karvan.store.cuda.store import CudaStore
 
 

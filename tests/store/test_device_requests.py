@@ -15,11 +15,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.store import LookupContext
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.owner import Sections
-from karvan.store.cuda.sharded.request import KeyRequest
-from karvan.store.cuda.sharded.store import ShardedCudaStore
+from karvan.store.cuda.key_request import KeyRequest
+from karvan.store.cuda.row_owner import Sections
+from karvan.store.cuda.sharded import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
+from karvan.store.cuda.table_memory import TableMemory
 from karvan.store.messages import hashes_of, owners_of
 from karvan.store.program import FeatureTensors, LookupProgram, OutputLayout
 from karvan.store.types import FeatureSpec, Push, Rule, TableSpec

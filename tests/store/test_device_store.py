@@ -9,7 +9,7 @@ from store_kinds import StoreKind, make_cuda
 
 import karvan as kv
 from karvan.native.rules import RULES
-from karvan.store.cuda.batch import updates
+from karvan.store.cuda import updates
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import karvan as kv
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.store import LookupContext
-from karvan.store.cuda.sharded.store import ShardedCudaStore
+from karvan.store.cuda import arena
+from karvan.store.cuda.arena import DeviceBudget
+from karvan.store.cuda.sharded import ShardedCudaStore
 from karvan.store.cuda.store import CudaStore
-from karvan.store.cuda.tier import host_memory
-from karvan.store.cuda.tier.host_memory import DeviceBudget
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_layouts_share_the_memory_that_rows_may_take():
     arenas = [table.arena for table in engine.store.memory.tables.values()]
     assert [arena.row_bytes for arena in arenas] == [48, 64]
     assert [arena.device_rows for arena in arenas] == [2000 // (48 + 8), 2000 // (64 + 8)]
-    for arena, each in zip(arenas, stats, strict=True):
-        assert each["host_bytes"] == (90 - (arena.device_rows - 1)) * arena.row_bytes
+    for rows, each in zip(arenas, stats, strict=True):
+        assert each["host_bytes"] == (90 - (rows.device_rows - 1)) * rows.row_bytes
         assert each["host_bytes"] + each["device_bytes"] == each["bytes"]
 
 
@@ -73,11 +73,11 @@ def test_a_batch_that_is_dropped_before_its_lookup_is_forgotten():
     engine({"a": torch.arange(90)})
     engine.forget_prepared()
     engine({"a": torch.arange(90)})
-    assert not engine.store._batches._exchange._expected
+    assert not engine.store._exchange._expected
 
 
 def test_no_memory_on_the_machine_is_an_error_that_names_the_tables(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(arena, "available_bytes", lambda: 1 << 20)
     engine = kv.EmbeddingEngine({"a": kv.Table(4, name="shops")}, store=CudaStore("cpu", 2000))
     engine({"a": torch.arange(30)})
     with pytest.raises(torch.OutOfMemoryError, match=r"on the machine .*Tables: shops .*30 rows.*evict="):
@@ -127,7 +127,7 @@ def test_ranks_bring_the_rows_that_they_will_be_asked_for():
     assert after["tier_misses"] == before["tier_misses"]
     assert after["tier_hits"] > before["tier_hits"]
     assert_same_rows(plain.engine.table("f").snapshot(), one.engine.table("f").snapshot())
-    assert store._tables._batches._exchange._expected == []
+    assert store._tables._exchange._expected == []
 
 
 def test_the_first_rows_of_a_layout_do_not_take_one_more_than_there_is_memory_for():

@@ -333,11 +333,9 @@ def _of_passes(join: Callable[[Iterable[bool]], bool], flags: list[list[bool]]) 
 _observed_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)
 
 
-def limits(
-    clip_value: float | None, clip_norm: float | None, weight_bound: float | None
-) -> dict[str, float | None]:
-    """The settings every optimizer has, as defaults of its groups."""
-    return {"clip_value": clip_value, "clip_norm": clip_norm, "weight_bound": weight_bound}
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the arguments of a constructor, which are its `locals()` at the beginning."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
 
 
 _POSITIVE = ("clip_value", "clip_norm", "weight_bound")
@@ -362,16 +360,14 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 def _groups(params: Targets) -> list[Group]:
-    if isinstance(params, nn.Module | TableHandle):
-        return [{"params": [params]}]
-    listed = list(params)
-    if listed and all(isinstance(item, dict) for item in listed):
-        groups = [dict(item) for item in listed if isinstance(item, dict)]
-        for group in groups:
-            if isinstance(group["params"], nn.Module | TableHandle):
-                group["params"] = [group["params"]]
-        return groups
-    return [{"params": listed}]
+    listed = [params] if isinstance(params, nn.Module | TableHandle) else list(params)
+    groups = [dict(item) for item in listed if isinstance(item, dict)]
+    if not groups or len(groups) < len(listed):
+        return [{"params": listed}]
+    for group in groups:
+        if isinstance(group["params"], nn.Module | TableHandle):
+            group["params"] = [group["params"]]
+    return groups
 
 
 def _owned(targets: Iterable[Any]) -> list[TableHandle]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, settings_of
 from karvan.store import Rule
 
 # Stochastic gradient descent, with or without momentum.
@@ -48,8 +49,7 @@ class SGD(SparseOptimizer):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+        super().__init__(params, settings_of(locals()))
 
     def check_group(self, group: Group) -> None:
         """Raise if `nesterov` lacks a momentum."""
@@ -58,10 +58,8 @@ class SGD(SparseOptimizer):
 
     def rule(self, group: Group, step: int) -> Rule:
         """Return the rule "sgd", "momentum" or "nesterov"."""
-        rule = Rule(("nesterov" if group["nesterov"] else "momentum") if group["momentum"] else "sgd")
-        rule.beta1 = group["momentum"]
-        rule.weight_decay = group["weight_decay"]
-        return rule
+        kind = ("nesterov" if group["nesterov"] else "momentum") if group["momentum"] else "sgd"
+        return Rule(kind, beta1=group["momentum"], weight_decay=group["weight_decay"])
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """Return a momentum of zeros, or nothing."""
@@ -122,17 +120,7 @@ class Adagrad(SparseOptimizer):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "initial_accumulator_value": initial_accumulator_value,
-            "weight_decay": weight_decay,
-            "decay": decay,
-            "row_wise": row_wise,
-            "accumulate": accumulate,
-        }
-        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+        super().__init__(params, settings_of(locals()))
 
     def check_group(self, group: Group) -> None:
         """Raise if the first gradient of a row would be divided by 0."""
@@ -159,12 +147,13 @@ class Adagrad(SparseOptimizer):
 
     def rule(self, group: Group, step: int) -> Rule:
         """Return the rule "adagrad" or "adagrad_row"."""
-        rule = Rule("adagrad_row" if group["row_wise"] else "adagrad")
-        rule.beta1 = group["decay"]
-        rule.eps = group["eps"]
-        rule.weight_decay = group["weight_decay"]
-        rule.accumulate_last = group["accumulate"] == "last"
-        return rule
+        return Rule(
+            "adagrad_row" if group["row_wise"] else "adagrad",
+            beta1=group["decay"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            accumulate_last=group["accumulate"] == "last",
+        )
 
     def rate(self, group: Group, step: int) -> float:
         """Return the learning rate after `lr_decay`."""
@@ -219,8 +208,7 @@ class Adam(SparseOptimizer):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+        super().__init__(params, settings_of(locals()))
 
     def check_group(self, group: Group) -> None:
         """Raise if `eps` is 0."""
@@ -231,16 +219,13 @@ class Adam(SparseOptimizer):
 
     def rule(self, group: Group, step: int) -> Rule:
         """Return the rule "adam" or "amsgrad"."""
-        rule = self._moments("adam", group, step)
-        rule.weight_decay = group["weight_decay"]
-        return rule
+        return self._moments("adam", group, step, weight_decay=group["weight_decay"])
 
-    def _moments(self, kind: str, group: Group, step: int) -> Rule:
-        rule = Rule("amsgrad" if group["amsgrad"] else kind)
-        rule.beta1, rule.beta2 = group["betas"]
-        rule.eps = group["eps"]
-        rule.alpha = float(group["lr"]) * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
-        return rule
+    def _moments(self, kind: str, group: Group, step: int, **decay: Any) -> Rule:
+        beta1, beta2 = group["betas"]
+        alpha = float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        name = "amsgrad" if group["amsgrad"] else kind
+        return Rule(name, beta1=beta1, beta2=beta2, eps=group["eps"], alpha=alpha, **decay)
 
     def state_kind(self, group: Group) -> str:
         """Return "adam" or "amsgrad"."""
@@ -286,23 +271,11 @@ class AdamW(Adam):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad=amsgrad,
-            clip_value=clip_value,
-            clip_norm=clip_norm,
-            weight_bound=weight_bound,
-        )
+        super().__init__(params, **settings_of(locals()))
 
     def rule(self, group: Group, step: int) -> Rule:
         """Return the rule "adamw", or "amsgrad" with decay."""
-        rule = self._moments("adamw", group, step)
-        rule.shrink = 1 - self._decay(group)
-        return rule
+        return self._moments("adamw", group, step, shrink=1 - self._decay(group))
 
     def _decay(self, group: Group) -> float:
         return float(group["lr"]) * float(group["weight_decay"])
@@ -375,14 +348,7 @@ class FTRL(SparseOptimizer):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta": beta,
-            "l1": l1,
-            "l2": l2,
-            "initial_accumulator_value": initial_accumulator_value,
-        }
-        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+        super().__init__(params, settings_of(locals()))
 
     def check_group(self, group: Group) -> None:
         """Raise if a gradient would be divided by 0."""
@@ -400,11 +366,7 @@ class FTRL(SparseOptimizer):
             raise ValueError(
                 f"FTRL divides by lr, but lr is {group['lr']} now: expected a scheduler that stays above 0."
             )
-        rule = Rule("ftrl")
-        rule.beta1 = group["beta"]
-        rule.l1 = group["l1"]
-        rule.l2 = group["l2"]
-        return rule
+        return Rule("ftrl", beta1=group["beta"], l1=group["l1"], l2=group["l2"])
 
     def state_kind(self, group: Group) -> str:
         """Return "ftrl"."""
@@ -454,17 +416,7 @@ class FTRLTF(FTRL):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            beta=beta,
-            l1=l1,
-            l2=l2,
-            initial_accumulator_value=initial_accumulator_value,
-            clip_value=clip_value,
-            clip_norm=clip_norm,
-            weight_bound=weight_bound,
-        )
+        super().__init__(params, **settings_of(locals()))
 
     def rule(self, group: Group, step: int) -> Rule:
         """Return the rule "ftrl" with TensorFlow's l2."""

@@ -207,7 +207,7 @@ def cross_by_kernels(crosses: Sequence[Sequence[Ragged]]) -> list[tuple[Tensor, 
 
     The number of combinations depends on the data: this waits for the GPU, once for all crosses.
     """
-    from karvan.kernels.cross import combinations
+    from karvan.kernels.ids import combinations
 
     distinct = [[_distinct_ids(column) for column in columns] for columns in crosses]
     counts = [torch.stack([column.lengths for column in columns]).prod(0) for columns in distinct]
@@ -230,7 +230,7 @@ def murmur_words(words: Tensor) -> Tensor:
     """MurmurHash64A of each row of 64-bit words, by a kernel on a GPU, in torch's arithmetic elsewhere."""
     count, width = words.shape
     if kernels.on_gpu(words):
-        from karvan.kernels.hashing import murmur_words as hash_words
+        from karvan.kernels.ids import murmur_words as hash_words
 
         return hash_words(words)
     if words.is_cpu:

@@ -14,19 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.store.cuda.kernels.captures import gather_rows, save_rows
-from karvan.store.cuda.rows import contents
-from karvan.store.cuda.rows.arena import RowArena, RowLayout, RowWatcher
-from karvan.store.cuda.rows.contents import RowFields, RowStaging, Words, unpack
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.transfers import Counters, Uploads
+from karvan.store.cuda import contents
+from karvan.store.cuda.arena import RowArena, RowLayout, RowWatcher
+from karvan.store.cuda.contents import RowFields, RowStaging, Words, unpack
+from karvan.store.cuda.kernels.maintenance import gather_rows, save_rows
+from karvan.store.cuda.launch import Counters, Uploads
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory
 from karvan.store.types import Capture, Keys, Rows
 
 # `SavedRows`: copies of rows that a capture has not read before they changed, in page-locked memory.
 #
 # Kernels write there directly, and count the places on the device. The host knows an upper bound of that
-# number without waiting, as it does of rows (`rows/arena.py`), and has memory for it.
+# number without waiting, as it does of rows (`arena.py`), and has memory for it.
 
 
 _CHUNK_BYTES = 8 << 20
@@ -194,20 +193,12 @@ class PendingRows(RowWatcher):
                 return
             arena, memory = self._arena, self._memory
             self._saved.reserve(most)
+            listed = (rows, memory.empty, rows.numel()) if work is None else (rows, work, 0)
+            saved = (self._saved.counter.values, self._saved.places, arena.chunks)
             save_rows[(memory.programs,)](
-                rows,
-                memory.empty if work is None else work,
-                rows.numel() if work is None else 0,
-                self._pending,
-                self._pending.numel(),
-                self._saved.counter.values,
-                self._saved.places,
-                arena.chunks,
-                memory.programs,
-                SHIFT=arena.shift,
-                PLACES=self._saved.size,
-                RUNS=work is not None,
-                **contents.copy_constants(self.layout),
+                *(*listed, self._pending, self._pending.numel(), *saved),
+                **{"PLACES": self._saved.size, "RUNS": work is not None},
+                **contents.copy_constants(arena),
             )
             self._saved.note_save(most)
 
@@ -271,18 +262,10 @@ class PendingRows(RowWatcher):
             return None if self._stream is None else self._gathered
 
     def _launch(self, buffer: Tensor, first: int, count: int) -> None:
-        constants = contents.copy_constants(self.layout)
+        constants = contents.copy_constants(self._arena)
+        addresses = (self._report.data_ptr(), self._chunks.data_ptr(), buffer.data_ptr())
         gather_rows[(max(1, -(-count // constants["GROUP"])),)](
-            self._rows,
-            first,
-            count,
-            self._pending,
-            self._saved.counter.values,
-            self._report.data_ptr(),
-            self._chunks.data_ptr(),
-            buffer.data_ptr(),
-            SHIFT=self._arena.shift,
-            **constants,
+            self._rows, first, count, self._pending, self._saved.counter.values, *addresses, **constants
         )
 
     def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:

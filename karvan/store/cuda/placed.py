@@ -6,21 +6,23 @@ there, and their gradients are copied back; both wait for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.native import _native
 from karvan.store.base import Store, StoredTable
 from karvan.store.program import (
     FeatureTensors,
     LookupInputs,
     LookupPlan,
     LookupProgram,
+    MadeOutputs,
     OutputLayout,
+    Passes,
     Prepared,
     RemoteLookup,
 )
@@ -32,78 +34,55 @@ from karvan.store.types import (
     Gradients,
     Keys,
     LookupContext,
+    PerTable,
     Push,
     Rows,
-    Rule,
+    Rules,
     TableSpec,
+    finite_flags,
 )
 
 
 class _Half(NamedTuple):
     """The features of an engine whose tables are in one of the two stores."""
 
+    place: str
+    store: Store
     program: LookupProgram
     features: list[int]  # their numbers in the engine
     slots: list[int]  # of the tables in the engine, by their slots in this program
 
 
-class _Batch:
+class _Batch(NamedTuple):
     """A batch before its lookup."""
 
-    plan = None
-
-    def __init__(
-        self, host: list[FeatureTensors], device: Prepared | None, layouts: list[OutputLayout]
-    ) -> None:
-        self.host = host
-        self.device = device
-        self.layouts = layouts
+    host: list[FeatureTensors]
+    device: Prepared
+    layouts: list[OutputLayout]
+    plan: None = None
 
 
-class _PlacedLookup(RemoteLookup):
-    """A batch after its lookup in both stores."""
+@dataclass(eq=False)
+class _PlacedLookup(MadeOutputs):
+    """A batch after its lookup in the stores that have tables of it; held: what the native plan points to."""
 
-    plan = None
-
-    def __init__(
-        self,
-        halves: tuple[_Half, _Half],
-        plans: tuple[LookupPlan | None, LookupPlan | None],
-        outs: dict[int, Tensor],
-        layouts: list[OutputLayout],
-        tensors: list[FeatureTensors],
-    ) -> None:
-        self.halves, self.plans, self.held = halves, plans, tensors
-        self._outs, self._layouts = outs, layouts
-
-    @override
-    def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        outs, self._outs = self._outs, {}
-        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
+    plans: list[tuple[_Half, LookupPlan]]
+    held: list[FeatureTensors]
+    tables: int
 
 
+@dataclass(eq=False)
 class PlacedGradients(GradientFlags):
-    """The gradients of both halves of a batch."""
+    """The gradients of both halves of a batch, by their places."""
 
-    def __init__(
-        self,
-        finite: list[bool],
-        touched: list[bool],
-        halves: tuple[tuple[LookupPlan, Gradients] | None, ...],
-        slots: tuple[list[int], ...],
-    ) -> None:
-        super().__init__(finite, touched)
-        self.halves = halves
-        self._slots = slots
+    halves: dict[str, tuple[_Half, LookupPlan, Gradients]]
 
     def check_finite(self) -> list[bool]:
         """Say of each table whether its gradients are finite; this waits for the device."""
         finite = list(self.finite())
-        for half, slots in zip(self.halves, self._slots, strict=True):
-            if half is not None:
-                check = getattr(half[1], "check_finite", half[1].finite)
-                for slot, good in zip(slots, check(), strict=False):
-                    finite[slot] &= good
+        for half, _, sums in self.halves.values():
+            for slot, good in zip(half.slots, finite_flags(sums), strict=False):
+                finite[slot] &= good
         return finite
 
 
@@ -113,7 +92,7 @@ class PlacedStore(Store):
     def __init__(self, host: Store, device: Store, places: Mapping[str, str]) -> None:
         self._stores = {"cpu": host, "cuda": device}
         self._places = dict(places)
-        self._halves: dict[LookupProgram, tuple[_Half, _Half]] = {}
+        self._halves: dict[LookupProgram, list[_Half]] = {}
 
     def of(self, table: str) -> Store:
         """The store that has a table."""
@@ -129,15 +108,15 @@ class PlacedStore(Store):
     def takes_tensors(self) -> bool:
         return True
 
-    def _split(self, program: LookupProgram) -> tuple[_Half, _Half]:
+    def _split(self, program: LookupProgram) -> list[_Half]:
+        """The halves of a program: the host's, then the device's."""
         if program not in self._halves:
-            slot_of = {name: slot for slot, name in enumerate(program.tables)}
-            halves = []
-            for place in ("cpu", "cuda"):
+            halves = self._halves[program] = []
+            for place, store in self._stores.items():
                 numbers = [n for n, f in enumerate(program.features) if self._places[f.table] == place]
-                host_program = LookupProgram([program.features[n] for n in numbers])
-                halves.append(_Half(host_program, numbers, [slot_of[name] for name in host_program.tables]))
-            self._halves[program] = (halves[0], halves[1])
+                part = LookupProgram([program.features[n] for n in numbers])
+                slots = [program.tables.index(name) for name in part.tables]
+                halves.append(_Half(place, store, part, numbers, slots))
         return self._halves[program]
 
     @override
@@ -155,38 +134,37 @@ class PlacedStore(Store):
             for tensors in inputs
         ]
         on_device = tuple(inputs[n] for n in device.features)
-        device_batch = self._stores["cuda"].prepare(device.program, on_device, context)
-        return _Batch(host_inputs, device_batch, layouts)
+        return _Batch(host_inputs, device.store.prepare(device.program, on_device, context), layouts)
 
     @override
     def forward(
         self, program: LookupProgram, inputs: LookupInputs | Prepared, context: LookupContext
     ) -> LookupPlan:
-        batch = self.prepare(program, inputs) if isinstance(inputs, tuple) else inputs
+        batch = inputs if isinstance(inputs, _Batch) else self.prepare(program, cast(LookupInputs, inputs))
         assert isinstance(batch, _Batch)
-        halves = self._split(program)
-        host, device = halves
+        host, device = self._split(program)
         for layout in batch.layouts:
             if layout.offsets is not None and layout.offsets.is_cuda:  # perhaps made on another stream
                 layout.offsets.record_stream(torch.cuda.current_stream(self.device))
-        plans: list[LookupPlan | None] = [None, None]
+        plans: list[tuple[_Half, LookupPlan]] = []
         outs: dict[int, Tensor] = {}
         if device.features:
-            assert batch.device is not None
-            plans[1] = device_plan = self._stores["cuda"].forward(device.program, batch.device, context)
-            remote = cast(RemoteLookup, device_plan.remote)
-            outs |= dict(zip(device.features, (out for out, _ in remote.take()), strict=True))
+            plan = device.store.forward(device.program, batch.device, context)
+            plans.append((device, plan))
+            outs |= zip(
+                device.features, (out for out, _ in cast(RemoteLookup, plan.remote).take()), strict=True
+            )
         if host.features:
             specs = host.program.features
             outputs = [
-                torch.empty(_out_rows(spec.mode, tensors.layout), spec.dim)
+                torch.empty(tensors.layout.rows(spec.mode), spec.dim)
                 for spec, tensors in zip(specs, batch.host, strict=True)
             ]
-            arrays = [_arrays(tensors, out) for tensors, out in zip(batch.host, outputs, strict=True)]
-            plans[0] = self._stores["cpu"].forward(host.program, arrays, context)
-            outs |= dict(zip(host.features, (_to_device(out, self.device) for out in outputs), strict=True))
+            arrays = [tensors.arrays(out) for tensors, out in zip(batch.host, outputs, strict=True)]
+            plans.append((host, host.store.forward(host.program, arrays, context)))
+            outs |= zip(host.features, (_to_device(out, self.device) for out in outputs), strict=True)
         versions = {name: self.table(name).version for name in program.tables}
-        lookup = _PlacedLookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
+        lookup = _PlacedLookup(outs, batch.layouts, plans, batch.host, len(program.tables))
         return LookupPlan(None, versions, lookup)
 
     @override
@@ -195,56 +173,40 @@ class PlacedStore(Store):
     ) -> PlacedGradients:
         lookup = plan.remote
         assert isinstance(lookup, _PlacedLookup)
-        slots = 1 + max(slot for half in lookup.halves for slot in half.slots)
-        finite, touched = [True] * slots, [False] * slots
-        halves: list[tuple[LookupPlan, Gradients] | None] = [None, None]
-        for number, (half, half_plan) in enumerate(zip(lookup.halves, lookup.plans, strict=True)):
-            if half_plan is None:
-                continue
+        finite, touched = [True] * lookup.tables, [False] * lookup.tables
+        halves: dict[str, tuple[_Half, LookupPlan, Gradients]] = {}
+        for half, half_plan in lookup.plans:
             mine = [gradients[n] for n in half.features]
-            if number == 1:
-                sums: Gradients = self._stores["cuda"].hold(half_plan, mine, scale)
+            if half.store.takes_tensors:
+                sums: Gradients = half.store.hold(half_plan, mine, scale)
             else:
-                host_gradients = [None if g is None else (g / scale).cpu().contiguous() for g in mine]
-                addresses = [0 if g is None else g.data_ptr() for g in host_gradients]
-                strides = [0 if g is None else g.stride(0) for g in host_gradients]
-                sums = self._stores["cpu"].reduce(half_plan, addresses, strides)
-            halves[number] = half_plan, sums
+                on_host = [None if g is None else (g / scale).cpu().contiguous() for g in mine]
+                addresses = [0 if g is None else g.data_ptr() for g in on_host]
+                strides = [0 if g is None else g.stride(0) for g in on_host]
+                sums = half.store.reduce(half_plan, addresses, strides)
+            halves[half.place] = half, half_plan, sums
             for slot, good, any_ in zip(half.slots, sums.finite(), sums.touched(), strict=False):
                 finite[slot], touched[slot] = good, any_
-        return PlacedGradients(finite, touched, tuple(halves), tuple(half.slots for half in lookup.halves))
+        return PlacedGradients(finite, touched, halves)
 
     @override
-    def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Any]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
-        for number, (half, place) in enumerate(zip(self._split(program), ("cpu", "cuda"), strict=True)):
-            passes = [half.halves[number] for _, half in gradients if half.halves[number] is not None]
-            place_rules = {name: rule for name, rule in rules.items() if self._places[name] == place}
+    def update(self, program: LookupProgram, gradients: Passes[Any], rules: Rules, steps: PerTable) -> None:
+        for half in self._split(program):
+            passes = [sums.halves[half.place][1:] for _, sums in gradients if half.place in sums.halves]
+            place_rules = {name: rule for name, rule in rules.items() if self._places[name] == half.place}
             if passes and place_rules:
-                self._stores[place].update(
-                    half.program, passes, place_rules, {name: steps[name] for name in place_rules}
-                )
+                place_steps = {name: steps[name] for name in place_rules}
+                half.store.update(half.program, passes, place_rules, place_steps)
 
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         rows: dict[str, Found] = {}
-        for place, store in self._stores.items():
-            place_keys = {name: asked for name, asked in keys.items() if self._places[name] == place}
-            rows |= store.lookup(place_keys, context) if place_keys else {}
+        for store, names in self._by_store(keys):
+            rows |= store.lookup({name: keys[name] for name in names}, context)
         return rows
 
     @override
-    def apply(
-        self,
-        pushes: Mapping[str, Sequence[Push]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         for name, listed in pushes.items():
             self.of(name).apply({name: listed}, rules, steps)
 
@@ -258,38 +220,38 @@ class PlacedStore(Store):
 
     @override
     def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
-        captures = {}
-        for place, store in self._stores.items():
-            if place_tables := [name for name in tables if self._places[name] == place]:
-                captures[place] = store.capture(place_tables, parts, since, track=track)
-        return _PlacedCaptures(captures, self._places)
+        captures: dict[str, Capture] = {}
+        for store, names in self._by_store(tables):
+            captures |= dict.fromkeys(names, store.capture(names, parts, since, track=track))
+        return _PlacedCaptures(captures)
+
+    def _by_store(self, tables: Iterable[str]) -> Iterator[tuple[Store, list[str]]]:
+        """The stores that have some of these tables, with those."""
+        for store in self._stores.values():
+            if names := [name for name in tables if self.of(name) is store]:
+                yield store, names
 
 
 class _PlacedCaptures(Capture):
-    """Captures of both stores."""
+    """Captures of both stores, by table."""
 
-    def __init__(self, captures: Mapping[str, Capture], places: Mapping[str, str]) -> None:
-        self._captures, self._places = captures, places
-        self.versions = {name: v for capture in captures.values() for name, v in capture.versions.items()}
+    def __init__(self, captures: Mapping[str, Capture]) -> None:
+        self._captures = captures
+        self.versions = {name: capture.versions[name] for name, capture in captures.items()}
 
     @override
     def part(self, table: str, part: int) -> Rows:
-        return self._captures[self._places[table]].part(table, part)
+        return self._captures[table].part(table, part)
 
     @override
     def erased(self, table: str) -> Keys:
-        return self._captures[self._places[table]].erased(table)
+        return self._captures[table].erased(table)
 
     @override
     def close(self) -> None:
-        for capture in self._captures.values():
+        for capture in dict.fromkeys(self._captures.values()):
             capture.close()
 
 
@@ -302,22 +264,3 @@ def _to_host(tensors: FeatureTensors) -> FeatureTensors:
 
 def _to_device(out: Tensor, device: torch.device) -> Tensor:
     return out.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else out
-
-
-def _out_rows(mode: str, layout: OutputLayout) -> int:
-    if mode == "cells":
-        return layout.ids
-    return layout.samples * layout.length if mode == "padded" else layout.samples
-
-
-def _arrays(tensors: FeatureTensors, out: Tensor) -> _native.FeatureArrays:
-    layout = tensors.layout
-    return _native.FeatureArrays(
-        values=tensors.keys.data_ptr(),
-        cells=layout.ids,
-        samples=layout.samples,
-        out=out.data_ptr(),
-        offsets=0 if layout.offsets is None else layout.offsets.data_ptr(),
-        weights=0 if tensors.weights is None else tensors.weights.data_ptr(),
-        length=layout.length,
-    )

@@ -10,12 +10,10 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from karvan.store.base import LocalTable
+from karvan.store.base import LocalTable, clock_arrays, clock_of
+from karvan.store.cuda import contents
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows import contents, policies
-from karvan.store.cuda.rows.memory_errors import MemoryReport
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory, memory_report
 from karvan.store.types import Keys, Rows
 
 
@@ -30,8 +28,8 @@ class CudaTable(LocalTable):
     @property
     def settled(self) -> DeviceTable:
         """The table on the device, once rows beyond the capacity of its policy have been evicted."""
-        with MemoryReport(self._memory):
-            policies.settle(self._memory)
+        with memory_report(self._memory):
+            contents.settle(self._memory)
         return self._table
 
     @override
@@ -76,7 +74,7 @@ class CudaTable(LocalTable):
 
     @override
     def evict(self, *, step: int, now: float) -> int:
-        return policies.evict(self._memory, self.settled, step, now)
+        return contents.evict(self._memory, self.settled, step, now)
 
     @override
     def _erase(self, keys: Keys) -> int:
@@ -120,7 +118,7 @@ class CudaTable(LocalTable):
                 raise ValueError(
                     f"Table '{self.name}': expected {what} of shape ({count}, {floats}), got {array.shape}."
                 )
-        with MemoryReport(self._memory):
+        with memory_report(self._memory):
             contents.load_rows(self._memory, table, rows)
 
     @override
@@ -129,10 +127,7 @@ class CudaTable(LocalTable):
         arrays: dict[str, NDArray[Any]] = {}
         if table.filter is not None:
             arrays["filter_counts"] = table.filter.clamp(max=255).to(torch.uint8).cpu().numpy()
-        if table.clock:
-            arrays["clock_steps"] = np.array([step for step, _ in table.clock], dtype=np.int64)
-            arrays["clock_times"] = np.array([time for _, time in table.clock])
-        return arrays
+        return arrays | clock_arrays(table.clock)
 
     @override
     def load_extra(self, extra: Mapping[str, NDArray[Any]]) -> None:
@@ -145,9 +140,7 @@ class CudaTable(LocalTable):
                     f"{counts.numel()}."
                 )
             table.filter.copy_(counts)
-        steps = extra["clock_steps"].tolist() if "clock_steps" in extra else []
-        times = extra["clock_times"].tolist() if "clock_times" in extra else []
-        table.clock = list(zip(steps, times, strict=True))
+        table.clock = clock_of(extra)
 
     @override
     def stats(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -119,21 +119,17 @@ def begin_pull(
 # `ServerBatches`: the batches whose ids are local, for which a trainer asks parameter servers itself.
 
 
+@dataclass
 class ServerBatches:
     """Lookups at the servers, and the gradients that return to them."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        store: int,
-        wire: str,
-        lookups: LookupsInFlight,
-    ) -> None:
-        self._servers = servers
-        self._store = store
-        self._wire = wire
-        self._lookups = lookups
-        self.keys_asked = 0  # distinct keys of batches so far
+    _servers: Servers
+    _store: int
+    _wire: str
+    _lookups: LookupsInFlight
+    keys_asked: int = 0  # distinct keys of batches so far
+
+    def __post_init__(self) -> None:
         # Seconds from a call to its answer, of the last ones.
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
 

@@ -9,38 +9,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from karvan.distributed.step_commits import StepCommits
 from karvan.native import _native
 from karvan.store.remote.servers import ServerBatches, ServerLookup
-from karvan.store.remote.staleness_window import Countdown, LookupsInFlight
+from karvan.store.remote.staleness_window import Countdown, StalenessWindow
 from karvan.store.remote.workers import Sent, WorkerBatches, WorkerLookup
 
+Lookups: TypeAlias = Sequence[ServerLookup | WorkerLookup]
+Sums: TypeAlias = "Sequence[_native.Gradients | Sent]"
 
+
+@dataclass
 class StagedUpdates:
     """The staged updates of one store; at_workers: the batches whose ids embedding workers hold, if any."""
 
-    def __init__(
-        self,
-        commits: StepCommits,
-        at_servers: ServerBatches,
-        at_workers: WorkerBatches | None,
-        lookups: LookupsInFlight,
-        servers: int,
-    ) -> None:
-        self.commits = commits
-        self._at_servers = at_servers
-        self._at_workers = at_workers
-        self._lookups = lookups
-        self._servers = servers
+    commits: StepCommits
+    _at_servers: ServerBatches
+    _at_workers: WorkerBatches | None
+    _window: StalenessWindow
+    _servers: int  # how many
 
-    def stage(
-        self,
-        head: Mapping[str, Any],
-        lookups: Sequence[ServerLookup | WorkerLookup],
-        gradients: Sequence[_native.Gradients | Sent],
-    ) -> StagedUpdate:
+    def stage(self, head: Mapping[str, Any], lookups: Lookups, gradients: Sums) -> StagedUpdate:
         """Send gradients to the servers, for the step that has begun, without waiting.
 
         Those of a batch whose ids a worker holds go to that worker, which stages them at all servers.
@@ -71,29 +63,24 @@ class StagedUpdates:
             self._at_workers.push(workers.pop(), all_passes, away, sent, pending)
         return staged
 
-    def end(self, lookups: Sequence[ServerLookup | WorkerLookup]) -> None:
+    def end(self, lookups: Lookups) -> None:
         """The batches of these lookups are not in flight any more."""
-        self._lookups.window.end([lookup.number for lookup in lookups])
+        self._window.end([lookup.number for lookup in lookups])
 
     def note_failure(self, error: Exception) -> None:
         """No more lookups will work, either."""
-        self._lookups.window.fail(error)
+        self._window.fail(error)
 
 
 class StagedUpdate:
     """One update, with what is needed to send it again."""
 
     def __init__(
-        self,
-        updates: StagedUpdates,
-        head: Mapping[str, Any],
-        lookups: Sequence[ServerLookup | WorkerLookup],
-        gradients: Sequence[_native.Gradients | Sent],
+        self, updates: StagedUpdates, head: Mapping[str, Any], lookups: Lookups, gradients: Sums
     ) -> None:
         self._updates = updates
         self._head = head
-        self._lookups: Sequence[ServerLookup | WorkerLookup] = lookups
-        self._gradients: Sequence[_native.Gradients | Sent] = gradients
+        self._lookups, self._gradients = lookups, gradients
         self._answered = threading.Event()
         self._error: Exception | None = None
         self.step = int(head["step"])

@@ -7,16 +7,17 @@ allows (`StalenessWindow`). With a bound of 1 a lookup starts when the gradients
 been applied, and results are bit-identical to those of a store in memory.
 
 The store's parts are `ServerBatches` and `WorkerBatches` for batches whose ids are local or at an embedding
-worker, `RemoteTable` for entire tables, `RemoteCaptures` for checkpoints, and `LookupsInFlight`, which these
-share.
+worker, `RemoteTable` for entire tables, and `LookupsInFlight`, which these share. Servers hold a capture,
+write it into a folder and read it from there; trainers agree on its moment.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -29,15 +30,16 @@ from typing_extensions import override
 from karvan.distributed import Connection
 from karvan.distributed.step_commits import StepCommits
 from karvan.native import _native
-from karvan.protocol.parameter_server import ADD_TABLE, APPLY, LOOKUP
+from karvan.outages import is_temporary
+from karvan.protocol import parameter_server as protocol
 from karvan.ragged import IdsReference
 from karvan.store.base import SharedStore
 from karvan.store.messages import hashes_of, owners_of, rule_to_json, spec_to_json
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared
 from karvan.store.remote.servers import ServerBatches, ServerLookup
 from karvan.store.remote.staged_updates import StagedUpdates
 from karvan.store.remote.staleness_window import Countdown, LookupsInFlight, StalenessWindow
-from karvan.store.remote.tables import RemoteCaptures, RemoteTable, TableCalls
+from karvan.store.remote.tables import RemoteTable, TableCalls
 from karvan.store.remote.workers import Sent, WorkerBatches, WorkerLookup
 from karvan.store.types import (
     Capture,
@@ -46,28 +48,30 @@ from karvan.store.types import (
     GradientFlags,
     Keys,
     LookupContext,
+    PerTable,
     Push,
-    Rule,
+    Rows,
+    Rules,
     StalenessStats,
     TableSpec,
 )
-from karvan.wire.schema import expect_array
+from karvan.wire import Reply, WireError
+from karvan.wire.schema import A, Call, expect_array
 
 _log = logging.getLogger("karvan.store")
 
+_SAVING = 24 * 3600.0  # seconds for calls that depend on the size of tables; heartbeats come meanwhile
 
+
+@dataclass(eq=False)
 class LocalGradients(GradientFlags):
     """Gradients that have not been sent yet. The flags are the same on all trainers that step together.
 
     made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks a gradient.
     """
 
-    def __init__(
-        self, sums: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
-    ) -> None:
-        super().__init__(finite, touched)
-        self.made = sums
-        self.complete = complete
+    made: _native.Gradients | Sent
+    complete: bool
 
 
 class RemoteStore(SharedStore):
@@ -75,26 +79,23 @@ class RemoteStore(SharedStore):
 
     def __init__(self, connection: Connection) -> None:
         assert connection.servers is not None
-        servers = connection.servers
-        wire = connection.settings.wire
         self._connection = connection
-        self._servers = servers
+        self._servers = servers = connection.servers
         self._server_count = len(servers)
         self._store = servers.new_store()
-        self._wire = wire
+        self._wire = wire = connection.settings.wire
         self._lookups = LookupsInFlight(servers, self._store, connection.settings.staleness)
         self._calls = TableCalls(connection, servers, self._lookups)
         self._tables: dict[str, RemoteTable] = {}
-        self._captures = RemoteCaptures(connection, servers, self._store, self._lookups)
+        self._sequences = [0] * connection.world_size  # of each trainer's last push, at the last capture
         self.at_servers = ServerBatches(servers, self._store, wire, self._lookups)
         self.at_workers: WorkerBatches | None = None
         if connection.workers is not None:
             self.at_workers = WorkerBatches(connection.workers, servers, self._store, wire, self._lookups)
         self._elastic: StagedUpdates | None = None
         if isinstance(servers.commits, StepCommits):
-            self._elastic = StagedUpdates(
-                servers.commits, self.at_servers, self.at_workers, self._lookups, len(servers)
-            )
+            at = (self.at_servers, self.at_workers)
+            self._elastic = StagedUpdates(servers.commits, *at, self.window, len(servers))
         self._last_lookup = time.monotonic()  # the time of the last training lookup
         servers.on_restart(_note_loss)
 
@@ -121,13 +122,27 @@ class RemoteStore(SharedStore):
 
     @property
     def lost_updates(self) -> int:
-        """How many updates were lost with servers that died."""
-        return self._captures.lost_updates()
+        """How many updates of all trainers are not in the rows, because servers have restarted.
+
+        A push to two servers is two updates. Of other trainers only the number of updates at the last save is
+        known, so the result is the same on all trainers once a fit has ended with its save.
+        """
+        if not self._servers.reloads:
+            return 0
+        self._lookups.drain()
+        sequences = list(self._sequences)
+        sequences[self._connection.rank] = self._lookups.sequence
+        answers = self._servers.call(protocol.UPDATES, {"store": self._store})
+        return sum(
+            max(0, number - answer.head.trainers.get(str(trainer), 0))
+            for answer in answers
+            for trainer, number in enumerate(sequences)
+        )
 
     @override
     def add_table(self, spec: TableSpec) -> None:
         """Each server holds its part of the rows that a policy allows."""
-        self._servers.call(ADD_TABLE, {"spec": spec_to_json(spec)}, channel="train")
+        self._servers.call(protocol.ADD_TABLE, {"spec": spec_to_json(spec)}, channel="train")
         self._tables[spec.name] = RemoteTable(spec, self._calls)
         self._servers.declare(spec.name, spec=spec_to_json(spec))
 
@@ -250,15 +265,11 @@ class RemoteStore(SharedStore):
             slots = len(touched)
             touched, finite = agreed[:slots], [not bad for bad in agreed[slots:-1]]
             complete = not agreed[-1]
-        return LocalGradients(sums, finite, touched, complete)
+        return LocalGradients(finite, touched, sums, complete)
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, LocalGradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[LocalGradients], rules: Rules, steps: PerTable
     ) -> None:
         """Gradients are sent to the servers, or to workers, in the background.
 
@@ -286,11 +297,8 @@ class RemoteStore(SharedStore):
             "complete": all(gradient.complete for _, gradient in gradients),
             "wire": self._wire,
         }
-        sums = [gradient.made for _, gradient in gradients]
-        if self._elastic is not None:
-            self._elastic.stage(head, lookups, sums)
-        else:
-            self._push(head, lookups, sums)
+        send = self._push if self._elastic is None else self._elastic.stage
+        send(head, lookups, [gradient.made for _, gradient in gradients])
 
     def _push(self, head: Mapping[str, Any], lookups: Sequence[Any], sums: Sequence[Any]) -> None:
         """Send gradients to the servers, and to the workers that have the ids of some passes."""
@@ -329,7 +337,7 @@ class RemoteStore(SharedStore):
             for table, (unique, counts) in keys.items():
                 mine = owners[table] == server
                 arrays += [unique[mine], counts[mine]]
-            replies.append(self._servers.peer(server, "ask").begin(LOOKUP, head, arrays))
+            replies.append(self._servers.peer(server, "ask").begin(protocol.LOOKUP, head, arrays))
         answers = [reply.wait() for reply in replies]
         tables = {}
         for number, (table, (unique, _)) in enumerate(keys.items()):
@@ -342,9 +350,7 @@ class RemoteStore(SharedStore):
         return tables
 
     @override
-    def apply(
-        self, pushes: Mapping[str, Sequence[Push]], rules: Mapping[str, Rule], steps: Mapping[str, int]
-    ) -> None:
+    def apply(self, pushes: Mapping[str, Sequence[Push]], rules: Rules, steps: PerTable) -> None:
         """Gradients of rows that were removed do no harm: they insert nothing."""
         self._lookups.drain()
         head = {
@@ -359,20 +365,52 @@ class RemoteStore(SharedStore):
                 for push in listed:
                     mine = owners_of(hashes_of(push.keys), self._server_count) == server
                     arrays += [push.keys[mine], push.gradients[mine]]
-            replies.append(self._servers.peer(server, "ask").begin(APPLY, head, arrays))
+            replies.append(self._servers.peer(server, "ask").begin(protocol.APPLY, head, arrays))
         for reply in replies:
             reply.wait()
 
     @override
     def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
+        self, tables: Sequence[str], parts: PerTable, since: PerTable | None = None, *, track: bool = False
     ) -> Capture:
-        return self._captures.capture(tables, parts, since, track=track)
+        """This is a collective of all trainers.
+
+        Lookups that run ahead may be answered at any time meanwhile; servers omit all those whose batch has
+        neither had a push nor been used.
+        """
+        self._lookups.settle()
+        channel = self._connection.here
+        # After this the servers have the gradients of all trainers. A lookup without a gradient may have been
+        # used, which servers may not know yet, so the capture names these; in an elastic run they count once
+        # servers know that they are done.
+        used = [] if self._servers.commits.elastic else self._lookups.take_used()
+        trainers = channel.gather_json([self._lookups.sequence, used])
+        self._sequences = [sequence for sequence, _ in trainers]
+        outcome: dict[str, Any] = {}
+        if channel.rank == 0:
+            number = secrets.randbits(52)
+            head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
+            head |= {"store": self._store, "used": [used for _, used in trainers]}
+            before = None if since is None else max(since.values(), default=0)
+            try:
+                # On the channel on which the previous capture was closed, so that it is closed by now.
+                self._servers.call(protocol.CAPTURE, {**head, "since": before}, channel="save")
+                outcome["number"] = number
+            except Exception as error:  # raised on all trainers below
+                self.close_capture(number)  # on the servers that have it
+                outcome["error"] = [type(error).__name__, str(error), is_temporary(error)]
+        outcome = channel.gather_json(outcome)[0]
+        if "error" in outcome:
+            kind, text, temporary = outcome["error"]
+            if temporary:
+                raise WireError(text)
+            raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
+        return _ServerCapture(self, tables, outcome["number"])
+
+    def close_capture(self, number: int) -> None:
+        """Close a capture that is not needed any more."""
+        if self._connection.rank == 0:
+            self._begin_at_all(protocol.CLOSE_CAPTURE, {"capture": number})
 
     @override
     def save_tables(
@@ -384,11 +422,50 @@ class RemoteStore(SharedStore):
         *,
         writers: int,
     ) -> list[dict[str, Any]]:
-        return self._captures.save(capture, folder, tables, waiting, writers=writers)
+        assert isinstance(capture, _ServerCapture)
+        head = {"capture": capture.number, "store": self._store, "folder": folder, "writers": writers}
+        head["tables"] = {name: dict(options) for name, options in tables.items()}
+        replies = self._begin_at_all(protocol.SAVE, head, deadline=_SAVING)
+        while not all(reply.done for reply in replies):
+            waiting()
+            replies[0].pause(0.05)
+        return [reply.wait().head.shares for reply in replies]
 
     @override
     def fill_tables(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        return self._captures.fill(path, tables)
+        self._lookups.drain()
+        head = {"path": path, "tables": {name: dict(options) for name, options in tables.items()}}
+        answers = [reply.wait() for reply in self._begin_at_all(protocol.FILL, head, deadline=_SAVING)]
+        return [(path, problem) for answer in answers for path, problem in answer.head.damaged]
+
+    def _begin_at_all(self, call: Call[Any, A], head: Mapping[str, Any], **options: Any) -> list[Reply[A]]:
+        """Ask all servers about a checkpoint, without waiting."""
+        servers = range(self._server_count)
+        return [self._servers.peer(server, "save").begin(call, head, **options) for server in servers]
+
+
+class _ServerCapture(Capture):
+    """A capture that servers hold. They write it; it cannot be read here."""
+
+    def __init__(self, store: RemoteStore, tables: Sequence[str], number: int) -> None:
+        self._store = store
+        self.number = number
+        self.versions = dict.fromkeys(tables, number)
+        self._open = True
+
+    @override
+    def part(self, table: str, part: int) -> Rows:
+        raise TypeError("Servers write their captures themselves; use SharedStore.save_tables.")
+
+    @override
+    def erased(self, table: str) -> Keys:
+        raise TypeError("Servers write their captures themselves; use SharedStore.save_tables.")
+
+    @override
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._store.close_capture(self.number)
 
 
 def _lookup_of(plan: LookupPlan) -> ServerLookup | WorkerLookup:

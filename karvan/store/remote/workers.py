@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,18 +45,15 @@ def pack_layouts(layouts: Sequence[OutputLayout]) -> tuple[list[list[Any]], Layo
     weights: list[Array] = [np.empty(0, np.float32)]
     for layout in layouts:
         row_index = layout.row_index
-        described = (
-            None
-            if row_index is None
-            else [row_index.vectors, *row_index.rows.shape, row_index.weights is not None]
-        )
-        sizes.append([layout.samples, layout.ids, layout.length, layout.offsets is not None, described])
+        described: list[Any] | None = None
         if layout.offsets is not None:
             offsets.append(layout.offsets.numpy())
         if row_index is not None:
+            described = [row_index.vectors, *row_index.rows.shape, row_index.weights is not None]
             rows.append(row_index.rows.reshape(-1).to(torch.int32).numpy())
-        if row_index is not None and row_index.weights is not None:
-            weights.append(row_index.weights.reshape(-1).numpy())
+            if row_index.weights is not None:
+                weights.append(row_index.weights.reshape(-1).numpy())
+        sizes.append([layout.samples, layout.ids, layout.length, layout.offsets is not None, described])
     return sizes, LayoutArrays(np.concatenate(offsets), np.concatenate(rows), np.concatenate(weights))
 
 
@@ -177,12 +174,12 @@ class WorkerLookup(PendingLookup):
         vectors = answer.arrays[0]
         self.layouts = unpack_layouts(self.program, answer.head.layouts, LayoutArrays(*answer.arrays[1:]))
         features = list(zip(self.program.features, self.layouts, strict=True))
-        size = sum(_cells(feature.mode, layout) * feature.dim for feature, layout in features)
+        size = sum(layout.rows(feature.mode) * feature.dim for feature, layout in features)
         expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
         flat = from_wire(vectors, self._wire)
         at = 0
         for feature, layout in features:
-            out = output_buffers.empty(_cells(feature.mode, layout), feature.dim)
+            out = output_buffers.empty(layout.rows(feature.mode), feature.dim)
             np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
             at += out.numel()
             self._outs.append(out)
@@ -223,12 +220,6 @@ class WorkerLookup(PendingLookup):
             self._forget(self.number)
 
 
-def _cells(mode: str, layout: OutputLayout) -> int:
-    if mode == "pooled":
-        return layout.samples
-    return layout.ids if mode == "cells" else layout.samples * layout.length
-
-
 def _finite(mode: str, layout: OutputLayout, gradient: Tensor) -> bool:
     flat = gradient.contiguous()
     if _native.all_finite([flat.data_ptr()], [flat.numel()]):
@@ -248,17 +239,15 @@ def _finite(mode: str, layout: OutputLayout, gradient: Tensor) -> bool:
 # do each only once.
 
 
+@dataclass
 class WorkerBatches:
     """Lookups that workers make, and the gradients that return to them."""
 
-    def __init__(
-        self, workers: Workers, servers: Servers, store: int, wire: str, lookups: LookupsInFlight
-    ) -> None:
-        self._workers = workers
-        self._servers = servers
-        self._store = store
-        self._wire = wire
-        self._lookups = lookups
+    _workers: Workers
+    _servers: Servers
+    _store: int
+    _wire: str
+    _lookups: LookupsInFlight
 
     def __len__(self) -> int:
         return len(self._workers)

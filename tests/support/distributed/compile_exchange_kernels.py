@@ -7,9 +7,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from karvan.store.cuda.kernels import routing, sums
+from karvan.store.cuda.kernels import routing, runs
 
-KERNELS = [routing.route_keys, routing.pack_keys, routing.number_rows, routing.average_runs, sums.write_sums]
+KERNELS = [routing.route_keys, routing.pack_keys, routing.number_rows, routing.average_runs, runs.write_sums]
 POINTERS = {
     "*i64": ["features", "head", "hashes", "of_parts", "message", "chunks", "order"],
     "*i32": [

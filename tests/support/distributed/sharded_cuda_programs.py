@@ -12,7 +12,7 @@ from sharded_programs import loss_of, optimizer_of, part_of, values_of
 import karvan as kv
 from karvan import distributed
 from karvan.embedding import HashStack
-from karvan.store.cuda.sharded.store import ShardedCudaStore, make_transport
+from karvan.store.cuda.sharded import ShardedCudaStore, make_transport
 from karvan.store.cuda.store import CudaStore
 from karvan.store.memory import MemoryStore
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings

@@ -15,7 +15,7 @@ from training_conformance import SHARED, pair_of, random_batch
 
 import karvan as kv
 from karvan.store import LookupContext
-from karvan.store.cuda.rows import arena, contents, index, table_memory
+from karvan.store.cuda import arena, contents, table_memory
 from karvan.store.program import FeatureTensors, OutputLayout
 
 
@@ -111,7 +111,7 @@ class DeviceConformance:
 
     def test_growth_in_small_steps(self, kind, source, monkeypatch):
         """Rows are found, inserted, erased and listed while keys are in two indexes, and in many chunks."""
-        monkeypatch.setattr(index, "_MOVED", 8)
+        monkeypatch.setattr(table_memory, "_MOVED", 8)
         monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
         monkeypatch.setattr(table_memory, "_AHEAD", 1)  # so that the index does not begin large
         rig = Rig(kind)

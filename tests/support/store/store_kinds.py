@@ -90,7 +90,7 @@ def make_sharded_cuda(device: str) -> Callable[[], Store]:
     """A factory of stores on a device that ranks share the rows of; a connection of ranks must be there."""
 
     def make() -> Store:
-        from karvan.store.cuda.sharded.store import ShardedCudaStore
+        from karvan.store.cuda.sharded import ShardedCudaStore
 
         return ShardedCudaStore(distributed.current(), device)
 

@@ -15,8 +15,11 @@ import triton.language as tl
 from karvan.store.cuda.kernels.fields import (
     ADMITS,
     BASE,
+    BIRTH,
     BLOCK,
     CELLS,
+    CHANGE,
+    COUNT,
     COUNTERS,
     FEATURE_FIELDS,
     FREE_HEAD,
@@ -26,6 +29,7 @@ from karvan.store.cuda.kernels.fields import (
     FRESH,
     INDEX,
     INSERTED,
+    LAST,
     MASK,
     MISSING,
     NEXT_ROW,
@@ -33,15 +37,19 @@ from karvan.store.cuda.kernels.fields import (
     OLD_MASK,
     PENDING,
     PLAIN_END,
+    REJECTED,
     ROWS,
     STACK,
+    STEP,
+    STREAM,
     TABLE,
     TABLE_FIELDS,
     USED,
     VALUES,
     VERSION,
+    field_pointer,
+    hash_pointer,
 )
-from karvan.store.cuda.kernels.row_memory import BIRTH, CHANGE, COUNT, LAST, field_pointer, hash_pointer
 
 # The key mix and the random draws of csrc/hash/mix.h and csrc/table/init.h, bit for bit.
 
@@ -56,23 +64,21 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 @triton.jit
 def mix(key):
     """The hash of keys, both int64: a bijection."""
-    h = key.to(tl.uint64, bitcast=True)
-    h = h ^ (h >> 32)
-    h = h * _MIX
-    h = h ^ (h >> 32)
-    h = h * _MIX
-    h = h ^ (h >> 32)
-    return h.to(tl.int64, bitcast=True)
+    return _scrambled(key, _MIX)
 
 
 @triton.jit
 def unmix(hashes):
     """The keys of hashes."""
-    h = hashes.to(tl.uint64, bitcast=True)
-    h = h ^ (h >> 32)
-    h = h * _UNMIX
-    h = h ^ (h >> 32)
-    h = h * _UNMIX
+    return _scrambled(hashes, _UNMIX)
+
+
+@triton.jit
+def _scrambled(numbers, FACTOR: tl.constexpr):
+    h = numbers.to(tl.uint64, bitcast=True)
+    for _ in tl.static_range(2):
+        h = h ^ (h >> 32)
+        h = h * FACTOR
     h = h ^ (h >> 32)
     return h.to(tl.int64, bitcast=True)
 
@@ -101,31 +107,32 @@ def rounding_noise(hashes, step, column):
 
 
 SPARE_LANES = tl.constexpr(1 << 17)
+WIDTH = tl.constexpr(4)  # slots that a search reads at a time
 
 
 @triton.jit
-def feature_of_position(features, count, position, FEATURES: tl.constexpr):
-    """The feature that has a position."""
+def feature_at(features, count, place, FIELD: tl.constexpr, FEATURES: tl.constexpr):
+    """The feature that has a place: the last whose FIELD, such as its first position, is not beyond it."""
     number = tl.arange(0, FEATURES)
-    base = tl.load(features + number * FEATURE_FIELDS + BASE, mask=number < count, other=1 << 62)
-    return tl.sum((base <= position).to(tl.int32)) - 1
+    base = tl.load(features + number * FEATURE_FIELDS + FIELD, mask=number < count, other=1 << 62)
+    return tl.sum((base <= place).to(tl.int32)) - 1
 
 
 @triton.jit
-def first_slot(mask, hashes, WIDTH: tl.constexpr):
+def first_slot(mask, hashes):
     """Where the search for hashes begins."""
     return tl.where(hashes == 0, mask + 1, hashes & mask & -WIDTH)
 
 
 @triton.jit
-def probe(index, mask, hashes, wanted, WIDTH: tl.constexpr):
+def probe(index, mask, hashes, wanted):
     """The rows of hashes, 0 for those without one, where `wanted`; and the slots where the searches ended.
 
     From there on a hash without a slot may get one: there is an empty slot among the WIDTH ones.
     """
     pointers = index.to(tl.pointer_type(tl.int64))
     sought = tl.where(hashes == 0, 1, hashes)[:, None]
-    slot = first_slot(mask, hashes, WIDTH)
+    slot = first_slot(mask, hashes)
     column = tl.arange(0, 2 * WIDTH)[None, :]
     row = tl.zeros_like(hashes)
     open_ = wanted
@@ -268,7 +275,6 @@ def find_rows(
     FEATURES: tl.constexpr,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
     INSERTS: tl.constexpr,
     MAPPED: tl.constexpr,
     GROWS: tl.constexpr,
@@ -280,7 +286,7 @@ def find_rows(
     is -1 are not looked up. GROWS: a table has an old index.
     """
     start = tl.program_id(0) * BLOCK
-    feature = feature_of_position(features, feature_count, start, FEATURES)
+    feature = feature_at(features, feature_count, start, BASE, FEATURES)
     tl.store(feature_of + tl.program_id(0), feature)
     of_feature = features + feature * FEATURE_FIELDS
     table = tl.load(of_feature + TABLE)
@@ -293,12 +299,12 @@ def find_rows(
     values = tl.load(of_feature + VALUES).to(tl.pointer_type(tl.int64))
     hashes = mix(tl.load(values + number, mask=wanted, other=0))
     of_table = tables + table * TABLE_FIELDS
-    row, slot = probe(tl.load(of_table + INDEX), tl.load(of_table + MASK), hashes, wanted, WIDTH)
+    row, slot = probe(tl.load(of_table + INDEX), tl.load(of_table + MASK), hashes, wanted)
     if GROWS:
         old = tl.load(of_table + OLD_INDEX)
         lacks = wanted & (row == 0)
         if (old != 0) & (tl.max(lacks.to(tl.int32), axis=0) > 0):
-            before, _ = probe(old, tl.load(of_table + OLD_MASK), hashes, lacks, WIDTH)
+            before, _ = probe(old, tl.load(of_table + OLD_MASK), hashes, lacks)
             row += before
     if INSERTS:
         lacks = wanted & (row == 0)
@@ -334,7 +340,7 @@ def find_rows(
 
 
 @triton.jit(do_not_specialize=["table", "first", "count"])
-def move_slots(old, old_mask, index, mask, counters, table, spare, first, count, WIDTH: tl.constexpr):
+def move_slots(old, old_mask, index, mask, counters, table, spare, first, count):
     """Copy the slots [first, first + count) of an old index that have a row into the new one.
 
     Slot old_mask + 1 is that of the key whose hash is 0.
@@ -348,6 +354,162 @@ def move_slots(old, old_mask, index, mask, counters, table, spare, first, count,
     wanted = valid & (row > 0)
     hashes = tl.where(slot == old_mask + 1, 0, hashes)
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
-    place, claimed = claim(index, mask, first_slot(mask, hashes, WIDTH), hashes, wanted, lanes)
+    place, claimed = claim(index, mask, first_slot(mask, hashes), hashes, wanted, lanes)
     tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=wanted)
     tl.atomic_add(counters + table * COUNTERS + USED, tl.sum(claimed.to(tl.int64), axis=0))
+
+
+# Which unknown keys get a row, for tables that do not admit all of them.
+#
+# The missing positions of a table are grouped by key in a small index of the batch, whose slots hold (hash,
+# occurrences). Then each key is decided on once, and the positions of admitted ones are inserted.
+
+PROBABILITY = tl.constexpr(1)
+MIN_COUNT = tl.constexpr(2)
+PROBABILITY_EACH = tl.constexpr(3)
+
+
+@triton.jit
+def _missing_keys(features, feature_of, missing, work, table, start):
+    number = start + tl.arange(0, BLOCK)
+    valid = number < tl.load(work + MISSING)
+    position = tl.load(missing + number, mask=valid, other=0)
+    of_feature = features + tl.load(feature_of + position // BLOCK) * FEATURE_FIELDS
+    valid = valid & (tl.load(of_feature + TABLE) == table)
+    values = tl.load(of_feature + VALUES).to(tl.pointer_type(tl.int64))
+    key = tl.load(values + (position - tl.load(of_feature + BASE)), mask=valid, other=0)
+    return number, position, mix(key), valid
+
+
+@triton.jit
+def nominate_keys(
+    features,
+    feature_of,
+    missing,
+    work,
+    uses,
+    table,
+    index,
+    mask,
+    spare,
+    places,
+    GIVEN: tl.constexpr,
+):
+    """Count the occurrences of each missing key of a table; GIVEN: `uses` has those of each position."""
+    start = tl.program_id(0) * BLOCK
+    number, position, hashes, valid = _missing_keys(features, feature_of, missing, work, table, start)
+    slot = first_slot(mask, hashes)
+    place, _ = claim(index, mask, slot, hashes, valid, spare + (number % SPARE_LANES).to(tl.int64) * 16)
+    times = tl.full(hashes.shape, 1, tl.int64)
+    if GIVEN:
+        times = tl.load(uses + position, mask=valid, other=0).to(tl.int64)
+    tl.atomic_add(place.to(tl.pointer_type(tl.int64)), times, mask=valid)
+    tl.store(places + number, place, mask=valid)
+
+
+@triton.jit
+def _nominee(index, slots):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = slot <= slots
+    words = index + slot.to(tl.int64) * 16
+    hashes = tl.load(words.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    times = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=valid, other=0)
+    return tl.where(slot == slots, 0, hashes), times, words + 8, valid & (hashes != 0)
+
+
+@triton.jit
+def _filter_place(hashes, blocks, number: tl.constexpr):
+    block = tl.umulhi(hashes.to(tl.uint64, bitcast=True), blocks.to(tl.uint64)).to(tl.int64)
+    return block * 64 + ((hashes >> (6 * number)) & 63)
+
+
+@triton.jit
+def count_nominees(index, slots, filter_, blocks):
+    """Add the occurrences of keys without a row to the counters of their table's filter."""
+    hashes, times, _, valid = _nominee(index, slots)
+    add = tl.minimum(times, 255).to(tl.int32)
+    first = _filter_place(hashes, blocks, 0)
+    second = _filter_place(hashes, blocks, 1)
+    third = _filter_place(hashes, blocks, 2)
+    fourth = _filter_place(hashes, blocks, 3)
+    tl.atomic_add(filter_ + first, add, mask=valid)  # places that coincide count once
+    tl.atomic_add(filter_ + second, add, mask=valid & (second != first))
+    tl.atomic_add(filter_ + third, add, mask=valid & (third != first) & (third != second))
+    alone = (fourth != first) & (fourth != second) & (fourth != third)
+    tl.atomic_add(filter_ + fourth, add, mask=valid & alone)
+
+
+@triton.jit
+def decide_nominees(
+    index, slots, filter_, blocks, tables, table, counters, head, probability, least, KIND: tl.constexpr
+):
+    """Replace the occurrences of each key by 1 if it gets a row, by 0 otherwise."""
+    hashes, _, place, valid = _nominee(index, slots)
+    admitted = valid & False
+    if (KIND == PROBABILITY) | (KIND == PROBABILITY_EACH):
+        stream = tl.load(tables + table * TABLE_FIELDS + STREAM)
+        if KIND == PROBABILITY:
+            drawn = mix(hashes ^ stream).to(tl.uint64, bitcast=True)
+        else:
+            drawn = draw(mix(hashes ^ mix(stream)), tl.load(head + STEP))
+        share = (drawn >> 11).to(tl.float64) * 1.1102230246251565e-16
+        admitted = valid & (share < tl.load(probability))
+    elif KIND == MIN_COUNT:
+        count = tl.full(hashes.shape, 255, tl.int32)
+        for number in tl.static_range(4):
+            counter = filter_ + _filter_place(hashes, blocks, number)
+            count = tl.minimum(count, tl.load(counter, mask=valid, other=0))
+        admitted = valid & (count >= least)
+    tl.store(place.to(tl.pointer_type(tl.int64)), admitted.to(tl.int64), mask=valid)
+    rejected = tl.sum((valid & ~admitted).to(tl.int64), axis=0)
+    if rejected > 0:
+        tl.atomic_add(counters + table * COUNTERS + REJECTED, rejected)
+
+
+@triton.jit
+def insert_admitted(
+    features,
+    feature_of,
+    missing,
+    places,
+    tables,
+    table,
+    counters,
+    arena,
+    chunks,
+    work,
+    rows,
+    fresh_rows,
+    fresh_tables,
+    pending,
+    pending_places,
+    spare,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Insert the admitted keys among the missing ones of a table."""
+    start = tl.program_id(0) * BLOCK
+    number, position, hashes, valid = _missing_keys(features, feature_of, missing, work, table, start)
+    place = tl.load(places + number, mask=valid, other=0)
+    wanted = valid & (tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=0) == 1)
+    if tl.max(wanted.to(tl.int32), axis=0) > 0:
+        row = insert_rows(
+            tables,
+            table,
+            counters,
+            arena,
+            chunks,
+            work,
+            fresh_rows,
+            fresh_tables,
+            pending,
+            pending_places,
+            spare + (number % SPARE_LANES).to(tl.int64) * 16,
+            first_slot(tl.load(tables + table * TABLE_FIELDS + MASK), hashes),
+            hashes,
+            position,
+            wanted,
+            SHIFT,
+            STRIDE,
+        )
+        tl.store(rows + position, row.to(tl.int32), mask=wanted & (row > 0))

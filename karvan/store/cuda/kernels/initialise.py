@@ -22,9 +22,12 @@ from karvan.store.cuda.kernels.fields import (
     PENDING,
     STREAM,
     TABLE_FIELDS,
+    floats,
+    hash_pointer,
+    row_address,
+    write_nearest,
 )
 from karvan.store.cuda.kernels.find import draw, mix
-from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, row_address, write_nearest
 
 UNIFORM = tl.constexpr(1)
 NORMAL = tl.constexpr(2)
@@ -45,14 +48,8 @@ def natural_log(u):
     s = (m - 1) / (m + 1)
     square = s * s
     total = tl.full(u.shape, 1.0, tl.float64) / 19
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 17
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 15
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 13
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 11
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 9
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 7
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 5
-    total = total * square + tl.full(u.shape, 1.0, tl.float64) / 3
+    for step in tl.static_range(8):
+        total = total * square + tl.full(u.shape, 1.0, tl.float64) / (17 - 2 * step)
     total = total * square + 1.0
     return exponent.to(tl.float64) * 0.693147180559945309417 + 2 * s * total
 
@@ -212,7 +209,6 @@ def finish_inserts(
     fresh_tables,
     pending,
     pending_places,
-    programs,
     DIM: tl.constexpr,
     STATE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -231,7 +227,7 @@ def finish_inserts(
         tl.store(arena + FREE_HEAD, tl.minimum(tl.load(arena + FREE_HEAD), tail))
     column = tl.arange(0, COLUMNS)
     count = tl.load(work + FRESH)
-    for start in range(program * GROUP, count, programs * GROUP):
+    for start in range(program * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         row = tl.load(fresh_rows + number, mask=valid, other=0)
@@ -249,7 +245,7 @@ def finish_inserts(
                 floats(address + VECTOR, field[None, :], 16 if VECTOR % 16 == 0 else 4), initial, mask=mask
             )
     waiting = tl.load(work + PENDING)
-    for start in range(program * 128, waiting, programs * 128):
+    for start in range(program * 128, waiting, tl.num_programs(0) * 128):
         number = start + tl.arange(0, 128)
         valid = number < waiting
         position = tl.load(pending + number, mask=valid, other=0)

@@ -1,25 +1,23 @@
-"""Rows outside of training steps: erase, list, copy and load them."""
+"""Rows outside of training steps: erase, list, copy, load and capture them."""
 
 import triton
 import triton.language as tl
 
 from karvan.store.cuda.kernels.fields import (
+    BIRTH,
     BLOCK,
+    CHANGE,
+    COUNT,
     COUNTERS,
     EVICTED,
     FREE_MASK,
     FREE_ROWS,
     FREE_TAIL,
     INSERTED,
-    ROWS,
-    USED,
-)
-from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, mix, take_rows
-from karvan.store.cuda.kernels.row_memory import (
-    BIRTH,
-    CHANGE,
-    COUNT,
     LAST,
+    ROWS,
+    UNIQUE,
+    USED,
     field_pointer,
     floats,
     hash_pointer,
@@ -27,17 +25,17 @@ from karvan.store.cuda.kernels.row_memory import (
     row_address,
     write_nearest,
 )
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, mix, take_rows
 
 
 @triton.jit(do_not_specialize=["count"])
-def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
+def find_places(index, mask, hashes, count, places, rows):
     """The address of each hash's row in an index, and the row; 0 for those without one."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = number < count
     hash_ = tl.load(hashes + number, mask=valid, other=0)
-    special = hash_ == 0
-    sought = tl.where(special, 1, hash_)
-    slot = tl.where(special, mask + 1, hash_ & mask & -WIDTH)
+    sought = tl.where(hash_ == 0, 1, hash_)
+    slot = first_slot(mask, hash_)
     place = tl.zeros_like(hash_)
     row = tl.zeros_like(hash_)
     open_ = valid
@@ -231,14 +229,13 @@ def insert_keys(
     rows,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """The rows of distinct keys, which get one where they have none."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = number < count
     hashes = mix(tl.load(keys + number, mask=valid, other=0))
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
-    slot = first_slot(mask, hashes, WIDTH)
+    slot = first_slot(mask, hashes)
     place, claimed = claim(index, mask, slot, hashes, valid, lanes)
     old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=1)
     new = valid & (old == 0)
@@ -252,3 +249,81 @@ def insert_keys(
     tl.atomic_add(counters + table * COUNTERS + ROWS, total)
     tl.atomic_add(counters + table * COUNTERS + INSERTED, total)
     tl.store(rows + number, number32, mask=valid)
+
+
+# Kernels of captures: rows copied in the background, and rows saved before they change.
+#
+# `pending` has a number for each row of an arena: 1 + the row's index in the list of a capture, or 0. A row
+# that was copied or saved is not pending any more. Kernels of both kinds never run at the same time.
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def gather_rows(
+    rows,
+    first,
+    count,
+    pending,
+    saved,
+    report,
+    chunks,
+    target,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy those of the rows [first, first + count) of a list that are pending to an address.
+
+    report, chunks, target: addresses; at `report`, note how many rows were saved so far.
+    """
+    number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    valid = number < count
+    row = tl.load(rows + first + number, mask=valid, other=0)
+    valid = valid & (tl.load(pending + row, mask=valid, other=0) == first + number + 1)
+    source = row_address(chunks.to(tl.pointer_type(tl.int64)), row, SHIFT, STRIDE)
+    copy_words(source, target + number.to(tl.int64) * STRIDE, valid, STRIDE // 4, COLUMNS)
+    tl.store(pending + row, tl.zeros_like(row), mask=valid)
+    if tl.program_id(0) == 0:
+        tl.store(report.to(tl.pointer_type(tl.int64)), tl.load(saved))
+
+
+@triton.jit(do_not_specialize=["most", "limit"])
+def save_rows(
+    rows,
+    work,
+    most,
+    pending,
+    limit,
+    saved,
+    places,
+    chunks,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """Copy those of distinct rows that are pending to the next free places, with their indices in the list.
+
+    RUNS: as many rows as the lookup of `work` has runs; `most` otherwise. limit: rows from it on are new.
+    places: addresses of PLACES places each, first the rows, then their indices.
+    """
+    count = most
+    if RUNS:
+        count = tl.load(work + UNIQUE)
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
+        number = start + tl.arange(0, GROUP)
+        row = tl.load(rows + number, mask=number < count, other=0).to(tl.int32)
+        index = tl.load(pending + row, mask=row < limit, other=0) - 1
+        present = index >= 0
+        total = tl.sum(present.to(tl.int64), axis=0)
+        if total > 0:
+            place = tl.atomic_add(saved, total) + tl.cumsum(present.to(tl.int64), axis=0) - 1
+            address = tl.load(places + (place // PLACES), mask=present, other=0)
+            local = place % PLACES
+            source = row_address(chunks, row, SHIFT, STRIDE)
+            copy_words(source, address + local * STRIDE, present, STRIDE // 4, COLUMNS)
+            indices = (address + STRIDE * PLACES + local * 4).to(tl.pointer_type(tl.int32))
+            tl.store(indices, index, mask=present)
+            tl.store(pending + row, tl.zeros_like(row), mask=present)

@@ -24,8 +24,11 @@ from karvan.store.cuda.kernels.fields import (
     SAMPLES,
     STACK,
     WEIGHTS,
+    floats,
+    read_vector,
+    row_address,
 )
-from karvan.store.cuda.kernels.row_memory import floats, read_vector, row_address
+from karvan.store.cuda.kernels.find import feature_at
 
 POOLED = tl.constexpr(0)
 PADDED = tl.constexpr(2)
@@ -41,7 +44,6 @@ def copy_vectors(
     head,
     chunks,
     rows,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -55,7 +57,7 @@ def copy_vectors(
     """
     end = tl.load(head + PLAIN_END).to(tl.int32)
     column = tl.arange(0, COLUMNS)[None, :]
-    for start in range(tl.program_id(0) * GROUP, end, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, end, tl.num_programs(0) * GROUP):
         feature = tl.load(feature_of + start // BLOCK)
         of_feature = features + feature * FEATURE_FIELDS
         position = start + tl.arange(0, GROUP)
@@ -112,11 +114,7 @@ def describe_cells(features, feature_count, arena, out_rows, factors, FEATURES: 
     has keep what was there before, so `out_rows` begins as -1.
     """
     start = tl.program_id(0) * BLOCK
-    number = tl.arange(0, FEATURES)
-    base = tl.load(
-        features + number * FEATURE_FIELDS + SAMPLE_BASE, mask=number < feature_count, other=1 << 62
-    )
-    feature = tl.sum((base <= start).to(tl.int32)) - 1
+    feature = feature_at(features, feature_count, start, SAMPLE_BASE, FEATURES)
     of_feature = features + feature * FEATURE_FIELDS
     sample = start - tl.load(of_feature + SAMPLE_BASE) + tl.arange(0, BLOCK)
     samples = tl.load(of_feature + SAMPLES)
@@ -178,9 +176,7 @@ def pool_vectors(
 ):
     """Outputs of any feature: pooled, padded, or one for each cell, with weights and stacks of keys."""
     start = tl.program_id(0) * GROUP
-    number = tl.arange(0, FEATURES)
-    base = tl.load(features + number * FEATURE_FIELDS + OUT_BASE, mask=number < feature_count, other=1 << 62)
-    feature = tl.sum((base <= start).to(tl.int32)) - 1
+    feature = feature_at(features, feature_count, start, OUT_BASE, FEATURES)
     of_feature = features + feature * FEATURE_FIELDS
     out_row = start - tl.load(of_feature + OUT_BASE) + tl.arange(0, GROUP)
     valid = out_row < tl.load(of_feature + OUT_ROWS)

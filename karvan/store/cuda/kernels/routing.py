@@ -20,9 +20,10 @@ from karvan.store.cuda.kernels.fields import (
     STACK,
     UNIQUE,
     VALUES,
+    floats,
 )
-from karvan.store.cuda.kernels.find import feature_of_position, mix, unmix
-from karvan.store.cuda.kernels.row_memory import floats
+from karvan.store.cuda.kernels.find import feature_at, mix, unmix
+from karvan.store.cuda.kernels.runs import sum_uses
 
 # What the host sends of a part.
 FIRST = tl.constexpr(0)  # where its vectors would begin if its first key were number 0
@@ -52,7 +53,7 @@ def route_keys(
     The owner of a hash is that of csrc/batch/key_routing.h.
     """
     start = tl.program_id(0) * BLOCK
-    feature = feature_of_position(features, feature_count, start, FEATURES)
+    feature = feature_at(features, feature_count, start, BASE, FEATURES)
     tl.store(feature_of + tl.program_id(0), feature)
     of_feature = features + feature * FEATURE_FIELDS
     position = start + tl.arange(0, BLOCK)
@@ -83,10 +84,7 @@ def pack_keys(starts, order, hashes, parts, of_parts, uses, message, key_rows, c
     tl.store(message + (tl.load(of_part + WORD) + number), key, mask=valid)
     times = size
     if GIVEN:
-        times = tl.zeros_like(size)
-        for j in range(0, tl.max(size, axis=0)):
-            at = tl.load(order + first + j, mask=j < size, other=0)
-            times += tl.load(uses + at, mask=j < size, other=0)
+        times = sum_uses(uses, order, first, size)
     of_uses = message.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(of_uses + (tl.load(of_part + USE) + number), times, mask=valid)
     row = tl.load(of_part + FIRST) + number * tl.load(of_part + UNITS)
@@ -116,7 +114,6 @@ def average_runs(
     features,
     feature_of,
     present,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -125,21 +122,17 @@ def average_runs(
     """Divide the gradients of each run's positions by their number; PARTIAL: of those that are `present`."""
     count = tl.load(work + UNIQUE)
     column = tl.arange(0, COLUMNS)[None, :]
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         first = tl.load(starts + number, mask=valid, other=0)
         size = tl.load(starts + number + 1, mask=valid, other=0) - first
-        most = tl.max(size, axis=0)
         ranks = size
         if PARTIAL:
-            ranks = tl.zeros_like(size)
-            for j in range(0, most):
-                position = tl.load(order + first + j, mask=j < size, other=0)
-                ranks += tl.load(present + position, mask=j < size, other=0)
+            ranks = sum_uses(present, order, first, size)
         divides = valid & (ranks > 1)
         divisor = tl.where(divides, ranks, 1).to(tl.float32)[:, None]
-        for j in range(0, most):
+        for j in range(0, tl.max(size, axis=0)):
             inside = divides & (j < size)
             position = tl.load(order + first + j, mask=inside, other=0)
             of_feature = (

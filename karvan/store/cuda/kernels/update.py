@@ -1,4 +1,4 @@
-"""The backward: gradients summed by row (see `sums`), and the optimizers' rules, in one kernel.
+"""The backward: gradients summed by row (see `runs`), and the optimizers' rules, in one kernel.
 
 The rules are those of csrc/kernels/apply.inc. A row whose gradient is not finite stays as it is.
 """
@@ -17,11 +17,14 @@ from karvan.store.cuda.kernels.fields import (
     SLOT,
     TABLE,
     UNIQUE,
+    floats,
+    hash_pointer,
+    read_vector,
+    row_address,
+    write_rounded,
 )
 from karvan.store.cuda.kernels.find import rounding_noise
-from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, read_vector, row_address, write_rounded
-from karvan.store.cuda.kernels.runs import PIECE
-from karvan.store.cuda.kernels.sums import head_number, sum_of_pieces, sum_positions
+from karvan.store.cuda.kernels.runs import PIECE, head_number, sum_of_pieces, sum_positions
 from karvan.store.types import RULE_NUMBERS
 
 _KIND = {name: tl.constexpr(number) for number, name in enumerate(RULES)}
@@ -175,7 +178,6 @@ def update_rows(
     counters,
     chunks,
     head,
-    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -201,7 +203,7 @@ def update_rows(
     count = tl.where(head_number(head, FOUND_INF, 0.0) == 0.0, count, 0)
     column = tl.arange(0, COLUMNS)
     inside = (column < DIM)[None, :]
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = number < count
         if LONG:

@@ -1,4 +1,4 @@
-"""The rows of a device table outside of training steps: list, read, load and erase them.
+"""The rows of a device table outside of training steps: list, read, load, erase and evict them.
 
 These wait for the device where they must know how many rows there are.
 """
@@ -14,13 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.kernels import maintenance
-from karvan.store.cuda.rows.arena import RowLayout
-from karvan.store.cuda.rows.index import WIDTH
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.tier import kernels
-from karvan.store.cuda.tier.arena import TieredArena
+from karvan.store.cuda.arena import RowArena, RowLayout, TieredArena
+from karvan.store.cuda.kernels import exchange, maintenance
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory
 from karvan.store.types import Keys, Rows
 
 # Rows on their way from a device to the host, as they are in memory, through two page-locked buffers.
@@ -138,16 +134,9 @@ def read_fields(memory: TableMemory, table: DeviceTable, rows: Tensor) -> RowFie
     hashes = torch.empty(count, dtype=torch.int64, device=memory.device)
     counts, lasts, changes = (torch.empty(count, dtype=torch.int32, device=memory.device) for _ in range(3))
     if count:
+        fields = (hashes, counts, lasts, changes)
         maintenance.read_fields[launch.blocks(count)](
-            rows,
-            count,
-            arena.chunks,
-            hashes,
-            counts,
-            lasts,
-            changes,
-            SHIFT=arena.shift,
-            STRIDE=arena.layout.stride,
+            rows, count, arena.chunks, *fields, **arena.constants("SHIFT", "STRIDE")
         )
     return RowFields(rows, hashes, counts, lasts, changes)
 
@@ -157,36 +146,12 @@ def read_vectors(memory: TableMemory, table: DeviceTable, rows: Tensor) -> Tenso
     arena, layout, count = table.arena, table.arena.layout, rows.numel()
     vectors = torch.empty(count, layout.dim, dtype=torch.float32, device=memory.device)
     if count:
-        group, warps = launch.tile(layout.columns)
-        maintenance.read_vectors[(-(-count // group),)](
-            rows,
-            count,
-            arena.chunks,
-            vectors,
-            DIM=layout.dim,
-            COLUMNS=layout.columns,
-            GROUP=group,
-            SHIFT=arena.shift,
-            STRIDE=layout.stride,
-            TYPE=layout.type,
-            num_warps=warps,
+        tile = launch.tile(layout.columns)
+        constants = arena.constants("DIM", "COLUMNS", "SHIFT", "STRIDE", "TYPE")
+        maintenance.read_vectors[(-(-count // tile["GROUP"]),)](
+            rows, count, arena.chunks, vectors, **constants, **tile
         )
     return vectors
-
-
-def row_constants(table: DeviceTable) -> dict[str, int]:
-    """The layout of a table's rows, as kernels take it."""
-    arena, layout = table.arena, table.arena.layout
-    return {
-        "DIM": layout.dim,
-        "STATE": layout.state,
-        "COLUMNS": layout.columns,
-        "STATES": layout.states,
-        "SHIFT": arena.shift,
-        "STRIDE": layout.stride,
-        "VECTOR": layout.vector,
-        "TYPE": layout.type,
-    }
 
 
 def host_bytes(memory: TableMemory, table: DeviceTable) -> int:
@@ -197,7 +162,7 @@ def host_bytes(memory: TableMemory, table: DeviceTable) -> int:
     memory.finish_growth(table)
     count = torch.zeros(1, dtype=torch.int64, device=memory.device)
     slots = table.index.slots + 1
-    kernels.count_places[launch.blocks(slots)](table.index.entries.data_ptr(), slots, arena.places, count)
+    exchange.count_places[launch.blocks(slots)](table.index.entries.data_ptr(), slots, arena.places, count)
     return (memory.rows_bound(table) - int(count.item())) * arena.row_bytes
 
 
@@ -208,14 +173,9 @@ def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
     state = np.empty((count, layout.state), np.float32)
 
     def fill(buffer: Tensor, first: int, size: int) -> torch.cuda.Event | None:
-        constants = copy_constants(layout)
+        constants, rows = copy_constants(arena), noted.rows[first : first + size]
         maintenance.copy_rows[(-(-size // constants["GROUP"]),)](
-            noted.rows[first : first + size],
-            size,
-            arena.chunks,
-            buffer.data_ptr(),
-            SHIFT=arena.shift,
-            **constants,
+            rows, size, arena.chunks, buffer.data_ptr(), **constants
         )
         return torch.cuda.current_stream(memory.device).record_event() if buffer.is_cuda else None
 
@@ -233,11 +193,10 @@ def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
     )
 
 
-def copy_constants(layout: RowLayout) -> dict[str, int]:
-    """How kernels copy rows as they are in memory: the bytes of a row, and the shape of a block."""
-    columns = min(launch.power(layout.stride // 4), _MOST_COLUMNS)
-    group, warps = launch.tile(columns)
-    return {"STRIDE": layout.stride, "GROUP": group, "COLUMNS": columns, "num_warps": warps}
+def copy_constants(arena: RowArena) -> dict[str, int]:
+    """How kernels copy rows as they are in memory: where rows are, and the shape of a block."""
+    columns = min(launch.power(arena.layout.stride // 4), _MOST_COLUMNS)
+    return {**arena.constants("SHIFT", "STRIDE"), "COLUMNS": columns, **launch.tile(columns)}
 
 
 def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
@@ -251,38 +210,23 @@ def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
     arena, device = table.arena, memory.device
     memory.note_lookup({table: count})
     numbers = torch.empty(count, dtype=torch.int32, device=device)
+    index, keys = table.index, torch.from_numpy(np.ascontiguousarray(rows.keys)).to(device)
+    slots = (index.entries.data_ptr(), index.slots - 1, keys, count, memory.table_counters, table.number)
     maintenance.insert_keys[launch.blocks(count)](
-        table.index.entries.data_ptr(),
-        table.index.slots - 1,
-        torch.from_numpy(np.ascontiguousarray(rows.keys)).to(device),
-        count,
-        memory.table_counters,
-        table.number,
-        memory.arena_counters(arena),
-        arena.chunks,
-        version,
-        memory.spare.data_ptr(),
-        numbers,
-        SHIFT=arena.shift,
-        STRIDE=arena.layout.stride,
-        WIDTH=WIDTH,
+        *(*slots, memory.arena_counters(arena), arena.chunks, version, memory.spare.data_ptr(), numbers),
+        **arena.constants("SHIFT", "STRIDE"),
     )
     memory.settle_queue(arena)
     for watcher in arena.watchers:
         watcher.save(numbers, count)
-    group, warps = launch.tile(max(arena.layout.columns, arena.layout.states))
-    maintenance.write_rows[(-(-count // group),)](
-        numbers,
-        count,
-        arena.chunks,
-        torch.from_numpy(np.ascontiguousarray(rows.vectors, np.float32)).to(device),
-        torch.from_numpy(np.ascontiguousarray(rows.state, np.float32)).to(device),
-        torch.from_numpy(np.ascontiguousarray(rows.counts, np.uint32).view(np.int32)).to(device),
-        torch.from_numpy(np.ascontiguousarray(rows.last_steps, np.uint32).view(np.int32)).to(device),
-        version,
-        GROUP=group,
-        num_warps=warps,
-        **row_constants(table),
+    floats, fields = (rows.vectors, rows.state), (rows.counts, rows.last_steps)
+    arrays = [np.ascontiguousarray(array, np.float32) for array in floats]
+    arrays += [np.ascontiguousarray(array, np.uint32).view(np.int32) for array in fields]
+    tile = launch.tile(max(arena.layout.columns, arena.layout.states))
+    maintenance.write_rows[(-(-count // tile["GROUP"]),)](
+        *(numbers, count, arena.chunks, *(torch.from_numpy(array).to(device) for array in arrays), version),
+        **arena.constants("DIM", "STATE", "COLUMNS", "STATES", "SHIFT", "STRIDE", "VECTOR", "TYPE"),
+        **tile,
     )
 
 
@@ -296,21 +240,14 @@ def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log
     places = torch.empty(count, dtype=torch.int64, device=memory.device)
     rows = torch.empty_like(places)
     maintenance.find_places[launch.blocks(count)](
-        index.entries.data_ptr(), index.slots - 1, hashes, count, places, rows, WIDTH=WIDTH
+        index.entries.data_ptr(), index.slots - 1, hashes, count, places, rows
     )
     for watcher in arena.watchers:
         watcher.save(rows, count)
     arena.reserve_queue(memory.arena_counters(arena))
+    counters = (memory.table_counters, table.number, memory.arena_counters(arena))
     maintenance.erase_places[launch.blocks(count)](
-        places,
-        rows,
-        count,
-        memory.table_counters,
-        table.number,
-        memory.arena_counters(arena),
-        arena.chunks,
-        SHIFT=arena.shift,
-        STRIDE=arena.layout.stride,
+        places, rows, count, *counters, arena.chunks, **arena.constants("SHIFT", "STRIDE")
     )
     hashes_in_use = hashes[rows > 0]
     if log:
@@ -321,34 +258,121 @@ def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log
 
 def unmix(hashes: Keys) -> Keys:
     """The keys of hashes, both int64; csrc/hash/mix.h."""
-    h = hashes.view(np.uint64).copy()
-    inverse = np.uint64(0xCFEE444D8B59A89B)
-    shift = np.uint64(32)
-    for last in (False, False, True):
-        h ^= h >> shift
-        if not last:
-            h *= inverse
-    return h.view(np.int64)
+    return _scrambled(hashes, 0xCFEE444D8B59A89B)
 
 
 def mix(keys: Keys) -> Keys:
     """The hashes of keys, both int64."""
-    h = np.ascontiguousarray(keys).view(np.uint64).copy()
-    factor = np.uint64(0xD6E8FEB86659FD93)
-    shift = np.uint64(32)
-    for last in (False, False, True):
-        h ^= h >> shift
-        if not last:
-            h *= factor
+    return _scrambled(keys, 0xD6E8FEB86659FD93)
+
+
+def _scrambled(numbers: Keys, factor: int) -> Keys:
+    h = np.ascontiguousarray(numbers).view(np.uint64).copy()
+    for _ in range(2):
+        h ^= h >> np.uint64(32)
+        h *= np.uint64(factor)
+    h ^= h >> np.uint64(32)
     return h.view(np.int64)
 
 
 def erased_keys(table: DeviceTable, version: int) -> Keys:
     """Keys whose rows were removed after a version."""
-    if not table.erasures.knows(version):
+    if version < table.erasures.forgotten:
         raise ValueError(
             f"Table '{table.spec.name}' remembers evictions since version {table.erasures.forgotten}, but "
             f"was asked for version {version}: take a full snapshot instead."
         )
     erased = table.erasures.since(version)
     return unmix(np.zeros(0, np.int64) if erased is None else erased.cpu().numpy())
+
+
+# Eviction on the device: which rows a table's policy removes; csrc/table/evict.cpp has the same rules.
+#
+# A table with a capacity must evict after a lookup that has brought more rows than that, which the host
+# cannot know at once. It looks before the next call that meets the table's rows (`settle`), mostly the
+# update: by then the model is queued behind the lookup, so the device is busy while the host waits.
+
+_LARGE = 65536  # a capacity from which a sixteenth is removed at once
+
+
+def maintain(memory: TableMemory, table: DeviceTable, step: int, now: float) -> None:
+    """What the policy asks for after the training lookup of a step."""
+    kind, value, every = table.spec.evict
+    if kind in ("lru", "lfu"):
+        if memory.rows_bound(table) > value:
+            memory.request_numbers()
+            memory.overdue[table] = None
+    elif kind == "ttl":
+        time = table.advance_time(now)
+        if step % every == 0:
+            _evict_expired(memory, table, time)
+        clock = table.clock
+        while len(clock) > 1 and clock[1][1] <= time - value:
+            clock.pop(0)
+        if len(clock) > 1 and time - clock[-2][1] < value / 64:
+            clock[-1] = (step, time)
+        else:
+            clock.append((step, time))
+    elif kind != "never" and step % every == 0:
+        evict(memory, table, step, now)
+
+
+def settle(memory: TableMemory) -> None:
+    """Evict rows beyond capacities; waits for the last lookup, not for what is queued behind it."""
+    if not memory.overdue:
+        return
+    memory.learn_requested()
+    for table in list(memory.overdue):
+        del memory.overdue[table]
+        _evict_beyond(memory, table)
+
+
+def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int:
+    """Apply the policy now."""
+    kind, value, _ = table.spec.evict
+    if kind in ("lru", "lfu"):
+        memory.learn_now()
+        return _evict_beyond(memory, table)
+    if kind == "age":
+        if step <= value:
+            return 0
+        noted = list_rows(memory, table)
+        return erase_hashes(memory, table, noted.hashes[_unsigned(noted.lasts) < step - int(value)])
+    if kind == "ttl":
+        return _evict_expired(memory, table, table.advance_time(now))
+    if kind == "norm":
+        noted = list_rows(memory, table)
+        vectors = read_vectors(memory, table, noted.rows)
+        limit = float(torch.tensor(value, dtype=torch.float32)) ** 2
+        return erase_hashes(memory, table, noted.hashes[vectors.double().square().sum(1) < limit])
+    return 0
+
+
+def _evict_beyond(memory: TableMemory, table: DeviceTable) -> int:
+    """Remove the rows beyond the capacity of a table, whose number is known.
+
+    The first are those with the least (last use, uses), or (uses, last use) for LFU, then hash.
+    """
+    kind, value, _ = table.spec.evict
+    capacity, present = int(value), memory.rows_bound(table)
+    if present <= capacity:
+        return 0
+    spare = capacity // 16 if capacity >= _LARGE else 0
+    noted = list_rows(memory, table)  # in the order of hashes, which a stable sort keeps
+    first, second = (noted.counts, noted.lasts) if kind == "lfu" else (noted.lasts, noted.counts)
+    rank = ((_unsigned(first) << 32) | _unsigned(second)) ^ _SIGN
+    least = torch.sort(rank, stable=True).indices[: present - capacity + spare]
+    return erase_hashes(memory, table, noted.hashes[least].contiguous())
+
+
+def _evict_expired(memory: TableMemory, table: DeviceTable, time: float) -> int:
+    seconds = table.spec.evict[1]
+    expired = max((step + 1 for step, noted in table.clock if noted <= time - seconds), default=0)
+    if not expired:
+        return 0
+    noted = list_rows(memory, table)
+    return erase_hashes(memory, table, noted.hashes[_unsigned(noted.lasts) < expired])
+
+
+def _unsigned(numbers: Tensor) -> Tensor:
+    return numbers.long() & 0xFFFFFFFF

@@ -7,7 +7,8 @@ so the same launches, or a graph of them, serve every step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,17 +16,201 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
+from karvan.store.cuda.arena import (
+    TYPES,
+    Bound,
+    DeviceBudget,
+    HostMemoryError,
+    RowArena,
+    RowLayout,
+    RowSpace,
+    TieredArena,
+    TierStream,
+)
+from karvan.store.cuda.initial_values import initial_numbers
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.kernels.find import SPARE_LANES, move_slots
-from karvan.store.cuda.launch import take_turns
-from karvan.store.cuda.rows.arena import TYPES, Bound, RowArena, RowLayout, RowSpace
-from karvan.store.cuda.rows.index import WIDTH
-from karvan.store.cuda.rows.initial_values import initial_numbers
-from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.tier.arena import TieredArena
-from karvan.store.cuda.tier.host_memory import DeviceBudget, TierStream
-from karvan.store.cuda.transfers import Counters, DeviceStreams, Uploads
+from karvan.store.cuda.kernels.find import SPARE_LANES, WIDTH, move_slots
+from karvan.store.cuda.launch import Counters, DeviceStreams, Uploads, take_turns
 from karvan.store.types import TableSpec
+
+# `KeyIndex`: from the hashes of one table's keys to row numbers, in device memory, growing step by step.
+
+_LEAST = 256  # slots
+_LOAD = 0.6  # more used slots than this share of all, and the index grows
+_MOVED = 1 << 19  # slots that one step moves at least
+
+
+class KeyIndex:
+    """Slots of (hash, row). While it grows, keys are in the new index or still in the old one."""
+
+    def __init__(self, device: torch.device, slots: int = _LEAST, load: float = _LOAD) -> None:
+        self._device = device
+        self._load = load
+        self.slots = slots
+        self.entries = self._empty(slots)
+        self.old: torch.Tensor | None = None
+        self.old_slots = 0
+        self.moved = 0  # slots of the old index, so far
+        self.moved_in_all = 0
+        self.described = False  # whether the table's descriptor has the addresses
+
+    def _empty(self, slots: int) -> torch.Tensor:
+        return torch.zeros(2 * (slots + WIDTH.value), dtype=torch.int64, device=self._device)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all slots."""
+        return 8 * (self.entries.numel() + (0 if self.old is None else self.old.numel()))
+
+    @property
+    def grows(self) -> bool:
+        """Whether an old index still has keys."""
+        return self.old is not None
+
+    def describe(self, row: NDArray[np.int64]) -> None:
+        """Write addresses and sizes into the table's descriptor."""
+        row[fields.INDEX.value] = self.entries.data_ptr()
+        row[fields.MASK.value] = self.slots - 1
+        row[fields.OLD_INDEX.value] = 0 if self.old is None else self.old.data_ptr()
+        row[fields.OLD_MASK.value] = self.old_slots - 1
+        self.described = True
+
+    def is_full(self, used: int) -> bool:
+        """Whether so many used slots are too many."""
+        return used > self._load * self.slots
+
+    def room(self, used: int) -> int:
+        """How many more slots than `used` may be used before it is full."""
+        return int(self._load * self.slots) - used
+
+    def start_growth(self, keys: int) -> None:
+        """Make a larger index, for so many keys and as many more; the slots of this one move later."""
+        assert self.old is None
+        slots = self.slots
+        while keys > self._load / 2 * slots:
+            slots *= 2
+        self.old, self.old_slots, self.moved = self.entries, self.slots, 0
+        self.entries, self.slots = self._empty(slots), slots
+        self.described = False
+
+    def next_move(self, least: int) -> tuple[int, int]:
+        """The slots of the old index to move now: the first, and how many."""
+        first = self.moved
+        count = min(max(_MOVED, least), self.old_slots + 1 - first)
+        self.moved += count
+        self.moved_in_all += count
+        return first, count
+
+    def end_growth(self) -> None:
+        """Release the old index, whose slots have all been moved."""
+        assert self.moved == self.old_slots + 1
+        self.old = None
+        self.described = False
+
+
+_INIT_LEVELS = {"normal": 1, "truncated_normal": 1, "gamma": 2, "poisson": 2}
+
+
+class DeviceTable:
+    """A table: its settings, its index, and the arena of its rows."""
+
+    def __init__(self, spec: TableSpec, number: int, device: torch.device, arena: RowArena) -> None:
+        self.spec = spec
+        self.number = number  # among the store's tables
+        self.arena = arena
+        self.index = KeyIndex(device)
+        self.initial_state: tuple[float, ...] = ()
+        self.version = 0
+        self.used = Bound()
+        self.rows = Bound()
+        self.room = 0  # positions that lookups may still have before the host must look at the bounds
+        self.erasures = ErasureLog()
+        self.filter: torch.Tensor | None = None  # counters of keys without a row, for MinCount
+        self.checked_rule = ("", arena)  # the kind of rule that its rows are known to have the state for
+        self.captured = False  # whether a capture of it is open
+        self.skipped = 0  # updates that were skipped by the host
+        self.clock: list[tuple[int, float]] = []  # for TTL: (step, time) now and then
+        self._time = self._shown = 0.0
+
+    @property
+    def admits_all(self) -> bool:
+        """Whether every key gets a row."""
+        return self.spec.admit[0] == "always"
+
+    @property
+    def init_level(self) -> int:
+        """How much the kernel that fills rows must know: 1 with normals, 2 also with gamma and Poisson."""
+        return _INIT_LEVELS.get(self.spec.init[0], 0)
+
+    def learn(self, counters: NDArray[np.int64], time: int) -> None:
+        """What the host has read of the table's counters."""
+        counters_of_table = counters[self.number * fields.COUNTERS.value :]
+        self.used.learn(int(counters_of_table[fields.USED.value]), time)
+        self.rows.learn(int(counters_of_table[fields.ROWS.value]), time)
+
+    def next_version(self) -> int:
+        """The version after a change; see `next_versions`."""
+        next_versions([self])
+        return self.version
+
+    def move_to(self, arena: RowArena) -> None:
+        """Have rows in another arena from now on."""
+        self.arena = arena
+        arena.newest_version = max(arena.newest_version, self.version)
+
+    def advance_time(self, now: float) -> float:
+        """The table's time, which does not fall when the clock was set back."""
+        latest = max(self._time, self.clock[-1][1]) if self.clock else self._time
+        self._time = now if now >= latest else latest + max(0.0, now - self._shown)
+        self._shown = now
+        return self._time
+
+
+def next_versions(tables: Iterable[DeviceTable]) -> None:
+    """Give tables their version after a change, which those of one arena share.
+
+    Versions grow over all tables of an arena, as their rows' births do: a row that one table has released and
+    another has got since is then known to be another one.
+    """
+    done: dict[RowArena, int] = {}
+    for table in tables:
+        arena = table.arena
+        if arena not in done:
+            arena.newest_version += 1
+            done[arena] = arena.newest_version
+        table.version = done[arena]
+
+
+class ErasureLog:
+    """Hashes of removed keys, by version. Beyond `most`, the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._log: deque[tuple[int, torch.Tensor]] = deque()
+        self._total = 0
+        self.newest = 0
+        self.forgotten = 0
+
+    def add(self, version: int, hashes: torch.Tensor, most: int) -> None:
+        """Keys were removed."""
+        if not hashes.numel():
+            return
+        self.newest = version
+        self._log.append((version, hashes))
+        self._total += hashes.numel()
+        while self._total > most and len(self._log) > 1:
+            self.forgotten, keys = self._log.popleft()
+            self._total -= keys.numel()
+
+    def since(self, version: int) -> torch.Tensor | None:
+        """The hashes of keys that were removed after a version; None if there are none."""
+        erased = [hashes for at, hashes in self._log if at > version]
+        return torch.cat(erased) if erased else None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the log."""
+        return 8 * self._total
+
 
 # The counters of `MinCount`: how often keys without a row have been seen; csrc/table/admission_filter.h.
 
@@ -117,7 +302,7 @@ class TableMemory:
         if spec.admit[0] == "min_count":
             table.filter = new_filter(spec.admit[2], self.device)
         self.tables[spec.name] = table
-        whole, real = initial_numbers(spec)
+        whole, real = initial_numbers(spec, self.device)
         row = np.zeros(_TABLE, np.int64)
         row[fields.STREAM.value], row[fields.INIT.value] = whole[0], whole[1]
         row[fields.INIT_FIRST.value], row[fields.INIT_COUNT.value] = whole[2:]
@@ -136,17 +321,14 @@ class TableMemory:
                     f"A store on a GPU has at most {_ARENAS} kinds of rows, by dim, dtype and optimizer "
                     "state, got one more."
                 )
-            self._arenas[layout] = arena = self._new_arena(layout)
+            settings = (layout, self.device, self.uploads, len(self._arenas))
+            arena = RowArena(*settings) if self.budget is None else TieredArena(*settings, self.tier)
+            self._arenas[layout] = arena
             time = self.counters.time
             arena.used.restart(1, time, time + 1)  # copies of the counters so far have no row 0
             self.arena_counters(arena)[fields.NEXT_ROW.value].fill_(1)
             arena.note_queue(self.arena_counters(arena))
         return self._arenas[layout]
-
-    def _new_arena(self, layout: RowLayout) -> RowArena:
-        if self.budget is None:
-            return RowArena(layout, self.device, self.uploads, len(self._arenas))
-        return TieredArena(layout, self.device, self.uploads, len(self._arenas), self.tier)
 
     def set_initial_state(self, table: DeviceTable, initial: Sequence[float]) -> None:
         """The optimizer state of new rows of a table."""
@@ -242,18 +424,9 @@ class TableMemory:
         index = table.index
         assert index.old is not None
         first, count = index.next_move(4 * least)
-        move_slots[launch.blocks(count)](
-            index.old.data_ptr(),
-            index.old_slots - 1,
-            index.entries.data_ptr(),
-            index.slots - 1,
-            self.table_counters,
-            table.number,
-            self.spare.data_ptr(),
-            first,
-            count,
-            WIDTH=WIDTH,
-        )
+        slots = (index.old.data_ptr(), index.old_slots - 1, index.entries.data_ptr(), index.slots - 1)
+        counters = (self.table_counters, table.number)
+        move_slots[launch.blocks(count)](*slots, *counters, self.spare.data_ptr(), first, count)
         if index.moved == index.old_slots + 1:
             index.end_growth()
             time = self.counters.time
@@ -348,3 +521,40 @@ class TableMemory:
         filter_bytes = 0 if table.filter is None else 4 * table.filter.numel()
         row = table.arena.row_bytes
         return self.rows_bound(table) * row + table.index.bytes + filter_bytes + table.erasures.bytes
+
+
+# What to say when the GPU or the machine has no more memory: which tables there are, and how large.
+
+
+@contextmanager
+def memory_report(memory: TableMemory) -> Iterator[None]:
+    """Within it, an error of a full GPU or machine names the tables and their sizes."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        sizes = sorted(
+            ((memory.bytes(table), table.spec.name, table) for table in memory.tables.values()), reverse=True
+        )
+        listed = ", ".join(
+            f"{name} ({size / 2**30:.2f} GiB, {memory.rows_bound(table):,} rows)"
+            for size, name, table in sizes[:10]
+        )
+        more = f" and {len(sizes) - 10} more" if len(sizes) > 10 else ""
+        if isinstance(error, HostMemoryError):
+            raise HostMemoryError(
+                f"There is no memory left on the machine for rows beyond device_memory: {error}. Tables: "
+                f"{listed}{more}. Limit tables by evict=kv.eviction.LRU(…), or train on several machines "
+                'with kv.connect("sharded", device="cuda").'
+            ) from error
+        free, total = torch.cuda.mem_get_info(memory.device)
+        advice = 'give rows less of it by kv.connect("cuda", device_memory="…")'
+        if memory.budget is None:
+            advice = (
+                'keep the rows that are used least in the memory of the machine by kv.connect("cuda", '
+                'device_memory="…"), or some tables by Table(device="cpu")'
+            )
+        raise torch.OutOfMemoryError(
+            f"There is no memory left on {memory.device} for more rows: {free / 2**30:.2f} of "
+            f"{total / 2**30:.2f} GiB are free. Tables: {listed}{more}. Limit tables by "
+            f'evict=kv.eviction.LRU(…), {advice}, or train on several GPUs with kv.connect("sharded").'
+        ) from error

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import GroupLayout
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.graphs import GraphedBuffers
-from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
+from karvan.store.cuda import lookup as launches
+from karvan.store.cuda.arena import RowArena
+from karvan.store.cuda.batch_ids import GroupLayout, LookupBuffers
+from karvan.store.cuda.graphs import GraphedBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import drop_positions, map_plain
-from karvan.store.cuda.rows.arena import RowArena
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory
+from karvan.store.cuda.updates import SlotRules, UpdateBuffers
 
 _BLOCK = fields.BLOCK.value
 _GRADIENT = fields.GRADIENT.value
 
 
+@dataclass(eq=False)
 class GroupLookup:
     """A group of features after its lookup; version: of the group's tables at that moment."""
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        version: int,
-        descriptors: NDArray[np.int64],
-        buffers: LookupBuffers,
-        graphed: GraphedBuffers | None,
-        outs: dict[int, Tensor],
-    ) -> None:
-        self.layout = layout
-        self.version = version
-        self.descriptors = descriptors
-        self.buffers = buffers
-        self.graphed = graphed
-        self.outs = outs
+    layout: GroupLayout
+    version: int
+    descriptors: NDArray[np.int64]
+    buffers: LookupBuffers
+    graphed: GraphedBuffers | None
 
     def __del__(self) -> None:
         if self.graphed is not None:
@@ -58,15 +48,15 @@ class GroupLookup:
         return any(table.arena is not self.layout.arena for table in self.layout.tables)
 
 
+@dataclass(eq=False)
 class GroupGradients:
     """A lookup of one group, and the gradients of its outputs."""
 
-    def __init__(self, lookup: GroupLookup, gradients: Mapping[int, Tensor], scale: float | Tensor) -> None:
-        self.lookup = lookup
-        self.gradients = gradients  # by the features' numbers in the program
-        self.scale = scale  # the gradients are this many times too large; a float on the device, or here
-        self.unless: Tensor | None = None  # a float on the device: unless it is 0, nothing is updated
-        self.present: Tensor | None = None  # of each position, 0 where it has no gradient; None: all have one
+    lookup: GroupLookup
+    gradients: Mapping[int, Tensor]  # by the features' numbers in the program
+    scale: float | Tensor  # the gradients are this many times too large; a float on the device, or here
+    unless: Tensor | None = None  # a float on the device: unless it is 0, nothing is updated
+    present: Tensor | None = None  # of each position, 0 where it has no gradient; None: all have one
 
     @property
     def complete(self) -> bool:
@@ -97,9 +87,7 @@ def without_moved(gradients: GroupGradients) -> GroupGradients:
         if number in gradients.gradients and number not in remaining:
             moved.setdefault(f.table, []).append(rows[base : base + f.positions])
     _count_dropped(gradients.lookup.buffers.memory, moved)
-    moved_gradients = GroupGradients(gradients.lookup, remaining, gradients.scale)
-    moved_gradients.present, moved_gradients.unless = gradients.present, gradients.unless
-    return moved_gradients
+    return replace(gradients, gradients=remaining)
 
 
 def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tensor]]) -> None:
@@ -153,15 +141,12 @@ def _update_one(gradients: GroupGradients, rules: SlotRules) -> None:
         sums = graphed.update_buffers(rules.slots, len(descriptors))
     sums.load(layout.plain_end, lookup.version, chosen, descriptors, gradients.scale, gradients.unless)
     _save_rows(buffers)
-    if graphed is not None:
+    if graphed is not None:  # which brings the descriptors to the device
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
-        _note_late_changes(
-            [gradients], sums, rules.slots
-        )  # the graph has brought the descriptors to the device
-        return
-    if lookup.has_erasures:
-        sums.drop_runs()
-    sums.run(chosen, aligned)
+    else:
+        if lookup.has_erasures:
+            sums.drop_runs()
+        sums.run(chosen, aligned)
     _note_late_changes([gradients], sums, rules.slots)
 
 
@@ -209,15 +194,9 @@ def _join(
             sums = UpdateBuffers(buffers, rules.slots, len(group_descriptors), mapped=buffers.mapped)
             sums.load(layout.plain_end, group.lookup.version, rules, group_descriptors, 1.0)
             before = own_rows.clone()
+            reads = (sums.features, own_features, sums.versions, arena.chunks)
             drop_positions[(layout.positions // _BLOCK,)](
-                own_rows,
-                layout.positions,
-                sums.features,
-                own_features,
-                sums.versions,
-                arena.chunks,
-                SHIFT=arena.shift,
-                STRIDE=arena.layout.stride,
+                own_rows, layout.positions, *reads, **arena.constants("SHIFT", "STRIDE")
             )
             deleted = torch.where(own_rows == 0, before, 0)
             dropped: dict[DeviceTable, list[Tensor]] = {}

@@ -14,13 +14,12 @@ from collections.abc import Callable, Hashable
 import torch
 
 from karvan.devices import record
-from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import GroupShape
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
-from karvan.store.cuda.rows.arena import RowArena
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.transfers import Staging
+from karvan.store.cuda import lookup as launches
+from karvan.store.cuda.arena import RowArena
+from karvan.store.cuda.batch_ids import GroupShape, LookupBuffers
+from karvan.store.cuda.launch import Staging
+from karvan.store.cuda.table_memory import TableMemory
+from karvan.store.cuda.updates import SlotRules, UpdateBuffers
 
 _MOST = 24  # recorded lookups
 _TURNS = 3  # recorded lookups of a shape that take turns, so that the host can be ahead of the device

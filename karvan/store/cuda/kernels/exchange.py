@@ -17,16 +17,19 @@ import triton
 import triton.language as tl
 
 from karvan.store.cuda.kernels.fields import (
+    BIRTH,
     BLOCK,
+    COUNT,
     COUNTERS,
     FEATURE_FIELDS,
+    LAST,
     TABLE,
     TIER_EXCHANGES,
     TIER_HITS,
     TIER_MISSES,
     UNIQUE,
+    field_pointer,
 )
-from karvan.store.cuda.kernels.row_memory import BIRTH, COUNT, LAST, field_pointer
 
 ON_HOST = tl.constexpr(-1)  # a row's place, if it has no device location
 TAKEN = tl.constexpr(-2)  # and is listed
@@ -65,7 +68,6 @@ def collect_rows(
     tally,
     listed,
     listed_tables,
-    programs,
     RUNS: tl.constexpr,
 ):
     """Mark the locations of rows on the device, and list the others, once each.
@@ -78,7 +80,7 @@ def collect_rows(
         count = tl.load(work + UNIQUE)
     mark = tl.load(head + MARK).to(tl.int32)
     numbers = tl.load(head + ROW_NUMBERS)
-    for start in range(tl.program_id(0) * BLOCK, count, programs * BLOCK):
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         number = start + tl.arange(0, BLOCK)
         valid = number < count
         row = tl.load(rows + number, mask=valid, other=0)
@@ -134,7 +136,6 @@ def choose_places(
     tally,
     host_addresses,
     device_addresses,
-    programs,
     STRIDE: tl.constexpr,
 ):
     """Find a device location for each listed row, and exchange addresses with the row that is there.
@@ -147,7 +148,7 @@ def choose_places(
     now = tl.load(head + NOW)
     size = tl.load(head + DEVICE_ROWS)
     apart = (size + TRIES - 1) // TRIES
-    for start in range(tl.program_id(0) * BLOCK, count, programs * BLOCK):
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         lane = tl.arange(0, BLOCK)
         number = start + lane
         valid = number < count
@@ -212,7 +213,6 @@ def swap_rows(
     tally,
     host_addresses,
     device_addresses,
-    programs,
     WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -220,7 +220,7 @@ def swap_rows(
     """Exchange the WORDS words at each pair of addresses."""
     count = tl.load(tally + PAIRS)
     column = tl.arange(0, COLUMNS)[None, :]
-    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+    for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
         valid = (number < count)[:, None]
         host = tl.load(host_addresses + number, mask=number < count, other=0)[:, None]

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
+from karvan.store.cuda.arena import RowArena, RowSpace
 from karvan.store.cuda.kernels import fields
-from karvan.store.cuda.rows.arena import RowArena, RowSpace
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.cuda.kernels.runs import PIECE, SPAN
+from karvan.store.cuda.launch import Staging
+from karvan.store.cuda.table_memory import DeviceTable, TableMemory
+from karvan.store.program import OutputLayout
 
 _BLOCK = fields.BLOCK.value
 _FIELDS = fields.FEATURE_FIELDS.value
@@ -58,9 +60,7 @@ class FeatureShape(NamedTuple):
     @property
     def out_rows(self) -> int:
         """Rows of its output."""
-        if self.mode == "cells":
-            return self.cells
-        return self.samples * self.length if self.mode == "padded" else self.samples
+        return OutputLayout(self.samples, self.cells, self.length, None).rows(self.mode)
 
     @property
     def combiner_number(self) -> int:
@@ -202,6 +202,10 @@ class GroupLayout:
             numbers[:, _WEIGHTS] = [_address(ids[number].weights) for number in self.numbers]
         return numbers
 
+    def of_features(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Those of the program's gradients that there are for these features, by the features' numbers."""
+        return {number: g for number in self.numbers if (g := gradients[number]) is not None}
+
     def spread(self, uses: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The uses of positions, from those of the features' ids."""
         positions = torch.zeros(self.positions, dtype=torch.int32, device=device)
@@ -274,3 +278,58 @@ class LayoutCache:
                     self._known.popitem(last=False)
             self._known.move_to_end(shapes)
             return shape_layout
+
+
+# `LookupBuffers`: the memory that a lookup works in, from its keys to the update of its rows.
+#
+# Launches take all they need from it. A graph of them can therefore be replayed for another batch of the same
+# shape, once the batch's descriptors are in its buffers (`graphs.py`).
+
+_HEAD = fields.HEAD.value
+
+
+class LookupBuffers:
+    """The memory of one lookup, from its keys to the update of its rows."""
+
+    def __init__(self, memory: TableMemory, arena: RowSpace, shape: GroupShape) -> None:
+        self.memory = memory
+        self.arena = arena
+        self.shape = shape
+        size = shape.positions * _BLOCK
+        training = size if shape.training else 1
+        self.mapped = shape.features > shape.plain_features
+        self.most_pieces = size // (int(PIECE.value) // 2) + 1
+        self.spans = -(-size // int(SPAN.value))
+        device = memory.device
+        sizes = [size, size // _BLOCK, fields.WORK.value, size if self.mapped else 1]
+        sizes += 3 * [training] + 3 * [size + 1] + 3 * [self.most_pieces] + [self.spans]
+        ints = launch.arrays(torch.int32, device, sizes)
+        self.rows, self.feature_of, self.work, self.out_rows = ints[:4]
+        self.fresh, self.fresh_tables, self.pending = ints[4:7]
+        self.starts, self.run_rows, self.run_pieces = ints[7:10]
+        self.long_runs, self.piece_starts, self.piece_ends, self.span_runs = ints[10:]
+        self.order = torch.empty(0, dtype=torch.int64, device=device)
+        self.factors = torch.empty(size if self.mapped else 1, dtype=torch.float32, device=device)
+        tables = len(memory.tables) * fields.TABLE_FIELDS.value
+        sizes = [training, _HEAD + tables + shape.features * _FIELDS]
+        self.places, sent = launch.arrays(torch.int64, device, sizes)
+        self.sent = sent
+        self.head, self.tables, self.features = sent, sent[_HEAD:], sent[_HEAD + tables :]
+        self.others = self.features[shape.plain_features * _FIELDS :]
+        self.shared = [self.rows, sent]  # one array of each allocation
+        self.staging: Staging | None = None  # of a graph, which copies `sent` itself
+        self.missing: Tensor | None = None  # positions of tables that do not admit every key
+        self.uses: Tensor | None = None  # of each position; None: one
+
+    def load(self, layout: GroupLayout, descriptors: NDArray[np.int64], step: int) -> None:
+        """Send a batch to the device."""
+        staging = self.staging
+        numbers = np.empty(self.sent.numel(), np.int64) if staging is None else staging.numbers()
+        numbers[fields.STEP.value] = step
+        numbers[fields.PLAIN_END.value] = layout.plain_end
+        tables = self.memory.descriptors()
+        end = _HEAD + tables.size
+        numbers[_HEAD:end] = tables.reshape(-1)
+        numbers[end : end + descriptors.size] = descriptors.reshape(-1)
+        if staging is None:
+            self.memory.uploads.send_to(self.sent, numbers)

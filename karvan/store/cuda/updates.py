@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from struct import Struct
 
 import numpy as np
 import torch
@@ -13,12 +12,11 @@ from torch import Tensor
 
 from karvan.native.rules import RULES
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch_ids import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
-from karvan.store.cuda.kernels.runs import drop_runs, note_changes
-from karvan.store.cuda.kernels.sums import sum_pieces
-from karvan.store.cuda.rows.tables import DeviceTable
-from karvan.store.cuda.transfers import Staging
+from karvan.store.cuda.kernels.runs import drop_runs, note_changes, sum_pieces
+from karvan.store.cuda.launch import Staging
+from karvan.store.cuda.table_memory import DeviceTable
 from karvan.store.types import RULE_NUMBERS, Rule
 
 _FIELDS = fields.FEATURE_FIELDS.value
@@ -31,7 +29,6 @@ _KERNEL_RULES = {
 }
 _numbers = attrgetter(*RULE_NUMBERS)
 _PADDING = (0,) * (_RULE - 1 - len(RULE_NUMBERS))
-_DOUBLE, _INT64 = Struct("d"), Struct("q")
 
 
 def check_state(table: DeviceTable, rule: Rule) -> None:
@@ -67,18 +64,15 @@ class SlotRules:
         chosen = range(self.slots) if used is None else used
         first, step = rules[chosen[0]], steps[chosen[0]]
         self.same = all(rules[slot] is first and steps[slot] == step for slot in chosen)
-        if self.same:
-            present = [] if first is None else [first]
-            if first is not None:
-                self.numbers[0], self.steps[0] = _rule_numbers(first), step
-        else:
+        if not self.same:
             self.numbers[:, 0] = -1
-            present = []
-            for slot in chosen:
-                rule = rules[slot]
-                if rule is not None:
-                    self.numbers[slot], self.steps[slot] = _rule_numbers(rule), steps[slot]
-                    present.append(rule)
+        present = []
+        for place, slot in [(0, chosen[0])] if self.same else [(slot, slot) for slot in chosen]:
+            rule = rules[slot]
+            if rule is not None:
+                kind = _KERNEL_RULES[rule.kind]["RULE"]
+                self.numbers[place], self.steps[place] = (kind, *_numbers(rule), *_PADDING), steps[slot]
+                present.append(rule)
         self.kinds = tuple(sorted({rule.kind for rule in present}))
         self.limits = any(r.clip_value or r.clip_norm or r.bound or r.weight_decay for r in present)
 
@@ -89,19 +83,10 @@ class SlotRules:
         return SlotRules(self.given, self._steps, used)
 
 
-def _rule_numbers(rule: Rule) -> tuple[float, ...]:
-    return (_KERNEL_RULES[rule.kind]["RULE"], *_numbers(rule), *_PADDING)
-
-
-def float_bits(number: float) -> int:
-    """The bits of a double, for a head of int64 numbers."""
-    return int(_INT64.unpack(_DOUBLE.pack(number))[0])
-
-
 def put_scale(head: NDArray[np.int64], scale: float | Tensor) -> None:
     """Write the number that gradients are divided by into a head: itself, or its address on the device."""
     inverse, address = (1.0, scale.data_ptr()) if isinstance(scale, Tensor) else (1.0 / scale, 0)
-    head[fields.INVERSE_SCALE.value] = float_bits(inverse)
+    head[fields.INVERSE_SCALE.value] = np.float64(inverse).view(np.int64)
     head[fields.SCALE.value] = address
 
 
@@ -148,102 +133,48 @@ class UpdateBuffers:
 
     def drop_runs(self) -> None:
         """Pass over the rows that are gone since the lookup, and count them."""
-        lookup, arena = self.lookup, self.lookup.arena
-        drop_runs[(lookup.memory.programs,)](
-            lookup.work,
-            lookup.order,
-            lookup.starts,
-            lookup.run_rows,
-            self.features,
-            lookup.feature_of,
-            self.versions,
-            lookup.memory.table_counters,
-            arena.chunks,
-            lookup.memory.programs,
-            SHIFT=arena.shift,
-            STRIDE=arena.layout.stride,
+        memory, arena = self.lookup.memory, self.lookup.arena
+        constants = arena.constants("SHIFT", "STRIDE")
+        drop_runs[(memory.programs,)](
+            *self._runs(), self.versions, memory.table_counters, arena.chunks, **constants
         )
 
     def note_changes(self, versions: NDArray[np.int64]) -> None:
         """Note that the rows change; versions: those of the tables, by their slots, after this update."""
-        lookup, arena = self.lookup, self.lookup.arena
-        note_changes[(lookup.memory.programs,)](
-            lookup.work,
-            lookup.order,
-            lookup.starts,
-            lookup.run_rows,
-            self.features,
-            lookup.feature_of,
-            lookup.memory.uploads.send(versions),
-            arena.chunks,
-            lookup.memory.programs,
-            SHIFT=arena.shift,
-            STRIDE=arena.layout.stride,
+        memory, arena = self.lookup.memory, self.lookup.arena
+        constants = arena.constants("SHIFT", "STRIDE")
+        note_changes[(memory.programs,)](
+            *self._runs(), memory.uploads.send(versions), arena.chunks, **constants
         )
+
+    def _runs(self) -> tuple[Tensor, ...]:
+        """The runs of the lookup's positions, and the features that positions belong to."""
+        at = self.lookup
+        return at.work, at.order, at.starts, at.run_rows, self.features, at.feature_of
 
     def run(self, rules: SlotRules, aligned: bool) -> None:
         """Sum the gradients and update the rows."""
-        lookup, arena = self.lookup, self.lookup.arena
-        layout = arena.layout
-        programs = lookup.memory.update_programs
-        long_programs = max(2, programs // 8 + 1)
-        reads = (lookup.order, self.features, lookup.feature_of, lookup.out_rows, lookup.factors)
-        shape = {
-            "DIM": layout.dim,
-            "COLUMNS": layout.columns,
-            "MAPPED": self._mapped,
-            "ALIGNED": aligned,
-        }
-        short, long = launch.update_tile(layout.columns), launch.update_tile(layout.columns, long=True)
-        numbers = {
-            "SHIFT": arena.shift,
-            "STRIDE": layout.stride,
-            "VECTOR": layout.vector,
-            "TYPE": layout.type,
-            "LIMITS": rules.limits,
-            "SAME": rules.same,
-        }
-        rows = (
-            lookup.work,
-            *reads,
-            lookup.starts,
-            lookup.run_rows,
-            lookup.run_pieces,
-            lookup.long_runs,
-            self.partial,
-            self.rules,
-            self.steps,
-            lookup.memory.table_counters,
-            arena.chunks,
-            self.sent,
-            programs,
-        )
-        # Long runs are summed and updated beside the others: together they use the memory best.
-        side = lookup.memory.streams.side
-        with launch.beside(side, [*lookup.shared, self.sent, self.partial, lookup.order]):
-            sum_pieces[(programs,)](
-                lookup.work,
-                *reads,
-                lookup.piece_starts,
-                lookup.piece_ends,
-                self.partial,
-                self.sent,
-                programs,
-                **shape,
-                **short,
-            )
+        at, arena = self.lookup, self.lookup.arena
+        programs, columns = at.memory.update_programs, arena.layout.columns
+        reads = (at.work, at.order, self.features, at.feature_of, at.out_rows, at.factors)
+        shape = {**arena.constants("DIM", "COLUMNS"), "MAPPED": self._mapped, "ALIGNED": aligned}
+        runs = (at.starts, at.run_rows, at.run_pieces, at.long_runs, self.partial, self.rules, self.steps)
+        rows = (*runs, at.memory.table_counters, arena.chunks, self.sent)
+        constants = arena.constants("SHIFT", "STRIDE", "VECTOR", "TYPE")
+        constants |= {"LIMITS": rules.limits, "SAME": rules.same, **shape}
+
+        def update_runs(count: int, long: bool) -> None:
+            tile = launch.update_tile(columns, long)
             for kind in rules.kinds:
-                update.update_rows[(long_programs,)](
-                    *rows[:-1],
-                    long_programs,
-                    LONG=True,
-                    **_KERNEL_RULES[kind],
-                    **numbers,
-                    **shape,
-                    **long,
+                update.update_rows[(count,)](
+                    *reads, *rows, LONG=long, **_KERNEL_RULES[kind], **constants, **tile
                 )
-        for kind in rules.kinds:
-            update.update_rows[(programs,)](
-                *rows, LONG=False, **_KERNEL_RULES[kind], **numbers, **shape, **short
-            )
+
+        # Long runs are summed and updated beside the others: together they use the memory best.
+        side = at.memory.streams.side
+        with launch.beside(side, [*at.shared, self.sent, self.partial, at.order]):
+            pieces = (at.piece_starts, at.piece_ends, self.partial, self.sent)
+            sum_pieces[(programs,)](*reads, *pieces, **shape, **launch.update_tile(columns))
+            update_runs(max(2, programs // 8 + 1), long=True)
+        update_runs(programs, long=False)
         launch.join(side)

@@ -24,14 +24,11 @@ from typing_extensions import override
 
 from karvan.devices import record
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import BatchLayout, FeatureIds, GroupLayout
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.arena import TieredArena
+from karvan.store.cuda.batch_ids import BatchLayout, FeatureIds, GroupLayout, LookupBuffers
+from karvan.store.cuda.kernels import exchange, fields
 from karvan.store.cuda.kernels.find import find_rows
-from karvan.store.cuda.rows.index import WIDTH
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.tier import kernels
-from karvan.store.cuda.tier.arena import TieredArena
+from karvan.store.cuda.table_memory import TableMemory
 
 # `ArenaExchange`: the launches of one arena's exchanges, the memory that they work in, and graphs of them.
 #
@@ -45,7 +42,7 @@ from karvan.store.cuda.tier.arena import TieredArena
 
 
 _BLOCK = fields.BLOCK.value
-_HEAD = kernels.EXCHANGE_HEAD.value
+_HEAD = exchange.EXCHANGE_HEAD.value
 _COLUMNS = 128  # words of a location that a program copies at a time
 _GROUPED = 1024  # words of all locations that it copies at a time
 _MOST = 64  # parts of exchanges that are remembered, with their graphs
@@ -85,21 +82,12 @@ class ArenaExchange:
         self._swaps = arena.has_host_rows
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph | None] = OrderedDict()
         listed = sizes.positions + sizes.next_positions
-        ints = launch.Workspace(
-            torch.int32,
-            memory.device,
-            tally=kernels.TALLY.value,
-            rows=sizes.next_positions,
-            feature_of=sizes.next_positions // _BLOCK,
-            listed=listed,
-            listed_tables=listed,
-        )
-        self._tally, self._rows, self._feature_of = ints["tally"], ints["rows"], ints["feature_of"]
-        self._listed, self._listed_tables = ints["listed"], ints["listed_tables"]
+        rows = [sizes.next_positions, sizes.next_positions // _BLOCK]
+        ints = launch.arrays(torch.int32, memory.device, [exchange.TALLY.value, *rows, listed, listed])
+        self._tally, self._rows, self._feature_of, self._listed, self._listed_tables = ints
         # Once there are rows on the host, there are no more locations on the device than now.
         most = min(listed, arena.device_rows) if self._swaps else 0
-        pairs = launch.Workspace(torch.int64, memory.device, from_host=most, from_device=most)
-        self._from_host, self._from_device = pairs["from_host"], pairs["from_device"]
+        self._from_host, self._from_device = launch.arrays(torch.int64, memory.device, [most, most])
         self._tables_end = _HEAD + len(memory.tables) * fields.TABLE_FIELDS.value
         size = self._tables_end + sizes.next_features * fields.FEATURE_FIELDS.value
         self._numbers = np.empty(size, np.int64)
@@ -163,121 +151,52 @@ class ArenaExchange:
         """Begin with the rows of the next batch; all of a feature's, whatever the length of its output."""
         memory, arena, rows, tables = self._memory, self._arena, self._rows, self._tables
         self._tally.zero_()
+        reads = (self._features, layout.shape.features, tables, memory.table_counters)
+        unused = (rows, rows, rows, rows, tables, rows)  # what only insertions read and write
         find_rows[(layout.shape.positions,)](
-            self._features,
-            layout.shape.features,
-            tables,
-            memory.table_counters,
-            memory.arena_counters(arena),
-            arena.chunks,
-            rows,
-            rows,
-            self._feature_of,
-            rows,
-            rows,
-            rows,
-            rows,
-            tables,
-            rows,
-            memory.spare.data_ptr(),
-            tables,
+            *(*reads, memory.arena_counters(arena), arena.chunks, rows, rows, self._feature_of),
+            *(*unused, memory.spare.data_ptr(), tables),
             FEATURES=launch.power(layout.shape.features),
-            SHIFT=arena.shift,
-            STRIDE=arena.layout.stride,
-            WIDTH=WIDTH,
-            INSERTS=False,
-            MAPPED=False,
-            GROWS=grows,
+            **arena.constants("SHIFT", "STRIDE"),
+            **{"INSERTS": False, "MAPPED": False, "GROWS": grows},
             num_warps=4,
         )
-        self._collect(layout.positions, rows, rows, rows, rows, self._features, self._feature_of, runs=False)
+        positions = (rows, layout.positions, rows, rows, rows, self._features, self._feature_of)
+        self._collect(layout.positions, positions, runs=False)
 
     def _list_and_swap(self, at: LookupBuffers | None, begins: bool) -> None:
         """Add the rows of a lookup, and exchange what is listed; begins: there is no next batch."""
         if begins:
             self._tally.zero_()
         if at is not None:
-            self._collect(
-                at.shape.positions * _BLOCK,
-                at.run_rows,
-                at.work,
-                at.starts,
-                at.order,
-                at.features,
-                at.feature_of,
-                runs=True,
-            )
+            size = at.shape.positions * _BLOCK
+            reads = (at.run_rows, size, at.work, at.starts, at.order, at.features, at.feature_of)
+            self._collect(size, reads, runs=True)
         if self._swaps:
             self._swap()
 
-    def _collect(
-        self,
-        size: int,
-        rows: Tensor,
-        work: Tensor,
-        starts: Tensor,
-        order: Tensor,
-        features: Tensor,
-        feature_of: Tensor,
-        *,
-        runs: bool,
-    ) -> None:
+    def _collect(self, size: int, reads: tuple[Tensor | int, ...], *, runs: bool) -> None:
         memory, arena = self._memory, self._arena
-        programs = min(memory.programs, size // _BLOCK)
-        kernels.collect_rows[(programs,)](
-            rows,
-            size,
-            work,
-            starts,
-            order,
-            features,
-            feature_of,
-            self._head,
-            arena.places,
-            arena.marks,
-            memory.table_counters,
-            len(memory.tables),
-            self._tally,
-            self._listed,
-            self._listed_tables,
-            programs,
-            RUNS=runs,
-            num_warps=4,
+        marks = (self._head, arena.places, arena.marks, memory.table_counters, len(memory.tables))
+        exchange.collect_rows[(min(memory.programs, size // _BLOCK),)](
+            *(*reads, *marks, self._tally, self._listed, self._listed_tables), RUNS=runs, num_warps=4
         )
 
     def _swap(self) -> None:
         memory, arena = self._memory, self._arena
         programs = min(memory.programs, -(-self._listed.numel() // _BLOCK))
-        kernels.choose_places[(programs,)](
-            self._listed,
-            self._listed_tables,
-            self._head,
-            arena.hand,
-            arena.chunks,
-            arena.places,
-            arena.owners,
-            arena.marks,
-            memory.table_counters,
-            self._tally,
-            self._from_host,
-            self._from_device,
-            programs,
-            STRIDE=arena.layout.stride,
+        pairs = (self._tally, self._from_host, self._from_device)
+        places = (arena.hand, arena.chunks, arena.places, arena.owners, arena.marks, memory.table_counters)
+        exchange.choose_places[(programs,)](
+            *(self._listed, self._listed_tables, self._head, *places, *pairs),
+            **arena.constants("STRIDE"),
             num_warps=4,
         )
         words = arena.row_bytes // 4
         columns = min(_COLUMNS, launch.power(words))
         programs = max(2, memory.processors)  # few: they wait for the bus, beside kernels that compute
-        kernels.swap_rows[(programs,)](
-            self._tally,
-            self._from_host,
-            self._from_device,
-            programs,
-            WORDS=words,
-            COLUMNS=columns,
-            GROUP=_GROUPED // columns,
-            num_warps=4,
-        )
+        shape = {"WORDS": words, "COLUMNS": columns, "GROUP": _GROUPED // columns}
+        exchange.swap_rows[(programs,)](*pairs, **shape, num_warps=4)
 
 
 class BatchIds(Protocol):

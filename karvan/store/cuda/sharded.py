@@ -20,7 +20,7 @@ the same order on each channel. Everything else concerns this rank's share alone
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,24 +29,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan import distributed
-from karvan.devices import hold_memory
 from karvan.distributed import Connection
-from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.owner import UNIT, DeviceOwner, OwnerLookup, Sections
-from karvan.store.cuda.sharded.request import KeyRequest
-from karvan.store.cuda.store import CudaStore
+from karvan.store.cuda import launch
+from karvan.store.cuda.key_request import KeyRequest
+from karvan.store.cuda.row_owner import UNIT, DeviceOwner, OwnerLookup, Sections
+from karvan.store.cuda.store import CudaStore, DeviceGradients, DeviceInputs
+from karvan.store.cuda.table_memory import TableMemory
 from karvan.store.program import (
-    FeatureTensors,
     LookupInputs,
     LookupPlan,
     LookupProgram,
-    OutputLayout,
+    MadeOutputs,
+    Passes,
     Prepared,
-    RemoteLookup,
 )
-from karvan.store.rank_share import RankShare
-from karvan.store.types import Counts, FeatureSpec, Found, Keys, LateGradients, LookupContext, Rule
+from karvan.store.sharded import RankShare
+from karvan.store.types import Counts, Found, Keys, LateGradients, LookupContext, PerTable, Rules
 
 # How tensors on a device go to other ranks: by NCCL between GPUs, or through the memory of the machine.
 #
@@ -60,7 +58,7 @@ class MemoryTransport:
     """Sends tensors through the memory of the machine; the calling thread waits for the device."""
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
-        self._connection = connection
+        self.connection = connection
         self.device = device
 
     @property
@@ -70,11 +68,11 @@ class MemoryTransport:
 
     def find_any(self, flag: Tensor) -> None:
         """Set a float to 1 if it is 1 on any rank, else to 0."""
-        flag.fill_(float(self._connection.here.sum(flag.reshape(1).long().cpu())[0] > 0))
+        flag.fill_(float(self.connection.here.sum(flag.reshape(1).long().cpu())[0] > 0))
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
         """Send to[r] elements to rank r, and receive of[r] from it, into `out`."""
-        channel = self._connection.here
+        channel = self.connection.here
         if self.device.type != "cuda":
             out.copy_(channel.exchange(send, to, of))
             return
@@ -97,17 +95,17 @@ class NcclTransport(MemoryTransport):
         try:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         except RuntimeError as error:
-            raise self._connection.explained(error) from error
+            raise self.connection.explained(error) from error
 
     @override
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int], out: Tensor) -> None:
-        if self._connection.here is not self._connection.main:
+        if self.connection.here is not self.connection.main:
             super().exchange(send, to, of, out)
             return
         try:
             dist.all_to_all_single(out, send, list(of), list(to))
         except RuntimeError as error:
-            raise self._connection.explained(error) from error
+            raise self.connection.explained(error) from error
 
 
 def make_transport(connection: Connection, device: torch.device) -> MemoryTransport:
@@ -123,29 +121,20 @@ def make_transport(connection: Connection, device: torch.device) -> MemoryTransp
     return MemoryTransport(connection, device)
 
 
+@dataclass(eq=False)
 class RankGradients(LateGradients):
     """Gradients that the owners of their rows have received; `touched` is the same on all ranks."""
 
-    def __init__(
-        self,
-        touched: list[bool],
-        answer: OwnerLookup,
-        gradients: DeviceGradients,
-        connection: distributed.Connection,
-        transport: MemoryTransport,
-    ) -> None:
-        super().__init__([True] * len(touched), touched)
-        self.answer = answer
-        self.held = gradients
-        self._connection = connection
-        self._transport = transport
-        self._checked: list[bool] | None = None
+    answer: OwnerLookup
+    held: DeviceGradients
+    _transport: MemoryTransport
+    _checked: list[bool] | None = None
 
     def check_finite(self) -> list[bool]:
         """Whether the gradients of each table are finite on all ranks; waits for the device; a collective."""
         if self._checked is None:
             bad = torch.tensor([not good for good in self.held.check_finite()], dtype=torch.int64)
-            self._checked = [not count for count in self._connection.here.sum(bad).tolist()]
+            self._checked = [not count for count in self._transport.connection.here.sum(bad).tolist()]
         return self._checked
 
     @override
@@ -154,11 +143,8 @@ class RankGradients(LateGradients):
         if self._transport.waits:
             return None
         received = self.held.tensors(slots)
-        return (
-            received
-            if any(tensor.numel() for tensor in received)
-            else [torch.zeros(1, device=self._transport.device)]
-        )
+        some = any(tensor.numel() for tensor in received)
+        return received if some else [torch.zeros(1, device=self._transport.device)]
 
     @override
     def agree(self, found_inf: Tensor) -> None:
@@ -180,42 +166,15 @@ class RoutedRequest:
         self.asked = asked
         self.message = message
         self.expected: DeviceInputs | None = None  # the message's keys, until they are looked up
-        self._ready: torch.cuda.Event | None = None
-        if message.is_cuda:
-            self._stream = torch.cuda.current_stream(message.device)
-            self._ready = self._stream.record_event()
-
-    def receive(self) -> None:
-        """Have the current stream wait for what `prepare` has queued, and memory for the current stream."""
-        if self._ready is None:
-            return
-        current = torch.cuda.current_stream(self.message.device)
-        if current != self._stream:
-            current.wait_event(self._ready)
-            hold_memory([self.message, *self.request.tensors()], current)
+        self.made = launch.Handover(message.device, [message, *request.tensors()])
 
 
-class DeviceRankLookup(RemoteLookup):
+@dataclass(eq=False)
+class DeviceRankLookup(MadeOutputs):
     """A batch after its lookup: what this rank has asked for, and what it has answered to all."""
 
-    plan = None
-
-    def __init__(
-        self,
-        request: KeyRequest,
-        answer: OwnerLookup,
-        outs: dict[int, Tensor],
-        layouts: Sequence[OutputLayout],
-    ) -> None:
-        self.request = request
-        self.answer = answer
-        self._outs = outs
-        self._layouts = layouts
-
-    @override
-    def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        outs, self._outs = self._outs, {}
-        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
+    request: KeyRequest
+    answer: OwnerLookup
 
 
 class ShardedCudaStore(RankShare):
@@ -297,7 +256,7 @@ class ShardedCudaStore(RankShare):
         if isinstance(inputs, tuple):
             inputs = self.prepare(program, inputs, context)
         assert isinstance(inputs, RoutedRequest)
-        inputs.receive()
+        inputs.made.receive()
         inputs.expected = None
         return self._look_up(program.tables, inputs, context)
 
@@ -309,9 +268,8 @@ class ShardedCudaStore(RankShare):
         received[:front].zero_()
         self._exchange(vectors.to(self._wire), routed.asked.floats_of, requested.floats_of, received[front:])
         outs = request.pool(received, self._memory())
-        return LookupPlan(
-            None, answer.plan.versions, DeviceRankLookup(request, answer, outs, request.batch.out_layouts)
-        )
+        lookup = DeviceRankLookup(outs, request.batch.out_layouts, request, answer)
+        return LookupPlan(None, answer.plan.versions, lookup)
 
     @override
     def hold(
@@ -339,48 +297,21 @@ class ShardedCudaStore(RankShare):
         if any(has and lacks for has, lacks in zip(touched, lacking, strict=True)):
             present = self._exchange(request.present(gradients), to.keys_of, of.keys_of)
         answered = self._owner.hold(answer, received, present, by_key=self._by_key)
-        return RankGradients(touched, answer, answered, self._connection, self._transport)
+        return RankGradients([True] * slots, touched, answer, answered, self._transport)
 
     @override
     def update(
-        self,
-        program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Any]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
+        self, program: LookupProgram, gradients: Passes[RankGradients], rules: Rules, steps: PerTable
     ) -> None:
         """The owners have the gradients already."""
-        passes = []
-        for _, gradient in gradients:
-            assert isinstance(gradient, RankGradients)
-            passes.append((gradient.answer, gradient.held))
-        self._owner.update(passes, rules, steps)
+        passes = [(sums.answer.plan, sums.held) for _, sums in gradients]
+        self._tables.update(gradients[0][1].answer.program, passes, rules, steps)
 
     @override
     def lookup(self, keys: Mapping[str, tuple[Keys, Counts]], context: LookupContext) -> dict[str, Found]:
         """A collective."""
-        program = LookupProgram(
-            [
-                FeatureSpec(table, table, dim=self._tables.memory.tables[table].spec.dim, mode="cells")
-                for table in keys
-            ]
-        )
-        inputs = tuple(
-            FeatureTensors(
-                torch.from_numpy(np.ascontiguousarray(unique, np.int64)),
-                None,
-                OutputLayout(len(unique), len(unique), 1, None),
-            )
-            for unique, _ in keys.values()
-        )
-        batch = self._tables.prepare(program, inputs)
-        assert isinstance(batch, DeviceInputs)
-        batch.uses = {
-            number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(self.device)
-            for number, (_, counts) in enumerate(keys.values())
-        }
-        routed = self._route(batch, len(keys), grouped=False)
-        plan = self._look_up(program.tables, routed, context)
+        routed = self._route(self._tables.inputs_of_keys(keys), len(keys), grouped=False)
+        plan = self._look_up(list(keys), routed, context)
         assert isinstance(plan.remote, DeviceRankLookup)
         return {
             table: Found(out.cpu().numpy(), self.table(table).version)

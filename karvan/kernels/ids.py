@@ -1,11 +1,11 @@
-"""Hash functions of strings, as functions that kernels call."""
+"""Ids on a GPU: hashes of strings, remainders, hash stacks and crosses."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from karvan.kernels.jit import Bytes, Ids, Integer, Lanes, device_function, kernel, launch, tl
+from karvan.kernels.jit import Bytes, Ids, Integer, Kernel, Lanes, device_function, kernel, launch, tl
 
 # Functions that kernels share: 64-bit words of strings at any address, and the bounds of rows.
 #
@@ -159,12 +159,16 @@ def murmur_kernel(
 
 def murmur_rows(values: Tensor, offsets: Tensor | None, width: int = 1, size: int = -1) -> Tensor:
     """The ids of strings, for the same arguments as `farm_rows`."""
+    return _hash_rows(murmur_kernel, values, offsets, width, size)
+
+
+def _hash_rows(program: Kernel, values: Tensor, offsets: Tensor | None, width: int, size: int) -> Tensor:
     values = values.contiguous()
     rows = values.shape[0] // width if offsets is None else offsets.shape[0] - 1
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     bounds = out if offsets is None else offsets.contiguous()
     settings = (values.shape[0], width, size)
-    launch(murmur_kernel, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
+    launch(program, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
     return out
 
 
@@ -353,10 +357,148 @@ def farm_rows(values: Tensor, offsets: Tensor | None, width: int = 1, size: int 
 
     Size -1 means all 64 bits, 0 the lower 63, and a positive one buckets.
     """
-    values = values.contiguous()
-    rows = values.shape[0] // width if offsets is None else offsets.shape[0] - 1
-    out = torch.empty(rows, dtype=torch.int64, device=values.device)
-    bounds = out if offsets is None else offsets.contiguous()
-    settings = (values.shape[0], width, size)
-    launch(farm_kernel, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
+    return _hash_rows(farm_kernel, values, offsets, width, size)
+
+
+# Arithmetic of ids, which are unsigned 64-bit numbers in int64 tensors: remainders and hash stacks.
+
+_IDS = 1024
+
+
+@kernel
+def remainder_kernel(ids: Ids, modulus: Integer, out: Ids, count: Integer, block: tl.constexpr) -> None:
+    """The remainders of `block` ids a program."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    rest = tl.load(ids + at, mask=inside, other=0).to(tl.uint64) % modulus.to(tl.uint64)
+    tl.store(out + at, rest.to(tl.int64), mask=inside)
+
+
+@kernel
+def each_remainder_kernel(
+    ids: Ids, moduli: Ids, step: Integer, out: Ids, count: Integer, block: tl.constexpr
+) -> None:
+    """The same by moduli in memory: one for each id with step 1, one for all with step 0."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    modulus = tl.load(moduli + at * step, mask=inside, other=1).to(tl.uint64)
+    rest = tl.load(ids + at, mask=inside, other=0).to(tl.uint64) % modulus
+    tl.store(out + at, rest.to(tl.int64), mask=inside)
+
+
+@kernel
+def hash_stack_kernel(
+    ids: Ids, rounds: Integer, size: Integer, out: Ids, count: Integer, block: tl.constexpr
+) -> None:
+    """The rows of `block` ids a program: the hash of the id, the hash of this hash, and so on."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    key = tl.load(ids + at, mask=inside, other=0).to(tl.uint64)
+    eight = (key & 0) + 8
+    buckets = size.to(tl.uint64)
+    first = out + at * rounds
+    turn = rounds.to(tl.int64) & 0
+    while turn < rounds:
+        key = hash_to_16(key, key, eight)
+        tl.store(first + turn, (key % buckets).to(tl.int64) + turn * size, mask=inside)
+        turn += 1
+
+
+def remainders(ids: Tensor, modulus: int | Tensor) -> Tensor:
+    """`karvan.ids.mod`."""
+    if isinstance(modulus, int):
+        ids = ids.contiguous()
+        out = torch.empty_like(ids)
+        launch(remainder_kernel, ids.numel(), _IDS, out, ids, modulus)
+        return out
+    shape = torch.broadcast_shapes(ids.shape, modulus.shape)  # type: ignore[no-untyped-call]
+    ids = ids.expand(shape).contiguous()
+    step = int(modulus.numel() != 1)
+    moduli = modulus.expand(ids.shape).contiguous() if step else modulus
+    out = torch.empty_like(ids)
+    launch(each_remainder_kernel, ids.numel(), _IDS, out, ids, moduli, step)
     return out
+
+
+def hash_stacks(ids: Tensor, rounds: int, size: int) -> Tensor:
+    """`karvan.ids.hash_stack`."""
+    ids = ids.contiguous()
+    out = torch.empty((*ids.shape, rounds), dtype=torch.int64, device=ids.device)
+    launch(hash_stack_kernel, ids.numel(), 256, out, ids, rounds, size)
+    return out
+
+
+# Crosses: the MurmurHash of every combination of the ids that a row has in several columns.
+
+_CROSSED = 256
+
+
+@kernel
+def cross_kernel(
+    values: Ids,
+    starts: Ids,
+    lengths: Ids,
+    steps: Ids,
+    row: Ids,
+    offsets: Ids,
+    index: Ids,
+    seed: Integer,
+    out: Ids,
+    count: Integer,
+    first: tl.constexpr,
+    last: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Take the ids of one column into the hashes of `block` combinations a program.
+
+    Combination i of a row has the id i // steps % lengths of the column; `index` gets its position.
+    """
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    mine = tl.load(row + at, mask=inside, other=0)
+    number = at - tl.load(offsets + mine, mask=inside, other=0)
+    step = tl.load(steps + mine, mask=inside, other=1)
+    length = tl.load(lengths + mine, mask=inside, other=1)
+    position = tl.load(starts + mine, mask=inside, other=0) + (number // step) % length
+    tl.store(index + at, position, mask=inside)
+    word = tl.load(values + position, mask=inside, other=0).to(tl.uint64)
+    if first:
+        state = (word & 0) + seed.to(tl.uint64)
+    else:
+        state = tl.load(out + at, mask=inside, other=0).to(tl.uint64)
+    state = absorb(state, word)
+    if last:
+        state = finish(state)
+    tl.store(out + at, state.to(tl.int64), mask=inside)
+
+
+def combinations(
+    columns: list[tuple[Tensor, Tensor, Tensor]], row: Tensor, offsets: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The hash of each combination, and the index of its id in each column.
+
+    A column has its ids, and for each row the start and the number of those; `row` and `offsets` are the row
+    of each combination and the first combination of each row.
+    """
+    count = row.shape[0]
+    hashes = torch.empty(count, dtype=torch.int64, device=row.device)
+    seed = (8 * len(columns) * 0xC6A4A7935BD1E995) & ((1 << 64) - 1)
+    steps = [torch.ones_like(offsets[:-1])]
+    for _, _, lengths in reversed(columns[1:]):
+        steps.insert(0, steps[0] * lengths)
+    indices = []
+    for number, ((values, starts, lengths), step) in enumerate(zip(columns, steps, strict=True)):
+        index = torch.empty_like(row)
+        arguments = (
+            values.contiguous(),
+            starts.contiguous(),
+            lengths.contiguous(),
+            step,
+            row,
+            offsets,
+            index,
+        )
+        turn = {"first": number == 0, "last": number == len(columns) - 1}
+        launch(cross_kernel, count, _CROSSED, hashes, *arguments, seed - (seed >> 63 << 64), **turn)
+        indices.append(index)
+    return hashes, indices

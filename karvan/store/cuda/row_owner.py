@@ -16,19 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupLayout, shape_of_keys
-from karvan.store.cuda.batch.batches import DeviceGradients, DeviceInputs
-from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, is_aligned
-from karvan.store.cuda.batch.updates import put_scale
+from karvan.store.cuda.batch_ids import FeatureIds, GroupLayout, LookupBuffers, shape_of_keys
+from karvan.store.cuda.gradients import GroupGradients, GroupLookup, is_aligned
 from karvan.store.cuda.kernels import fields, routing
 from karvan.store.cuda.kernels.routing import average_runs
-from karvan.store.cuda.kernels.sums import sum_pieces
-from karvan.store.cuda.kernels.sums import write_sums as _write_sums
-from karvan.store.cuda.store import CudaStore
+from karvan.store.cuda.kernels.runs import sum_pieces
+from karvan.store.cuda.kernels.runs import write_sums as _write_sums
+from karvan.store.cuda.store import CudaStore, DeviceGradients, DeviceInputs
+from karvan.store.cuda.updates import put_scale
 from karvan.store.messages import words
-from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup
-from karvan.store.types import FeatureSpec, LookupContext, Rule
+from karvan.store.program import LookupPlan, LookupProgram, RemoteLookup, program_of_ranks
+from karvan.store.types import LookupContext
 
 # `Sections`: the layout of messages, by the number of keys of each rank and table.
 #
@@ -116,49 +114,24 @@ def write_sums(
     scale: float | Tensor,
 ) -> None:
     """Write the sums of the positions of each run, divided by `scale`, to where the arena has its row."""
-    lookup = GroupLookup(layout, 0, described, at, None, {})
+    lookup = GroupLookup(layout, 0, described, at, None)
     descriptors = GroupGradients(lookup, gradients, scale).descriptors()
     head = np.zeros(_HEAD, np.int64)
     head[fields.PLAIN_END.value] = layout.plain_end
     put_scale(head, scale)
-    memory, rows = at.memory, at.arena.layout
+    memory, arena, columns = at.memory, at.arena, at.arena.layout.columns
     sent = memory.uploads.send(np.concatenate([head, descriptors.reshape(-1)]))
-    partial = torch.empty(at.most_pieces, rows.dim, dtype=torch.float32, device=memory.device)
-    reads = (at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
-    shape = {
-        "DIM": rows.dim,
-        "COLUMNS": rows.columns,
-        "MAPPED": at.mapped,
-        "ALIGNED": is_aligned(descriptors),
-    }
+    partial = torch.empty(at.most_pieces, arena.layout.dim, dtype=torch.float32, device=memory.device)
+    reads = (at.work, at.order, sent[_HEAD:], at.feature_of, at.out_rows, at.factors)
+    shape = {**arena.constants("DIM", "COLUMNS"), "MAPPED": at.mapped, "ALIGNED": is_aligned(descriptors)}
     sum_pieces[(memory.programs,)](
-        at.work,
-        *reads,
-        at.piece_starts,
-        at.piece_ends,
-        partial,
-        sent,
-        memory.programs,
-        **shape,
-        **launch.update_tile(rows.columns),
+        *reads, at.piece_starts, at.piece_ends, partial, sent, **shape, **launch.update_tile(columns)
     )
+    runs = (at.starts, at.run_rows, at.run_pieces, at.long_runs, partial, arena.chunks, sent)
+    constants = {**shape, **arena.constants("SHIFT", "STRIDE")}
     for long in (True, False):
         _write_sums[(memory.programs,)](
-            at.work,
-            *reads,
-            at.starts,
-            at.run_rows,
-            at.run_pieces,
-            at.long_runs,
-            partial,
-            at.arena.chunks,
-            sent,
-            memory.programs,
-            SHIFT=at.arena.shift,
-            STRIDE=rows.stride,
-            LONG=long,
-            **shape,
-            **launch.update_tile(rows.columns, long),
+            *reads, *runs, LONG=long, **constants, **launch.update_tile(columns, long)
         )
 
 
@@ -167,22 +140,13 @@ def average(group: GroupGradients) -> None:
     at = group.lookup.buffers
     if not group.lookup.layout.positions:
         return
-    memory, layout = at.memory, at.arena.layout
-    rows, warps = launch.tile(layout.columns)
-    average_runs[(memory.programs,)](
-        at.work,
-        at.order,
-        at.starts,
-        at.run_rows,
-        memory.uploads.send(group.descriptors()),
-        at.feature_of,
+    runs = (at.work, at.order, at.starts, at.run_rows)
+    average_runs[(at.memory.programs,)](
+        *(*runs, at.memory.uploads.send(group.descriptors()), at.feature_of),
         at.rows if group.present is None else group.present,
-        memory.programs,
-        DIM=layout.dim,
-        COLUMNS=layout.columns,
-        GROUP=rows,
         PARTIAL=group.present is not None,
-        num_warps=warps,
+        **at.arena.constants("DIM", "COLUMNS"),
+        **launch.tile(at.arena.layout.columns),
     )
 
 
@@ -199,7 +163,6 @@ class DeviceOwner:
 
     def __init__(self, store: CudaStore) -> None:
         self._store = store
-        self._programs: dict[tuple[str, ...], LookupProgram] = {}
 
     def expect(self, tables: Sequence[str], asked: Sections, message: Tensor) -> DeviceInputs | None:
         """The keys of a training lookup to come, which a host tier brings the rows of as long as it is held.
@@ -216,7 +179,7 @@ class DeviceOwner:
         self, tables: Sequence[str], asked: Sections, message: Tensor, context: LookupContext
     ) -> tuple[OwnerLookup, Tensor]:
         """Vectors for the keys of all ranks' messages, in the order of the keys."""
-        program = self._program(tables, asked)
+        program = program_of_ranks(tuple(tables), tuple(asked.dims), len(asked.counts))
         keys, uses = asked.split_keys(message)
         vectors = torch.empty(asked.floats, dtype=torch.float32, device=self._store.device)
         places = asked.split_vectors(vectors)
@@ -260,25 +223,3 @@ class DeviceOwner:
             for group in plan.groups:
                 average(group)
         return plan
-
-    def update(
-        self,
-        passes: Sequence[tuple[OwnerLookup, DeviceGradients]],
-        rules: Mapping[str, Rule],
-        steps: Mapping[str, int],
-    ) -> None:
-        """Apply the sum of some backward passes to the tables that have a rule."""
-        program = passes[0][0].program
-        self._store.update(program, [(answer.plan, plan) for answer, plan in passes], rules, steps)
-
-    def _program(self, tables: Sequence[str], asked: Sections) -> LookupProgram:
-        name = tuple(tables)
-        if name not in self._programs:
-            self._programs[name] = LookupProgram(
-                [
-                    FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
-                    for rank in range(len(asked.counts))
-                    for table, dim in zip(tables, asked.dims, strict=True)
-                ]
-            )
-        return self._programs[name]

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from karvan.store.cuda import launch
-from karvan.store.cuda.batch import lookup as launches
-from karvan.store.cuda.batch.batch_ids import FeatureShape, GroupLayout
-from karvan.store.cuda.batch.batches import DeviceInputs
-from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda import lookup as launches
+from karvan.store.cuda.arena import RowLayout, RowSpace
+from karvan.store.cuda.batch_ids import FeatureShape, GroupLayout, LookupBuffers
 from karvan.store.cuda.kernels import fields, routing
-from karvan.store.cuda.kernels.pool import describe_cells
-from karvan.store.cuda.rows.arena import RowLayout, RowSpace
-from karvan.store.cuda.rows.table_memory import TableMemory
-from karvan.store.cuda.sharded.owner import Sections, units_of, write_sums
-from karvan.store.cuda.transfers import Uploads
+from karvan.store.cuda.launch import Uploads
+from karvan.store.cuda.row_owner import Sections, units_of, write_sums
+from karvan.store.cuda.store import DeviceInputs
+from karvan.store.cuda.table_memory import TableMemory
 
 # `ReceivedVectors`: vectors in one buffer, addressed like the rows of a table.
 
@@ -75,11 +73,6 @@ class RequestGroup(NamedTuple):
     vectors: ReceivedVectors
     buffers: LookupBuffers
 
-    @property
-    def positions(self) -> int:
-        """How many positions there are, with those that only fill blocks."""
-        return self.layout.positions
-
 
 class _SortedKeys(NamedTuple):
     """All positions, sorted by part and hash."""
@@ -107,7 +100,7 @@ class KeyRequest:
             by_dim.setdefault(dims[feature.slot], []).append((number, feature))
         self.front = max(map(units_of, dims))  # of the row of zeros
         self.groups = [self._group(dim, features, memory) for dim, features in by_dim.items()]
-        positions = sum(group.positions for group in self.groups)
+        positions = sum(group.layout.positions for group in self.groups)
         self.rows = torch.empty(positions, dtype=torch.int32, device=memory.device)
         counts = np.zeros(ranks * slots, np.int64)
         sorted_keys: _SortedKeys | None = None
@@ -142,36 +135,19 @@ class KeyRequest:
         faults = torch.zeros(fields.ARENA_COUNTERS.value, dtype=torch.int64, device=device)
         at = 0
         for group in self.groups:
-            if not group.positions:
+            if not group.layout.positions:
                 continue
             layout, buffers = group.layout, group.buffers
             buffers.load(layout, layout.describe(self.batch.ids), 0)
-            if buffers.mapped:
-                buffers.out_rows.fill_(-1)
-                others = len(layout.features) - layout.plain_features
-                describe_cells[(layout.shape.samples,)](
-                    buffers.others,
-                    others,
-                    faults,
-                    buffers.out_rows,
-                    buffers.factors,
-                    FEATURES=launch.power(others),
-                )
+            launches.describe(buffers, faults)
+            features = (buffers.features, len(layout.features), buffers.head, buffers.out_rows)
             routing.route_keys[(layout.shape.positions,)](
-                buffers.features,
-                len(layout.features),
-                buffers.head,
-                buffers.out_rows,
-                buffers.feature_of,
-                hashes[at:],
-                parts[at:],
-                self.ranks,
-                slots,
+                *(*features, buffers.feature_of, hashes[at:], parts[at:], self.ranks, slots),
                 FEATURES=launch.power(len(layout.features)),
                 MAPPED=buffers.mapped,
             )
-            buffers.rows = self.rows[at : at + group.positions]
-            at += group.positions
+            buffers.rows = self.rows[at : at + group.layout.positions]
+            at += group.layout.positions
         last = self.ranks * slots
         hashes, by_hash = torch.sort(hashes)
         parts, by_part = torch.sort(parts[by_hash], stable=True)
@@ -196,42 +172,25 @@ class KeyRequest:
         parts = self.sections.parts(self.front)
         of_parts = memory.uploads.send(parts)
         sorted_keys.starts[count : count + 1].copy_(sorted_keys.end)
-        uses = self._uses(memory)
+        uses: Tensor | None = None
+        if self.batch.uses is not None:
+            given = self.batch.uses
+            uses = torch.cat([group.layout.spread(given, memory.device) for group in self.groups])
         if count:
             routing.pack_keys[launch.blocks(count)](
-                sorted_keys.starts,
-                sorted_keys.order,
-                sorted_keys.hashes,
-                sorted_keys.parts,
-                of_parts,
-                self.rows if uses is None else uses,
-                self.message,
-                self.key_rows,
-                count,
+                *(sorted_keys.starts, sorted_keys.order, sorted_keys.hashes, sorted_keys.parts, of_parts),
+                *(self.rows if uses is None else uses, self.message, self.key_rows, count),
                 GIVEN=uses is not None,
             )
-        routing.number_rows[launch.blocks(positions)](
-            sorted_keys.order,
-            sorted_keys.parts,
-            sorted_keys.numbers,
-            of_parts,
-            self.rows,
-            positions,
-            len(parts),
-        )
-
-    def _uses(self, memory: TableMemory) -> Tensor | None:
-        uses = self.batch.uses
-        if uses is None:
-            return None
-        return torch.cat([group.layout.spread(uses, memory.device) for group in self.groups])
+        places = (sorted_keys.order, sorted_keys.parts, sorted_keys.numbers, of_parts, self.rows)
+        routing.number_rows[launch.blocks(positions)](*places, positions, len(parts))
 
     def group_runs(self) -> None:
         """Sort the positions by row, which gradients need; once."""
         if not self._grouped:
             self._grouped = True
             for group in self.groups:
-                if group.positions:
+                if group.layout.positions:
                     group.buffers.work.zero_()
                     launches.group_runs(group.buffers, uses=False)
 
@@ -253,7 +212,7 @@ class KeyRequest:
             buffers.memory = memory
             outputs = layout.outputs(memory.device)
             outs |= outputs
-            if not group.positions:
+            if not group.layout.positions:
                 for out in outputs.values():
                     out.zero_()
                 continue
@@ -269,14 +228,11 @@ class KeyRequest:
         self.group_runs()
         sums = torch.empty(self.sections.floats, dtype=torch.float32, device=memory.device)
         for group in self.groups:
-            if group.positions:
+            if group.layout.positions:
                 group.buffers.memory = memory
                 group.vectors.place(sums, memory.uploads, before=self.front)
-                by_number = {
-                    number: g for number in group.layout.numbers if (g := gradients[number]) is not None
-                }
-                descriptors = group.layout.describe(self.batch.ids)
-                write_sums(group.layout, descriptors, group.buffers, by_number, scale)
+                descriptors, mine = group.layout.describe(self.batch.ids), group.layout.of_features(gradients)
+                write_sums(group.layout, descriptors, group.buffers, mine, scale)
         return sums
 
     def present(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -285,7 +241,7 @@ class KeyRequest:
         marks = torch.zeros(self.front + self.sections.floats // 4, dtype=torch.uint8, device=device)
         for group in self.groups:
             flags = [gradients[number] is not None for number in group.layout.numbers]
-            if group.positions:
+            if group.layout.positions:
                 has = torch.tensor(flags, device=device)[group.buffers.feature_of.long()]
                 marks[group.buffers.rows[has.repeat_interleave(_BLOCK)].long()] = 1
         return marks[self.key_rows.long()]

@@ -1,1 +1,0 @@
-"""Batches on a device: lookups, and updates by gradients."""
