@@ -2,7 +2,7 @@
 
 | `average_every` | what is sent | when |
 |---|---|---|
-| 1 | gradients, as `dense_reduce` says (`karvan/train/step/data_parallel.py`) | in every step |
+| 1 | gradients, as `dense_reduce` says (`karvan/train/data_parallel.py`) | in every step |
 | n | parameters and the state of their optimizer (`PeriodicAveraging`) | every n steps |
 
 A single process sends nothing, so it accepts all of these. In mode async servers hold the parameters: there
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from karvan.argument_checks import check_counts, listed
-from karvan.dense.step_policies import LocalDense, Outcome
+from karvan.dense.steps import LocalDense, Outcome
 from karvan.distributed import Connection
 from karvan.embedding import EmbeddingEngine
 

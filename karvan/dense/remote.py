@@ -26,13 +26,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from karvan.argument_checks import check_counts
-from karvan.dense.optimizer_spec import describe, rate_of
-from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
-from karvan.dense.tensors import Array, all_finite, dense_tensor
-from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
+from karvan.dense.steps import Answer, Array, LocalDense, Outcome, Staleness, all_finite, dense_tensor
+from karvan.dense.wire_format import describe, rate_of, state_message, state_of, tensors_message, tensors_of
 from karvan.distributed import Connection, RankError
-from karvan.distributed.parameter_servers import Servers
-from karvan.distributed.step_commits import OwnCommits
+from karvan.distributed.parameter_servers import OwnCommits, Servers
 from karvan.embedding import EmbeddingEngine
 from karvan.native import _native
 from karvan.protocol import parameter_server as protocol
@@ -523,7 +520,7 @@ class RemoteDense(LocalDense):
 # Dense parameters on parameter servers, of trainers that come and go (mode async with sharding: dynamic).
 #
 # As in `RemoteDense`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage what
-# it pushes, and apply it when the trainer commits its step (`distributed/step_commits.py`): together
+# it pushes, and apply it when the trainer commits its step (`distributed/parameter_servers.py`): together
 # with the gradients of rows, at all servers or at none.
 #
 # Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those who

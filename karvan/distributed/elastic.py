@@ -24,9 +24,10 @@ from karvan.distributed.collectives import (
     GlooChannel,
     RankError,
     SharedMemoryChannel,
+    closing_ports,
     keep_forever,
+    machine_id,
 )
-from karvan.distributed.rendezvous import closing_ports, machine_id
 from karvan.native import NativeCoreError, _native
 from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP
 from karvan.torch_internals import PrefixStore, Store

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan import distributed
-from karvan.distributed.settings import WIRES
+from karvan.distributed.connection import WIRES
 from karvan.store.base import LocalTable, Store
 from karvan.store.messages import hashes_of, owners_of
 from karvan.store.types import Capture, Keys, Push, Rule, TableSpec, Vectors

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,15 +19,45 @@ from karvan.activity import activity
 from karvan.argument_checks import listed
 from karvan.data import Loader
 from karvan.data.leasing.shared_data import SharedData
-from karvan.distributed import CollectiveChannel
+from karvan.distributed import CollectiveChannel, Connection
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
-from karvan.train.assembly import ModelSetup
-from karvan.train.feed import FedBatch
+from karvan.train.device_placement import Placement
+from karvan.train.feed import FedBatch, Feed, RankRounds, feed
 from karvan.train.losses import Reported, SampleChecks, collecting, named, split_reports, total
+from karvan.train.precision import Precision
 from karvan.train.state.gathering import merged, same_random_state_afterwards
-from karvan.train.step.step_outcomes import nonfinite_text
-from karvan.train.types import Loss, MetricLike, Prediction, samples_of
+from karvan.train.step_routine import nonfinite_text
+from karvan.train.types import Loss, MetricLike, Prediction, model_input, samples_of
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """What runs a model on batches."""
+
+    model: nn.Module
+    device: torch.device
+    connection: Connection
+    precision: Precision
+    placement: Placement
+    prefetch: int
+
+    def infer(self, batch: Any) -> Any:
+        """The output for a batch on the model's device, without gradients."""
+        with torch.no_grad(), self.placement.forward(), self.precision.context(), self.precision.forward():
+            return self.model(model_input(batch))
+
+    def evaluation_feed(self, data: Iterable[Any]) -> Feed:
+        """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""
+        place = partial(self.placement.place, training=False)
+        return feed(
+            data,
+            place,
+            prefetch=self.prefetch,
+            rounds=RankRounds(self.connection, "evaluate"),
+            within=self.placement.feed_context(),
+        )
+
 
 # `ExactSum`: a sum of floats without rounding, so that neither their order nor who has added them matters.
 #

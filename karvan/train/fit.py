@@ -20,6 +20,7 @@ from karvan.checkpoint import Checkpoint
 from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
+from karvan.train.assembly import TrainerParts
 from karvan.train.callbacks import TrainerView
 from karvan.train.epoch import Epoch
 from karvan.train.feed import FedBatch
@@ -32,10 +33,8 @@ from karvan.train.state.dataset import FinishedData
 from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.step_outcomes import StepOutcomes
-from karvan.train.step.step_routine import see_nothing
+from karvan.train.step_routine import StepOutcomes, see_nothing
 from karvan.train.stopping import Goal, Stopping
-from karvan.train.trainer_parts import TrainerParts
 
 
 class Begin(NamedTuple):

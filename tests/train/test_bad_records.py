@@ -14,7 +14,7 @@ from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TakenRecords, places_of
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.read import open_data
-from karvan.train.elastic.leased_work import BadRecords
+from karvan.train.leased_work import BadRecords
 from karvan.work.task import Task, TaskKind, TaskLease
 
 EPOCHS, RECORDS = 2, 240

@@ -28,10 +28,9 @@ from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.layers import initialiser_of
 from karvan.compat.unsupported import UnsupportedError
-from karvan.dense.optimizer_spec import describe
 from karvan.dense.remote import DenseServerProxy, owner_of_parameter, split_state
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.dense.wire_format import describe
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.job.sync_modes import ASYNC, DenseSettings

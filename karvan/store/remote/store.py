@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.distributed import Connection
-from karvan.distributed.step_commits import StepCommits
+from karvan.distributed.parameter_servers import StepCommits
 from karvan.native import _native
 from karvan.protocol.parameter_server import ADD_TABLE, APPLY, LOOKUP
 from karvan.ragged import IdsReference

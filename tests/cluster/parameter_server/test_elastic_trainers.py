@@ -15,13 +15,12 @@ from forked_programs import ForkedProgram
 from support_paths import support_path
 
 import karvan as kv
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
-from karvan.train.elastic.group_steps import Agreement, Contribution, JointStep
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
-from karvan.train.step.precision import make_precision
+from karvan.train.group_steps import Agreement, Contribution, JointStep
+from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings
+from karvan.train.precision import make_precision
 from karvan.wire import RefusedError
 
 STEPS, BATCHES = 4, 3

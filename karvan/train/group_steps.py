@@ -18,16 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from karvan.data.leasing.record_search import blaming
-from karvan.dense.tensors import all_finite
+from karvan.dense.steps import all_finite
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.elastic import ElasticGroup, ordered_sum
-from karvan.distributed.parameter_servers import Servers
-from karvan.distributed.step_commits import StagedPart, StepCommits
+from karvan.distributed.parameter_servers import Servers, StagedPart, StepCommits
 from karvan.metrics.base import Metric
-from karvan.train.elastic.leased_work import FitSteps, LeasedFit, StepPlan, TakenBatch
+from karvan.train.data_parallel import flat_gradients, set_gradients
+from karvan.train.leased_work import FitSteps, LeasedFit, StepPlan, TakenBatch
+from karvan.train.optimizer_step import OptimizerStep
 from karvan.train.state.gathering import gather_state, require_merge, seed_random
-from karvan.train.step.data_parallel import flat_gradients, set_gradients
-from karvan.train.step.optimizer_step import OptimizerStep
 from karvan.train.types import MetricLike
 
 # `JointStep`: one step of all trainers of a round, which happens on all of them or on none.

@@ -27,12 +27,12 @@ from torch import Tensor
 from karvan.activity import activity
 from karvan.data.leasing.record_search import blaming
 from karvan.dense.remote import ElasticDense
-from karvan.distributed.step_commits import OwnCommits, SentCommit, Tally
+from karvan.distributed.parameter_servers import OwnCommits, SentCommit, Tally
 from karvan.exit_codes import note_training
 from karvan.outages import mark
-from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.group_steps import Agreement, Contribution
-from karvan.train.elastic.leased_work import FitSteps, LeasedFit, TakenBatch
+from karvan.train.elastic_fit import ElasticFit
+from karvan.train.group_steps import Agreement, Contribution
+from karvan.train.leased_work import FitSteps, LeasedFit, TakenBatch
 from karvan.train.reporting.results import StepLogs, TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
 

@@ -21,15 +21,15 @@ from karvan.data.streaming.prefetch_stream import Stream
 from karvan.distributed.elastic import ElasticGroup
 from karvan.job.environment import JobEnvironment
 from karvan.ragged import Batch
+from karvan.train.assembly import TrainerParts
+from karvan.train.async_fit import AsyncFit
 from karvan.train.callbacks import TrainerView
-from karvan.train.elastic.async_fit import AsyncFit
-from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.leased_work import LeasedFeed, TakenBatch, WorkSettings
+from karvan.train.elastic_fit import ElasticFit
 from karvan.train.evaluation import Predictor
 from karvan.train.fit import Begin, Fit
-from karvan.train.step.optimizer_step import engines_of
+from karvan.train.leased_work import LeasedFeed, TakenBatch, WorkSettings
+from karvan.train.optimizer_step import engines_of
 from karvan.train.stopping import Goal, is_terminated
-from karvan.train.trainer_parts import TrainerParts
 from karvan.train.types import PredictedRecords, Prediction
 from karvan.wire import Security
 

@@ -28,13 +28,13 @@ from karvan.data.leasing.record_search import BatchError, SearchResult, blaming
 from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.distributed.elastic import ElasticGroup
 from karvan.ragged import Batch
+from karvan.train.assembly import TrainerParts
 from karvan.train.evaluation import evaluating
 from karvan.train.feed import FedBatch
 from karvan.train.losses import check_of
+from karvan.train.optimizer_step import engines_of
 from karvan.train.state.gathering import same_random_state_afterwards
-from karvan.train.step.optimizer_step import engines_of
-from karvan.train.step.step_routine import StepBatches
-from karvan.train.trainer_parts import TrainerParts
+from karvan.train.step_routine import StepBatches
 from karvan.train.types import samples_of
 
 # Which batches the next step has, and which of them this trainer computes.

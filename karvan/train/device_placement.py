@@ -21,7 +21,7 @@ from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, IndexedRows, NestedRagged, Padded, Ragged
 from karvan.train.losses import Check, no_check
-from karvan.train.step.optimizer_step import engines_of
+from karvan.train.optimizer_step import engines_of
 from karvan.train.types import Pair, as_batch, same
 
 _log = logging.getLogger("karvan.train")
