@@ -102,6 +102,14 @@ class TrainerParts:
         for metric in self.metrics.values():
             metric.update(output, batch)
 
+    def metric_values(self) -> dict[str, float]:
+        """The values of all metrics, of the batches counted so far."""
+        return {name: metric.compute() for name, metric in self.metrics.items()}
+
+    def metric_states(self) -> dict[str, Any]:
+        """The states of all metrics, which others can merge."""
+        return {name: metric.state() for name, metric in self.metrics.items()}
+
     @property
     def model(self) -> nn.Module:
         """The model, on its device."""

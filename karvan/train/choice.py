@@ -26,8 +26,9 @@ from karvan.train.async_fit import AsyncFit
 from karvan.train.callbacks import TrainerView
 from karvan.train.elastic_fit import ElasticFit
 from karvan.train.evaluation import Predictor
+from karvan.train.feed import FedBatch
 from karvan.train.fit import Begin, Fit
-from karvan.train.leased_work import LeasedFeed, TakenBatch, WorkSettings
+from karvan.train.leased_work import LeasedFeed, LeasedFit, WorkSettings
 from karvan.train.optimizer_step import engines_of
 from karvan.train.stopping import Goal, is_terminated
 from karvan.train.types import PredictedRecords, Prediction
@@ -129,13 +130,13 @@ class LeasedPrediction:
             feed.close()
         predictor.end()
 
-    def _take(self, feed: LeasedFeed) -> TakenBatch | None:
+    def _take(self, feed: LeasedFeed) -> FedBatch | None:
         try:
             return feed.take(lambda: self._group.waiting)
         except BatchError as failed:
             raise self._named(failed) from failed.__cause__
 
-    def _prediction(self, predictor: Predictor, batch: TakenBatch) -> Prediction:
+    def _prediction(self, predictor: Predictor, batch: FedBatch) -> Prediction:
         try:
             with blaming(batch.records):
                 output = predictor.output(batch.batch)
@@ -197,14 +198,15 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     client = _connect(connection.group)
     limits = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in limits.items() if n is not None})
+    fit = LeasedFit(parts, connection.group, leased, client, work)
     if not connection.settings.mode.dense_on_servers:
-        return ElasticFit(trainer, parts, leased, goal, begin, client, work)
+        return ElasticFit(trainer, fit, goal, begin)
     if job.global_batches is not None:
         raise ValueError(
             f"global_batches={job.global_batches} makes steps of all trainers together, but in mode async "
             "each trains on its own: expected none, or mode sync."
         )
-    return AsyncFit(trainer, parts, leased, goal, begin, client, work)
+    return AsyncFit(trainer, fit, goal, begin)
 
 
 def make_predictions(

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data import merge
+from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.data.loading.pipeline import start
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
@@ -63,6 +64,7 @@ class FedBatch:
 
     Where several ranks train, `samples` are those of the batch, `all_samples` and `all_batches` those of all
     ranks in the same round, and `save` says that a checkpoint is due. A round without any batch has None.
+    `records` are those of leased tasks that the batch contains.
     """
 
     batch: Any
@@ -71,19 +73,23 @@ class FedBatch:
     all_samples: int = 0
     all_batches: int = 1
     save: bool = False
+    records: Sequence[TakenRecords] = ()
+
+    @property
+    def done(self) -> dict[int, int]:
+        """How many records of each leased task are done with it, by token."""
+        return records_done(self.records)
 
 
 class BatchSource:
-    """Takes the batches of a single process; `RankBatchSource` derives from it."""
+    """Hands out the batches of a single process; `RankBatchSource` derives from it."""
 
     alone = True
     reason: str | None = None  # why all ranks stop, once they have agreed to
     cut = False  # whether ranks ended before their data did, so that a batch may be lost
 
-    def __init__(
-        self, data: Iterable[Any], place: Callable[[Any], Any], skip: int, within: Within = nullcontext
-    ) -> None:
-        self._taken = _take(data, place, skip)
+    def __init__(self, taken: Generator[FedBatch, None, None], within: Within = nullcontext) -> None:
+        self._taken = taken
         self._within = within
 
     def next(self, stop: str | None = None) -> FedBatch | None:
@@ -392,7 +398,7 @@ def feed(
         wait = rounds.connection.settings.timeout
         source: BatchSource = RankBatchSource(data, place, rounds, within)
     else:
-        wait, source = _END, BatchSource(data, place, skip, within)
+        wait, source = _END, BatchSource(_take(data, place, skip), within)
     return PrefetchFeed(data, source, stopped, prefetch, wait) if prefetch else Feed(data, source, stopped)
 
 
@@ -455,7 +461,7 @@ class PrefetchFeed(Feed):
     """Takes batches in advance, on a thread."""
 
     def __init__(
-        self, data: Any, source: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float
+        self, data: Any, source: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float | None
     ) -> None:
         super().__init__(data, source, stopped)
         self._size = prefetch
@@ -475,11 +481,15 @@ class PrefetchFeed(Feed):
             if not self._waiting or self._closed or self._stops():
                 self.reason = self._source.reason
                 raise StopIteration
-            item = self._waiting.popleft()
-            self._handed_out += not isinstance(item, BaseException)
-            self._changed.notify_all()
+            return self._hand_out()
+
+    def _hand_out(self) -> FedBatch:
+        """The first batch that waits, or its error; the lock is held."""
+        item = self._waiting.popleft()
+        self._changed.notify_all()
         if isinstance(item, BaseException):
             raise item
+        self._handed_out += 1
         self._last = item.position
         activity.advance()
         return item

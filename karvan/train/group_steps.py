@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from karvan.distributed.elastic import ElasticGroup, ordered_sum
 from karvan.distributed.parameter_servers import Servers, StagedPart, StepCommits
 from karvan.metrics.base import Metric
 from karvan.train.data_parallel import flat_gradients, set_gradients
-from karvan.train.leased_work import FitSteps, LeasedFit, StepPlan, TakenBatch
+from karvan.train.feed import FedBatch
+from karvan.train.leased_work import Agreement, Contribution, FitSteps, LeasedFit, StepBatch, StepPlan
 from karvan.train.optimizer_step import OptimizerStep
 from karvan.train.state.gathering import gather_state, require_merge, seed_random
 from karvan.train.types import MetricLike
@@ -43,105 +44,6 @@ from karvan.train.types import MetricLike
 #
 # Gradients are sums over samples until the step is committed. Then they are divided by the number of samples
 # of all batches, whoever has computed them. They are added in the order of the batches' places in the step.
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One of the batches of a step, for JSON; place: its number among them."""
-
-    place: int
-    samples: int = 0
-    records: dict[str, int] = field(default_factory=dict)  # how many are done, by token of the lease
-    losses: dict[str, float] = field(default_factory=dict)
-    finite: bool = True
-    pushes: list[list[int]] = field(default_factory=list)  # of rows' gradients, staged: member and number
-    tables: list[str] = field(default_factory=list)  # which have gradients
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What a trainer says about a step, for JSON."""
-
-    member: int
-    batches: list[dict[str, Any]] = field(default_factory=list)  # each a `StepBatch`
-    ended: bool = False  # whether all records of the epoch are done
-    stop: str | None = None
-    save: bool = False
-    regroup: bool = False
-    leaves: bool = False
-    confirmed: int = 0  # the last step whose records the master knows
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all trainers of a round have said about a step."""
-
-    step: int
-    contributions: tuple[Contribution, ...]
-
-    @property
-    def batches(self) -> list[StepBatch]:
-        """The batches of the step that have samples, in their order."""
-        batches = [
-            StepBatch(**batch) for contribution in self.contributions for batch in contribution.batches
-        ]
-        return sorted((batch for batch in batches if batch.samples), key=lambda batch: batch.place)
-
-    @property
-    def samples(self) -> int:
-        """Those of all batches."""
-        return sum(batch.samples for batch in self.batches)
-
-    @property
-    def taken(self) -> bool:
-        """Whether all gradients are finite; otherwise the step is skipped."""
-        return all(batch.finite for batch in self.batches)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the epoch is over."""
-        return all(contribution.ended for contribution in self.contributions)
-
-    @property
-    def stop(self) -> str | None:
-        """Why training stops, if it does."""
-        return next((contribution.stop for contribution in self.contributions if contribution.stop), None)
-
-    @property
-    def records(self) -> dict[int, int]:
-        """How many records are done, by token."""
-        return {int(token): done for batch in self.batches for token, done in batch.records.items()}
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """The means over all samples."""
-        sums: dict[str, float] = {}
-        for batch in self.batches:
-            for name, loss in batch.losses.items():
-                sums[name] = sums.get(name, 0.0) + loss * batch.samples
-        return {name: total / self.samples for name, total in sums.items()}
-
-    def row_scale(self, grad_reduce: str) -> float:
-        """The factor of rows' gradients, which are sums over samples.
-
-        Servers add them up, or take the mean over the batches that have a key ("key"). "mean" divides by all
-        samples; otherwise a batch has the gradient of its mean loss, as a rank of a fixed number has it.
-        """
-        return (1 if grad_reduce == "mean" else len(self.batches)) / self.samples
-
-    def as_json(self) -> dict[str, Any]:
-        """For other trainers, which may have missed it."""
-        return {
-            "step": self.step,
-            "contributions": [asdict(contribution) for contribution in self.contributions],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Agreement:
-        """What `as_json` gave."""
-        return cls(
-            value["step"], tuple(Contribution(**contribution) for contribution in value["contributions"])
-        )
 
 
 class JointStep:
@@ -197,8 +99,7 @@ class JointStep:
         for staged in self._staged.values():
             for push in staged:
                 push.wait()
-        answers = channel.gather_json(asdict(contribution))
-        return Agreement(step, tuple(Contribution(**answer) for answer in answers))
+        return Agreement.gather(channel, step, contribution)
 
     def apply(self, agreement: Agreement) -> bool:
         """Apply a step that is committed; whether it was taken, not skipped."""
@@ -233,12 +134,6 @@ class JointStep:
             self._commits.fence(member)
         newest = [progress for progress in self._commits.progress() if progress.committed == step]
         return dict(newest[0].ack) if newest else None
-
-    def abandon(self, members: Iterable[int]) -> None:
-        """Servers drop what members that are gone have staged and looked up, and refuse their calls."""
-        if self._commits is not None:
-            for member in sorted(members):
-                self._commits.abandon(member)
 
 
 # `SharedMetrics`: the training metrics of all trainers of a round, which each of them has complete.
@@ -321,7 +216,6 @@ class GroupSteps(FitSteps):
 
     def __init__(self, fit: LeasedFit) -> None:
         super().__init__(fit)
-        self._of_step = fit.work.of_step
         self._joint = JointStep(fit.group, fit.parts.setup.update, fit.parts.connection.servers)
         self._metrics = SharedMetrics(fit.parts.metrics)
         self._computed: dict[int, StepBatch] = {}  # batches of the step in progress, by number
@@ -333,7 +227,7 @@ class GroupSteps(FitSteps):
         """
         step = self._parts.counts.step + 1
         self._joint.begin(step)
-        plan = self._batches.plan()
+        plan = self._batches.next_step()
         mine = plan.mine(self._group.rank)
         numbers = [number for _, number in mine]
         self._computed = {number: done for number, done in self._computed.items() if number in numbers}
@@ -343,16 +237,11 @@ class GroupSteps(FitSteps):
                 batch = self._train_batch(number, partial(self._gradients, number))
                 self._computed[number] = self._joint.add(number, batch or StepBatch(0))
         self._metrics.share(self._group.channel, mine)
-        stop = self._parts.stop_request.reason
-        contribution = Contribution(
-            member=self._group.member,
+        contribution = self._contribution(
             batches=[asdict(replace(self._computed[number], place=place)) for place, number in mine],
-            ended=self._batches.ended,
-            stop=None if stop == "terminate" else stop,
             save=save,
             regroup=self._group.rank == 0 and self._group.regroup_wanted,
-            leaves=stop == "terminate",
-            confirmed=self.work.records.confirmed,
+            confirmed=self.records.confirmed,
         )
         return self._joint.agree(step, contribution, plan).as_json()
 
@@ -366,11 +255,11 @@ class GroupSteps(FitSteps):
             self._metrics.forget()
         self._computed = {}
         if self._of_step is not None:
-            seed_random(self.work.seed, -1, self._parts.counts.step)
+            seed_random(self.seed, -1, self._parts.counts.step)
         elif agreement.samples:
-            self.work.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
+            self.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
         if self._group.rank != 0:
-            self.work.records.forget(max(contribution.confirmed for contribution in agreement.contributions))
+            self.records.forget(max(contribution.confirmed for contribution in agreement.contributions))
         return agreement, applied
 
     def missed(self) -> dict[str, Any] | None:
@@ -381,23 +270,16 @@ class GroupSteps(FitSteps):
         """Another round has begun."""
         self._batches.regrouped()
 
-    def settle(self) -> None:
-        """What trainers that are gone have done is known: report it, and drop what they have not; rank 0."""
-        self.work.records.flush()
-        self._joint.abandon(self._group.gone)
-        self._parts.connection.abandon(self._group.gone)
-        self._group.settle()
-
-    def _gradients(self, number: int, batch: TakenBatch) -> StepBatch:
+    def _gradients(self, number: int, batch: FedBatch) -> StepBatch:
         """Compute the gradients of a batch."""
         parts, samples = self._parts, batch.samples
         with blaming(batch.records):
             step = self._begin_batch(batch)
             if self._of_step is not None:  # generators belong to the batch, not to the trainer
-                seed_random(self.work.seed, parts.counts.epoch, number)
+                seed_random(self.seed, parts.counts.epoch, number)
             read = partial(self._metrics.read, number)
             losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, read, 1.0 / samples)
-            self.work.bad.computed = True
+            self.bad.computed = True
             done = {} if self._of_step is not None else batch.done
             return StepBatch(
                 place=0,

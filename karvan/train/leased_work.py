@@ -1,7 +1,14 @@
-"""`LeasedWork`: the records of a fit at the master, as one of its trainers sees them.
+"""`FitSteps`: the records that a trainer of an elastic job leases for a fit, and the steps that train them.
 
 It has the position of the data in checkpoints, what is done about a batch that raises an error, and what is
-left to do when a trainer leaves or ends. `FitSteps` are the steps that train these records.
+left to do when a trainer leaves or ends.
+
+Which batches the next step has, and which of them this trainer computes, is decided in two ways.
+`LeasedBatchPlan`: every trainer has the next batch that it has leased, so a step has as many batches as there
+are trainers. `FixedBatchPlan` (`global_batches`): a step has the next G batches of the epoch, and they are
+dealt out, so that results do not depend on how many trainers there are.
+
+An error of the data is raised as a `BatchError`, which has the records of which one may have caused it.
 """
 
 from __future__ import annotations
@@ -9,10 +16,9 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,131 +26,79 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.dataset import named_error, report
 from karvan.data.leasing.leased_data import LeasedBatches, LeasedData
 from karvan.data.leasing.record_search import BatchError, SearchResult, blaming
-from karvan.data.leasing.task_records import TakenRecords, records_done
+from karvan.distributed import CollectiveChannel
 from karvan.distributed.elastic import ElasticGroup
+from karvan.distributed.parameter_servers import StepCommits
 from karvan.ragged import Batch
 from karvan.train.assembly import TrainerParts
 from karvan.train.evaluation import evaluating
-from karvan.train.feed import FedBatch
+from karvan.train.feed import BatchSource, FedBatch, PrefetchFeed, never
 from karvan.train.losses import check_of
 from karvan.train.optimizer_step import engines_of
 from karvan.train.state.gathering import same_random_state_afterwards
 from karvan.train.step_routine import StepBatches
 from karvan.train.types import samples_of
 
-# Which batches the next step has, and which of them this trainer computes.
-#
-# There are two ways. `LeasedSteps`: every trainer has the next batch that it has leased, so a step has as
-# many batches as there are trainers. `PlannedSteps` (`global_batches`): a step has the next G batches of the
-# epoch, and they are dealt out, so that results do not depend on how many trainers there are.
-
-
-# `LeasedFeed`: takes leased batches in the background while the current one computes.
-#
-# Unlike the feed of ranks with fixed shares it agrees with nobody: who has a batch takes part in the next
-# step with it, who has none takes part without. A trainer waits for a batch that is being read, but not for
-# records that others may still be working on.
-#
-# An error of the data is raised as a `BatchError`, which has the records of which one may have caused it.
-
+T = TypeVar("T")
 
 _WAKE = 0.02  # seconds between two looks at whether there is no task for now
 
 
-class TakenBatch(NamedTuple):
-    """A batch that is ready, and the records of leased tasks in it."""
+class LeasedFeed(PrefetchFeed):
+    """The batches that this trainer leases in one epoch, read in the background, until `close`.
 
-    batch: Any
-    records: list[TakenRecords]
-    samples: int
-
-    @property
-    def done(self) -> dict[int, int]:
-        """How many records of each task are done with it, by token."""
-        return records_done(self.records)
-
-
-class LeasedFeed:
-    """The batches that this trainer leases in one epoch, until `close`."""
+    Unlike the feed of ranks with fixed shares it agrees with nobody: who has a batch takes part in the next
+    step with it, who has none takes part without. A trainer waits for a batch that is being read, but not for
+    records that others may still be working on.
+    """
 
     def __init__(self, loader: LeasedBatches, place: Callable[[Any], Any], prefetch: int) -> None:
         self._loader = loader
-        self._place = place
-        self._size = max(1, prefetch)
-        self._changed = threading.Condition()
-        self._ready: deque[TakenBatch] = deque()
-        self._error: BaseException | None = None
         self._placing = False  # whether a batch is on its way
-        self._closed = False
-        self._complete = False
-        self._thread = threading.Thread(target=self._fill, name="karvan-leased-feed", daemon=True)
-        self._thread.start()
+        super().__init__(None, BatchSource(self._lease(place)), never, max(1, prefetch), wait=None)
+
+    def _lease(self, place: Callable[[Any], Any]) -> Generator[FedBatch, None, None]:
+        batches = iter(self._loader)
+        while True:
+            self._placing = False
+            with blaming(self._loader.suspects):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._placing = True
+            records = self._loader.hand_over()
+            with blaming(records):
+                placed, samples = place(batch), samples_of(batch)
+            yield FedBatch(placed, None, samples, samples, records=records)
 
     @property
     def ended(self) -> bool:
         """Whether all records of the epoch are done, by whomever."""
-        return self._complete and not self._ready
+        return self._complete and not self._waiting
 
-    def take(self, stopped: Callable[[], object]) -> TakenBatch | None:
+    def take(self, stopped: Callable[[], object]) -> FedBatch | None:
         """The next batch; None if there is none for now, if the epoch is over, or if `stopped` says so."""
         with self._changed:
-            while not self._ready:
-                if self._error is not None:
-                    raise self._error
+            while not self._waiting:
                 idle = self._loader.idle and not self._placing
                 if self._complete or self._closed or stopped() or idle:
                     return None
                 self._changed.wait(_WAKE)
-            batch = self._ready.popleft()
-            self._changed.notify_all()
-        activity.advance()
-        return batch
+            return self._hand_out()
 
+    @override
     def close(self) -> None:
         """End the thread; the leases of batches that were not taken stay with the client."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         self._loader.stop()
-        self._thread.join()
-        self._ready.clear()
-
-    def _fill(self) -> None:
-        """The thread: takes a batch whenever there is room."""
-        batches = iter(self._loader)
-        try:
-            while True:
-                with blaming(self._loader.suspects):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                self._placing = True
-                records = self._loader.hand_over()
-                with blaming(records):
-                    taken_batch = TakenBatch(self._place(batch), records, samples_of(batch))
-                with self._changed:
-                    self._ready.append(taken_batch)
-                    self._placing = False
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: len(self._ready) < self._size or self._closed)
-                    if self._closed:
-                        return
-        except BaseException as error:
-            if not self._closed:
-                self._error = error
-        finally:
-            with self._changed:
-                self._complete = self._error is None
-                self._changed.notify_all()
+        super().close()
+        self._waiting.clear()
 
 
-@dataclass(frozen=True)
-class WorkSettings:
+class WorkSettings(NamedTuple):
     """How the records of a job are trained: as its job.yaml says.
 
     of_step: how many batches a step has, whoever computes them; None: as many as there are trainers.
@@ -155,16 +109,14 @@ class WorkSettings:
     skip_bad_records: int = 0
 
 
-@dataclass(frozen=True)
-class LeasedFit:
-    """A fit on leased data. stopped: why to take no more batches, if so."""
+class LeasedFit(NamedTuple):
+    """A fit on leased data."""
 
     parts: TrainerParts
     group: ElasticGroup
     data: LeasedData
     client: WorkClient
     work: WorkSettings
-    stopped: Callable[[], object]
 
 
 class StepPlan(NamedTuple):
@@ -175,15 +127,12 @@ class StepPlan(NamedTuple):
 
     def mine(self, rank: int) -> list[tuple[int, int]]:
         """Place and number of each batch of a rank."""
-        return [
-            (place, number)
-            for place, (owner, number) in enumerate(zip(self.ranks, self.numbers, strict=True))
-            if owner == rank
-        ]
+        owned = enumerate(zip(self.ranks, self.numbers, strict=True))
+        return [(place, number) for place, (owner, number) in owned if owner == rank]
 
 
-class LeasedSteps:
-    """The batches of steps: one of each trainer, of records that it leases; `PlannedSteps` derives."""
+class LeasedBatchPlan:
+    """The batches of steps: one of each trainer, of records that it leases; `FixedBatchPlan` derives."""
 
     def __init__(self, fit: LeasedFit) -> None:
         runs = fit.parts.setup.runs
@@ -201,12 +150,12 @@ class LeasedSteps:
         """Whether all records of the epoch are done."""
         return self._open().ended
 
-    def plan(self) -> StepPlan:
+    def next_step(self) -> StepPlan:
         """The batches of the next step. A trainer that has none has one without samples."""
         world = self._group.world_size
         return StepPlan(list(range(world)), [0] * world)
 
-    def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
+    def take(self, number: int, stopped: Callable[[], object]) -> FedBatch | None:
         """One of this trainer's batches; None if it has none for now."""
         return None if stopped() else self._open().take(stopped)
 
@@ -231,7 +180,7 @@ class LeasedSteps:
         return self._data.lease(self._client, self._epoch)
 
 
-class PlannedSteps(LeasedSteps):
+class FixedBatchPlan(LeasedBatchPlan):
     """The next `of_step` batches of the epoch, dealt out to the trainers of the round."""
 
     def __init__(self, fit: LeasedFit, of_step: int) -> None:
@@ -245,17 +194,17 @@ class PlannedSteps(LeasedSteps):
         return self._counts.batches >= len(self._plan)
 
     @override
-    def plan(self) -> StepPlan:
+    def next_step(self) -> StepPlan:
         first = self._counts.batches
         numbers = list(range(first, min(first + self._of_step, len(self._plan))))
         world = self._group.world_size
         return StepPlan([number % self._of_step % world for number in numbers], numbers)
 
     @override
-    def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
+    def take(self, number: int, stopped: Callable[[], object]) -> FedBatch | None:
         """It waits for the batch, whatever `stopped` says: the step needs it."""
         feed = self._open(number)
-        while (batch := feed.take(lambda: False)) is not None:
+        while (batch := feed.take(never)) is not None:
             if number in batch.done:
                 return batch
         raise RuntimeError(f"Expected batch {number} of epoch {self._epoch}, but the data has ended.")
@@ -267,17 +216,11 @@ class PlannedSteps(LeasedSteps):
 
     @override
     def _loader(self, first: int) -> LeasedBatches:
+        rank, ranks, of_step = self._group.rank, self._group.world_size, self._of_step
         return self._data.planned(
-            self._plan,
-            epoch=self._epoch,
-            first=first,
-            rank=self._group.rank,
-            ranks=self._group.world_size,
-            of_step=self._of_step,
+            self._plan, epoch=self._epoch, first=first, rank=rank, ranks=ranks, of_step=of_step
         )
 
-
-T = TypeVar("T")
 
 # `Acknowledgements`: tells the master which records committed steps contain, behind the steps.
 #
@@ -433,27 +376,203 @@ def _same_buffers_afterwards(model: nn.Module) -> Iterator[None]:
                 setattr(module, name, buffer)
 
 
-class LeasedWork:
-    """The work of one fit."""
+# What trainers of a round say to each other about a step, or when they meet.
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        data: LeasedData,
-        client: WorkClient,
-        batches: LeasedSteps,
-        work: WorkSettings,
-    ) -> None:
-        self._parts = parts
-        self._client = client
-        self._batches = batches
-        self._of_step = work.of_step
-        self.seed = torch.initial_seed()  # of the generators of batches, where steps have fixed batches
-        self.bad = BadRecords(parts, data)
-        self.records = Acknowledgements(client)
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One of the batches of a step, for JSON; place: its number among them."""
+
+    place: int
+    samples: int = 0
+    records: dict[str, int] = field(default_factory=dict)  # how many are done, by token of the lease
+    losses: dict[str, float] = field(default_factory=dict)
+    finite: bool = True
+    pushes: list[list[int]] = field(default_factory=list)  # of rows' gradients, staged: member and number
+    tables: list[str] = field(default_factory=list)  # which have gradients
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a trainer says about a step, for JSON."""
+
+    member: int
+    batches: list[dict[str, Any]] = field(default_factory=list)  # each a `StepBatch`
+    ended: bool = False  # whether all records of the epoch are done
+    stop: str | None = None
+    save: bool = False
+    regroup: bool = False
+    leaves: bool = False
+    confirmed: int = 0  # the last step whose records the master knows
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all trainers of a round have said about a step."""
+
+    step: int
+    contributions: tuple[Contribution, ...]
+
+    @property
+    def batches(self) -> list[StepBatch]:
+        """The batches of the step that have samples, in their order."""
+        batches = [
+            StepBatch(**batch) for contribution in self.contributions for batch in contribution.batches
+        ]
+        return sorted((batch for batch in batches if batch.samples), key=lambda batch: batch.place)
+
+    @property
+    def samples(self) -> int:
+        """Those of all batches."""
+        return sum(batch.samples for batch in self.batches)
+
+    @property
+    def taken(self) -> bool:
+        """Whether all gradients are finite; otherwise the step is skipped."""
+        return all(batch.finite for batch in self.batches)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the epoch is over."""
+        return all(contribution.ended for contribution in self.contributions)
+
+    @property
+    def stop(self) -> str | None:
+        """Why training stops, if it does."""
+        return next((contribution.stop for contribution in self.contributions if contribution.stop), None)
+
+    @property
+    def records(self) -> dict[int, int]:
+        """How many records are done, by token."""
+        return {int(token): done for batch in self.batches for token, done in batch.records.items()}
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The means over all samples."""
+        sums: dict[str, float] = {}
+        for batch in self.batches:
+            for name, loss in batch.losses.items():
+                sums[name] = sums.get(name, 0.0) + loss * batch.samples
+        return {name: total / self.samples for name, total in sums.items()}
+
+    def row_scale(self, grad_reduce: str) -> float:
+        """The factor of rows' gradients, which are sums over samples.
+
+        Servers add them up, or take the mean over the batches that have a key ("key"). "mean" divides by all
+        samples; otherwise a batch has the gradient of its mean loss, as a rank of a fixed number has it.
+        """
+        return (1 if grad_reduce == "mean" else len(self.batches)) / self.samples
+
+    @classmethod
+    def gather(cls, channel: CollectiveChannel, step: int, contribution: Contribution) -> Agreement:
+        """What all trainers say, with this contribution of this one; a collective."""
+        answers = channel.gather_json(asdict(contribution))
+        return cls.from_json({"step": step, "contributions": answers})
+
+    def as_json(self) -> dict[str, Any]:
+        """For other trainers, which may have missed it."""
+        return {
+            "step": self.step,
+            "contributions": [asdict(contribution) for contribution in self.contributions],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Agreement:
+        """What `as_json` gave."""
+        return cls(
+            value["step"], tuple(Contribution(**contribution) for contribution in value["contributions"])
+        )
+
+
+class FitSteps(ABC):
+    """How trainers of a group make steps of their records: together (`GroupSteps`), or alone (`OwnSteps`)."""
+
+    def __init__(self, fit: LeasedFit) -> None:
+        self._parts = fit.parts
+        self._group = fit.group
+        self._client = fit.client
+        self._of_step = fit.work.of_step
+        self._connection = fit.parts.connection
+        servers = self._connection.servers
+        commits = None if servers is None else servers.commits
+        self._commits = commits if isinstance(commits, StepCommits) else None
+        self._engines = engines_of(fit.parts.model)
+        self._batches = (
+            LeasedBatchPlan(fit) if fit.work.of_step is None else FixedBatchPlan(fit, fit.work.of_step)
+        )
         self._closed = False
+        self.seed = torch.initial_seed()  # of the generators of batches, where steps have fixed batches
+        self.bad = BadRecords(fit.parts, fit.data)
+        self.records = Acknowledgements(fit.client)
 
-    def set_aside(self, failed: BatchError) -> None:
+    @property
+    def ended(self) -> bool:
+        """Whether all records of the epoch are done, by whomever."""
+        return self._batches.ended
+
+    @abstractmethod
+    def agree(self, *, save: bool) -> dict[str, Any]:
+        """Make a step or meet; a collective. save: this trainer says that a checkpoint is due."""
+
+    @abstractmethod
+    def missed(self) -> dict[str, Any] | None:
+        """What `agree` gave to trainers that are gone, and to no other."""
+
+    @abstractmethod
+    def regrouped(self) -> None:
+        """Another round has begun."""
+
+    def settle(self) -> None:
+        """What trainers that are gone have done is known: report it, and drop what they have not; rank 0."""
+        self.records.flush()
+        self.abandon()
+        self._group.settle()
+
+    def abandon(self) -> None:
+        """Servers and embedding workers drop what trainers that are gone have staged and looked up."""
+        gone = self._gone()
+        if self._commits is not None:
+            for member in gone:
+                self._commits.abandon(member)
+        self._connection.abandon(gone)
+
+    def _gone(self) -> list[int]:
+        """All trainers that are not in the round any more, as far as this one has heard of them."""
+        return sorted(self._group.gone)
+
+    def _contribution(self, **said: Any) -> Contribution:
+        stop = self._parts.stop_request.reason
+        return Contribution(
+            member=self._group.member,
+            ended=self.ended,
+            stop=None if stop == "terminate" else stop,
+            leaves=stop == "terminate",
+            **said,
+        )
+
+    # Batches
+
+    def _train_batch(self, number: int, train: Callable[[FedBatch], T]) -> T | None:
+        """Take one of this trainer's batches and train it; None if there is none for now.
+
+        A batch that raises an error is none: its bad record is reported, and all that is leased and not
+        trained returns to the master.
+        """
+        request = self._parts.stop_request
+        try:
+            batch = self._batches.take(number, lambda: request.reason)
+            return None if batch is None else train(batch)
+        except BatchError as failed:
+            self._set_aside(failed)
+            return None
+
+    def _begin_batch(self, batch: FedBatch) -> StepBatches:
+        """Gradients from now on are those of a batch, which is computed alone."""
+        for engine in self._engines:
+            engine.step = self._parts.counts.step  # that of all trainers
+        return self._parts.setup.routine.begin([batch])
+
+    def _set_aside(self, failed: BatchError) -> None:
         """Report a batch that raised an error, and return all records that are not trained."""
         self._parts.setup.update.forget()
         self._close_batches()
@@ -465,23 +584,17 @@ class LeasedWork:
         report(self._client, error, failed.records, bad.record, _HINT)
         self._client.give_back_all()
 
+    def _close_batches(self) -> None:
+        self._batches.close()
+        self._parts.setup.runs.placement.forget()
+
+    # The position of the data, and the end
+
     def position(self) -> dict[str, Any]:
         """What a checkpoint has of the data's position."""
         self.records.flush()  # the position has the records of this step
         ledger = None if self._of_step is not None else self._client.take_position()
         return {"global_batches": self._of_step, "seed": self.seed, "ledger": ledger}
-
-    def export(self) -> AbstractContextManager[None]:
-        """While this trainer makes the final checkpoint, which is a task of the job like others."""
-        self._close_batches()
-        return self._client.export()
-
-    def bad_records(self) -> int:
-        """How many records the job has skipped."""
-        if self._of_step is not None:
-            return 0
-        skipped: int = json.loads(self._client.take_position())["position"]["bad_records"]
-        return skipped
 
     def restore(self, position: Mapping[str, Any] | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning of an epoch."""
@@ -495,10 +608,20 @@ class LeasedWork:
             )
         if position is not None:
             self.seed = position["seed"]
-        ledger: str | None = None
-        if self._of_step is None:
-            ledger = None if position is None else position["ledger"]
+        ledger = None if position is None or self._of_step is not None else position["ledger"]
         self._client.restore_position(ledger)
+
+    def export(self) -> AbstractContextManager[None]:
+        """While this trainer makes the final checkpoint, which is a task of the job like others."""
+        self._close_batches()
+        return self._client.export()
+
+    def bad_records(self) -> int:
+        """How many records the job has skipped."""
+        if self._of_step is not None:
+            return 0
+        skipped: int = json.loads(self._client.take_position())["position"]["bad_records"]
+        return skipped
 
     def acknowledge(self, done: Mapping[int, int]) -> None:
         """Report records that a trainer which is gone has trained; after the fit the master knows them."""
@@ -517,55 +640,3 @@ class LeasedWork:
         self._close_batches()
         self.records.close()
         self._client.disconnect()
-
-    def _close_batches(self) -> None:
-        self._batches.close()
-        self._parts.setup.runs.placement.forget()
-
-
-class FitSteps(ABC):
-    """How trainers of a group make steps: together (`GroupSteps`), or each on its own (`OwnSteps`)."""
-
-    def __init__(self, fit: LeasedFit) -> None:
-        parts, work = fit.parts, fit.work
-        self._parts = parts
-        self._group = fit.group
-        self._stopped = fit.stopped
-        self._engines = engines_of(parts.model)
-        self._batches = LeasedSteps(fit) if work.of_step is None else PlannedSteps(fit, work.of_step)
-        self.work = LeasedWork(parts, fit.data, fit.client, self._batches, work)
-
-    @abstractmethod
-    def agree(self, *, save: bool) -> dict[str, Any]:
-        """Make a step or meet; a collective. save: this trainer says that a checkpoint is due."""
-
-    @abstractmethod
-    def missed(self) -> dict[str, Any] | None:
-        """What `agree` gave to trainers that are gone, and to no other."""
-
-    @abstractmethod
-    def regrouped(self) -> None:
-        """Another round has begun."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """It is settled what trainers that are gone have done; rank 0."""
-
-    def _train_batch(self, number: int, train: Callable[[TakenBatch], T]) -> T | None:
-        """Take one of this trainer's batches and train it; None if there is none for now.
-
-        A batch that raises an error is none: its bad record is reported, and all that is leased and not
-        trained returns to the master.
-        """
-        try:
-            batch = self._batches.take(number, self._stopped)
-            return None if batch is None else train(batch)
-        except BatchError as failed:
-            self.work.set_aside(failed)
-            return None
-
-    def _begin_batch(self, batch: TakenBatch) -> StepBatches:
-        """Gradients from now on are those of a batch, which is computed alone."""
-        for engine in self._engines:
-            engine.step = self._parts.counts.step  # that of all trainers
-        return self._parts.setup.routine.begin([FedBatch(batch.batch, None, batch.samples, batch.samples)])
