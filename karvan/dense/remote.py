@@ -98,6 +98,18 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def first_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of a single server that has just got these parameters, and what the optimizer has of them."""
+    return {
+        "version": 0,
+        "optimizer": describe(optimizer),
+        "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+        "slots": {name: dict(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()},
+        "waiting": [],
+        "answers": {},
+    }
+
+
 def split_state(state: Mapping[str, Any], servers: int) -> list[dict[str, Any]]:
     """The states of so many servers, each with the parameters it owns; tensors are shared, not copied."""
     return [
@@ -383,23 +395,20 @@ class RemoteDense(LocalDense):
         super().__init__(optimizer)
         assert connection.servers is not None
         describe(optimizer)  # raises if a server cannot run it
-        servers, number = connection.servers, connection.servers.new_model()
+        servers, settings = connection.servers, connection.settings.dense
         self._connection = connection
-        self._number = number
+        self._number = servers.new_model()
         self._parameters = dict(model.named_parameters())
-        self._servers = [self.proxy(servers, server, number) for server in range(len(servers))]
-        self._pool = ThreadPoolExecutor(len(servers), "karvan-dense") if len(servers) > 1 else None
-        self._call: Callable[..., Any] = map if self._pool is None else self._pool.map
-        name, settings = f"trainer-{connection.rank}", connection.settings.dense
-        self._dense = AsyncDense(
-            model,
-            optimizer,
-            self._servers,
-            trainer=name,
-            call=self._call,
-            pull_every=settings.pull_every,
+        self._servers = [self.proxy(servers, server, self._number) for server in range(len(servers))]
+        pooled = len(servers) > 1
+        self._call: Callable[..., Any] = (
+            ThreadPoolExecutor(len(servers), "karvan-dense").map if pooled else map
         )
-        self._steps_alone = settings.pull_every > 1
+        name, every = f"trainer-{connection.rank}", settings.pull_every
+        self._dense = AsyncDense(
+            model, optimizer, self._servers, trainer=name, call=self._call, pull_every=every
+        )
+        self._steps_alone = every > 1
         self._rejects = settings.rejects
         self._engines = list(engines) if self._rejects else []
         self._most = _MOST_REJECTIONS + connection.world_size * (prefetch + 2)
@@ -468,20 +477,8 @@ class RemoteDense(LocalDense):
     def _fill(self) -> None:
         """Send this rank's parameters and optimizer state to the servers."""
         assert self.optimizer is not None
-        optimizer_state = self.optimizer.state
-        state = {
-            "version": 0,
-            "optimizer": describe(self.optimizer),
-            "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            "slots": {
-                name: dict(optimizer_state[parameter]) if parameter in optimizer_state else {}
-                for name, parameter in self._parameters.items()
-            },
-            "waiting": [],
-            "answers": {},
-        }
-        shares = split_state(state, len(self._servers))
-        list(self._call(DenseServerProxy.load_state, self._servers, shares))
+        state = first_state(self.optimizer, self._parameters)
+        list(self._call(DenseServerProxy.load_state, self._servers, split_state(state, len(self._servers))))
 
     def _take_slots(self) -> None:
         """Copy the state of the servers' optimizers into this rank's optimizer."""
@@ -530,14 +527,9 @@ class RemoteDense(LocalDense):
 class StagingServerProxy(DenseServerProxy):
     """One server, at which gradients are staged for the step that this member has begun."""
 
+    @override
     def push_gradients(
-        self,
-        gradients: Mapping[str, Array],
-        version: int,
-        *,
-        trainer: str,
-        sequence: int,
-        lr: float | None = None,
+        self, gradients: Mapping[str, Array], version: int, *, lr: float | None = None, **_: Any
     ) -> Answer:
         """Stage gradients. The answer is that of a step: the commit will make one, or the trainer fails."""
         commits = self._servers.commits

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from karvan.activity import TRAINERS, activity
 from karvan.clock import clock
-from karvan.native import _native
+from karvan.native import NativeCoreError, _native
 from karvan.torch_internals import Store
 
 # Rendezvous of ranks at a store that may hold keys of an earlier generation.
@@ -391,6 +391,41 @@ def _left(channel: CollectiveChannel) -> ChannelLeftError:
 
 def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def join_boards(
+    names: Sequence[str],
+    rank: int,
+    world: int,
+    share: Callable[[str, Any], list[Any]],
+    *,
+    wanted: bool = True,
+) -> dict[str, _native.Board] | None:
+    """Shared memory of all ranks for each channel; None if it is not possible for one of them.
+
+    share: gives the values of all ranks, for a value of this one and its name. wanted: whether this rank uses
+    shared memory if it is possible.
+    """
+    boards: dict[str, _native.Board] = {}
+    error = ""
+    try:
+        boards = {name: _native.Board(rank, world) for name in (names if wanted else ())}
+    except (RuntimeError, OSError, NativeCoreError) as reason:
+        error = str(reason)
+    place = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
+    ranks = share("places", place)
+    try:
+        if any(its["machine"] != place["machine"] or len(its["places"]) < len(names) for its in ranks):
+            error = error or "ranks are on several machines"
+        else:
+            for name, board in boards.items():
+                board.join([tuple(its["places"][name]) for its in ranks])
+    except (RuntimeError, OSError) as reason:
+        error = str(reason)
+    errors = [problem for problem in share("memory", error) if problem]
+    if errors:
+        _log.info("Ranks communicate over the network: %s.", errors[0])
+    return None if errors else boards
 
 
 # Heartbeats of ranks that work for minutes between two collectives.

@@ -29,13 +29,13 @@ from karvan.distributed.collectives import (
     SharedMemoryChannel,
     agree_on_name,
     closing_ports,
+    join_boards,
     keep_forever,
-    machine_id,
 )
 from karvan.job.environment import JobEnvironment, ServerLoss
 from karvan.job.roles import Role
 from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
-from karvan.native import NativeCoreError, _native, require
+from karvan.native import require
 from karvan.system_limits import require_limits
 from karvan.torch_internals import PrefixStore, Store, default_group, default_store
 
@@ -364,7 +364,11 @@ class SharedConnection(Connection):
     def _make_channels(self, timeout: timedelta) -> None:
         settings = self.settings
         first = GlooChannel("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
-        boards = None if settings.transport == "network" else self._boards(first)
+        boards = None
+        if settings.transport != "network":
+            boards = join_boards(
+                _CHANNELS, self.rank, self.world_size, lambda what, value: first.gather_json(value)
+            )
         for name in _CHANNELS:
             if boards is not None:
                 self.channels[name] = SharedMemoryChannel(
@@ -378,31 +382,6 @@ class SharedConnection(Connection):
                 "transport 'memory' expects ranks on one machine that see each other's memory, with Karvan's "
                 "native core."
             )
-
-    def _boards(self, first: CollectiveChannel) -> dict[str, _native.Board] | None:
-        """Shared memory of all ranks for each channel; None if it is not possible for one of them."""
-        boards: dict[str, _native.Board] = {}
-        error = ""
-        try:
-            boards = {name: _native.Board(self.rank, self.world_size) for name in _CHANNELS}
-        except (RuntimeError, OSError, NativeCoreError) as reason:
-            error = str(reason)
-        place = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
-        ranks = first.gather_json(place)
-        try:
-            if any(
-                rank["machine"] != place["machine"] or len(rank["places"]) < len(_CHANNELS) for rank in ranks
-            ):
-                error = error or "ranks are on several machines"
-            else:
-                for name, board in boards.items():
-                    board.join([tuple(rank["places"][name]) for rank in ranks])
-        except (RuntimeError, OSError) as reason:
-            error = str(reason)
-        errors = [problem for problem in first.gather_json(error) if problem]
-        if errors:
-            _log.info("Ranks communicate over the network: %s.", errors[0])
-        return None if errors else boards
 
     @override
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,11 +26,10 @@ from karvan.distributed.collectives import (
     RankError,
     SharedMemoryChannel,
     closing_ports,
+    join_boards,
     keep_forever,
-    machine_id,
 )
-from karvan.native import NativeCoreError, _native
-from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP
+from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP, RoundState
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
 from karvan.wire.errors import RefusedError
@@ -46,15 +46,6 @@ class GroupRound(NamedTuple):
     number: int
     members: tuple[int, ...]
     run: str
-
-
-class GroupState(NamedTuple):
-    """What has happened to a round; see `karvan/work/trainer_group.py`."""
-
-    regroup: bool
-    broken: bool
-    gone: tuple[int, ...]
-    waiting: tuple[int, ...]
 
 
 class GroupClient:
@@ -86,10 +77,9 @@ class GroupClient:
         self.member = answer.member
         return GroupRound(answer.round, tuple(answer.members), answer.run) if answer.round else None
 
-    def watch(self, round_number: int) -> GroupState:
-        """What has happened to a round."""
-        answer = self._client.call(WATCH_GROUP, {"process": self.process, "round": round_number}).head
-        return GroupState(answer.regroup, answer.broken, tuple(answer.gone), tuple(answer.waiting))
+    def watch(self, round_number: int) -> RoundState:
+        """What has happened to a round; see `karvan/work/trainer_group.py`."""
+        return self._client.call(WATCH_GROUP, {"process": self.process, "round": round_number}).head
 
     def settle(self, round_number: int) -> None:
         """The members of a round have settled what those that are gone have done."""
@@ -220,6 +210,10 @@ _POLL = 0.02  # seconds between two questions for the next round
 _WATCH = 0.2  # seconds between two questions about the current one
 
 
+class _BrokenRoundError(Exception):
+    """A round was broken while it began."""
+
+
 class ElasticGroup:
     """The trainers that train together, as the master decides.
 
@@ -338,60 +332,43 @@ class ElasticGroup:
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="karvan-group", daemon=True)
             self._watcher.start()
-        channel = CollectiveChannel("group") if world == 1 else self._make_channel(group_round, rank, world)
-        if channel is None:
+        try:
+            self.channel = self._make_channel(group_round, rank, world)
+        except _BrokenRoundError:
             return False
-        self.channel = channel
         _log.info("Round %d: rank %d of %d.", group_round.number, rank, world)
         return True
 
-    def _make_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
-        board: _native.Board | None = None
-        if self._transport != "network":
-            try:
-                board = _native.Board(rank, world)
-            except (RuntimeError, OSError, NativeCoreError) as error:
-                _log.info("Trainers communicate over the network: %s.", error)
-        place = {"machine": machine_id(), "place": None if board is None else board.place}
-        ranks = self._share(group_round, "places", place)
-        if ranks is None:
-            return None
-        works = all(rank["machine"] == place["machine"] and rank["place"] for rank in ranks)
-        if works and board is not None:
-            try:
-                board.join([tuple(rank["place"]) for rank in ranks])
-            except (RuntimeError, OSError) as error:
-                _log.info("Trainers communicate over the network: %s.", error)
-                works = False
-        agreed = self._share(group_round, "memory", works)
-        if agreed is None:
-            return None
-        if all(agreed) and board is not None:
-            return SharedMemoryChannel("group", board, rank, world, self._timeout, self._explain)
+    def _make_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel:
+        if world == 1:
+            return CollectiveChannel("group")
+        wanted = self._transport != "network"
+        boards = join_boards(["group"], rank, world, partial(self._share, group_round), wanted=wanted)
+        if boards is not None:
+            return SharedMemoryChannel("group", boards["group"], rank, world, self._timeout, self._explain)
         return self._network_channel(group_round, rank, world)
 
-    def _network_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
+    def _network_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel:
         store = PrefixStore(f"group/{group_round.number}", self._store)
         try:
             with closing_ports():
                 group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=self._timeout))
         except RuntimeError as error:
             _log.info("Round %d was broken while it began: %s", group_round.number, error)
-            return None
+            raise _BrokenRoundError from error
         keep_forever(group)  # destroying a group waits for its operations
         return GlooChannel("group", group, self._explain)
 
-    def _share(self, group_round: GroupRound, what: str, value: Any) -> list[Any] | None:
-        """The values of all members of a round; None if it was broken meanwhile."""
+    def _share(self, group_round: GroupRound, what: str, value: Any) -> list[Any]:
+        """The values of all members of a round; a _BrokenRoundError if it was broken meanwhile."""
         rank = group_round.members.index(self.member)
         keys = [f"group/{group_round.number}/{what}/{rank}" for rank in range(len(group_round.members))]
         self._store.set(keys[rank], json.dumps(value))
         while not self._store.check(keys):
             with self._lock:
-                if self.regroup_wanted and self._lost:
-                    return None
-            if self._client.watch(group_round.number).broken:
-                return None
+                lost = self.regroup_wanted and self._lost
+            if lost or self._client.watch(group_round.number).broken:
+                raise _BrokenRoundError
             time.sleep(_POLL)
         return [json.loads(self._store.get(key)) for key in keys]
 

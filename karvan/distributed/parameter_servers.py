@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from typing_extensions import override
 
@@ -68,22 +69,18 @@ class StagedPart(Protocol):
         """Give the batch up: neither its gradients nor its lookups are needed any more."""
 
 
+Sent: TypeAlias = Mapping[str, Any]  # the head of a call
+Then: TypeAlias = Callable[[Reply[A]], None] | None  # what is called with the reply to a call
+
+
 class NoCommits:
     """In a run that is not elastic: servers apply each push, nothing is committed."""
 
     elastic = False
 
-    def begin(
-        self,
-        client: Client,
-        server: int,
-        call: Call[Any, A],
-        head: Mapping[str, Any],
-        arrays: Sequence[Array],
-        then: Callable[[Reply[A]], None] | None,
-    ) -> Reply[A]:
-        """Begin a call, as it is."""
-        return client.begin(call, head, arrays, then=then)
+    def begin(self, server: int, start: Callable[..., Reply[A]], head: Sent, then: Then[A]) -> Reply[A]:
+        """Start a call, as it is."""
+        return start(head, then=then)
 
     def flush(self) -> None:
         """Do nothing."""
@@ -146,22 +143,13 @@ class StepCommits:
         for push in over:
             push.release()
 
-    def begin(
-        self,
-        client: Client,
-        server: int,
-        call: Call[Any, A],
-        head: Mapping[str, Any],
-        arrays: Sequence[Array],
-        then: Callable[[Reply[A]], None] | None,
-    ) -> Reply[A]:
-        """Begin a call that carries the newest commit; earlier ones go before it."""
+    def begin(self, server: int, start: Callable[..., Reply[A]], head: Sent, then: Then[A]) -> Reply[A]:
+        """Start a call that carries the newest commit; earlier ones go before it."""
         with self._changed:  # so that calls begin in the order in which they take commits
             self._send_unsent(server, leave=1)
             if not self._unsent[server]:
-                return client.begin(call, head, arrays, then=then)
-            carrying = {**head, "commit": self._unsent[server][0]}
-            reply = client.begin(call, carrying, arrays, then=self._told(then))
+                return start(head, then=then)
+            reply = start({**head, "commit": self._unsent[server][0]}, then=self._told(then))
             self._sent(server)
             return reply
 
@@ -175,7 +163,7 @@ class StepCommits:
         self._unsent[server].popleft()
         self._in_flight += 1
 
-    def _told(self, then: Callable[[Reply[A]], None] | None) -> Callable[[Reply[A]], None]:
+    def _told(self, then: Then[A]) -> Callable[[Reply[A]], None]:
         def answered(reply: Reply[A]) -> None:
             with self._changed:
                 self._in_flight -= 1
@@ -353,8 +341,48 @@ def _tally_of(*answers: protocol.CommitAnswer | protocol.TallyAnswer) -> Tally:
 _FOUND_WITHIN = 5.0  # seconds of one attempt to find a server; repeated until the call's deadline
 
 
-class Servers:
-    """All servers; calls to several of them run at the same time."""
+class ServiceClients(ABC):
+    """The clients of a role's services, one for each service and kind of work, connected when first used.
+
+    hello: the fields that services get about this trainer.
+    """
+
+    def __init__(self, hello: Mapping[str, Any], security: Security, timeout: float) -> None:
+        self.hello = hello
+        self._security = security
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[int, str], Client] = {}
+
+    @abstractmethod
+    def _connect(self, number: int, channel: str) -> Client:
+        """A client of a service for a kind of work."""
+
+    def peer(self, number: int, channel: str = "train") -> Client:
+        """The client of a service for a kind of work."""
+        with self._lock:
+            if (number, channel) not in self._peers:
+                self._peers[number, channel] = self._connect(number, channel)
+            return self._peers[number, channel]
+
+    def rejoin(self, run: str) -> None:
+        """Become a member of another elastic run, before anything was looked up: the last one is over."""
+        self.hello = {**self.hello, "run": run}
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+
+
+class Servers(ServiceClients):
+    """All servers; calls to several of them run at the same time.
+
+    Kinds of work are: "train", lookups and gradients, in order; "push", the gradients that a worker sends;
+    "ask", short requests; "save", checkpoints, which take long; "dense", dense parameters.
+    """
 
     def __init__(
         self,
@@ -365,18 +393,14 @@ class Servers:
         timeout: float,
         saved: str = "",
     ) -> None:
+        super().__init__(hello, security, timeout)
         self._saved = saved  # the folder of checkpoints from which a restarted server loads its rows
-        self._declared: dict[str, dict[str, Any]] = {}
+        self.declared: dict[str, dict[str, Any]] = {}  # what a restarted server must know, by table
         self.declarations = 0  # so far
         self._restart_callbacks: list[Callable[[int, str], None]] = []
         self._incarnations: dict[int, str] = {}  # of servers that have restarted, the last one known
         self._directory = directory
         self._count = count
-        self._security = security
-        self._hello = hello
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._peers: dict[tuple[str, int], Client] = {}
         self._stores = 0
         self._models = 0
         self.commits: NoCommits | StepCommits = NoCommits()
@@ -386,11 +410,6 @@ class Servers:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def hello(self) -> Mapping[str, Any]:
-        """The fields that they get about this trainer."""
-        return self._hello
 
     def new_store(self) -> int:
         """A number for one more store, the same on all trainers if they create the same stores."""
@@ -402,26 +421,19 @@ class Servers:
         self._models += 1
         return self._models
 
-    def peer(self, server: int, channel: str = "train") -> Client:
-        """The client for a kind of work, connected when it is first used.
-
-        train: lookups and gradients, in order; push: the gradients that a worker sends; ask: short requests;
-        save: checkpoints, which take long; dense: dense parameters.
-        """
-        with self._lock:
-            key = (channel, server)
-            if key not in self._peers:
-                self._peers[key] = Client(
-                    f"parameter server {server}",
-                    partial(self._directory.find, Role.PARAMETER_SERVER, server, _FOUND_WITHIN),
-                    self._security,
-                    hello={**self._hello, "server": server, "line": channel},
-                    deadline=self._timeout,
-                    on_restart=partial(self._restore, server) if self._saved else None,
-                )
-                if self._saved and self._declared:  # it may have restarted before this channel was used
-                    self._peers[key].begin(RESTORE, {**self._restoring, "unless_tables": True})
-            return self._peers[key]
+    @override
+    def _connect(self, number: int, channel: str) -> Client:
+        client = Client(
+            f"parameter server {number}",
+            partial(self._directory.find, Role.PARAMETER_SERVER, number, _FOUND_WITHIN),
+            self._security,
+            hello={**self.hello, "server": number, "line": channel},
+            deadline=self._timeout,
+            on_restart=partial(self._restore, number) if self._saved else None,
+        )
+        if self._saved and self.declared:  # it may have restarted before this channel was used
+            client.begin(RESTORE, {**self._restoring, "unless_tables": True})
+        return client
 
     def begin_training(
         self,
@@ -430,19 +442,16 @@ class Servers:
         head: Mapping[str, Any],
         arrays: Sequence[Array],
         *,
-        then: Callable[[Reply[A]], None] | None = None,
+        then: Then[A] = None,
     ) -> Reply[A]:
         """Begin a `pull` or `push`, after earlier ones; in an elastic run it carries the newest commit."""
-        return self.commits.begin(self.peer(server), server, call, head, arrays, then)
+        start = partial(self.peer(server).begin, call, arrays=arrays)
+        return self.commits.begin(server, start, head, then)
 
+    @override
     def rejoin(self, run: str) -> None:
-        """Become a member of another run, before anything was looked up: the last one is over."""
-        with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
-            self._hello = {**self._hello, "run": run}
-        for peer in peers:
-            peer.close()
-        for table, properties in self._declared.items():
+        super().rejoin(run)
+        for table, properties in self.declared.items():
             self.call(ADD_TABLE, {"spec": properties["spec"]}, channel="train")
             if "initial" in properties:
                 head = {"table": table, "initial": properties["initial"], "fresh": False}
@@ -455,13 +464,8 @@ class Servers:
 
     def declare(self, table: str, **properties: Any) -> None:
         """Set what a restarted server must know of a table."""
-        self._declared.setdefault(table, {}).update(properties)
+        self.declared.setdefault(table, {}).update(properties)
         self.declarations += 1
-
-    @property
-    def declared(self) -> Mapping[str, Mapping[str, Any]]:
-        """The declared properties, by table."""
-        return self._declared
 
     def on_restart(self, callback: Callable[[int, str], None]) -> None:
         """Call this with the number and the new incarnation of every server that restarts."""
@@ -481,7 +485,7 @@ class Servers:
 
     @property
     def _restoring(self) -> dict[str, Any]:
-        return {"tables": self._declared, "folder": self._saved}
+        return {"tables": self.declared, "folder": self._saved}
 
     def call(
         self,
@@ -498,20 +502,17 @@ class Servers:
 
     def check_folder(self, folder: str) -> None:
         """Raise a ValueError if one of the servers that hold tables could not save into a folder."""
-        if self._declared:
+        if self.declared:
             self.call(CHECK_FOLDER, {"folder": folder}, channel="save")
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of arrays sent and received so far in training."""
-        peers = [peer for (channel, _), peer in self._peers.items() if channel == "train"]
+        peers = [peer for (_, channel), peer in self._peers.items() if channel == "train"]
         return sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers)
 
     def close(self) -> None:
         """Disconnect from all of them."""
-        with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
-        for peer in peers:
-            peer.close()
+        self._disconnect()
         self._directory.close()
 
 

@@ -324,7 +324,7 @@ class AsyncFit(ElasticFit):
         self._counts.step += steps
         self._trained += steps
         for _ in range(steps):
-            self._parts.schedule.after_step()
+            self._parts.schedule.after("step")
 
     # Meetings
 

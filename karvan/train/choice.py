@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -15,7 +16,6 @@ from karvan.data.leasing.dataset import named_error
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, blaming
 from karvan.data.leasing.shared_data import SharedData
-from karvan.data.leasing.task_records import TakenRecords
 from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.distributed.elastic import ElasticGroup
@@ -115,7 +115,8 @@ class LeasedPrediction:
         try:
             while not feed.ended:
                 self._host.welcome(self._number)
-                batch = self._take(feed)
+                with self._naming():
+                    batch = feed.take(lambda: self._group.waiting)
                 if batch is None:
                     with activity.waiting(TRAINERS):
                         time.sleep(_IDLE)
@@ -130,27 +131,23 @@ class LeasedPrediction:
             feed.close()
         predictor.end()
 
-    def _take(self, feed: LeasedFeed) -> FedBatch | None:
-        try:
-            return feed.take(lambda: self._group.waiting)
-        except BatchError as failed:
-            raise self._named(failed) from failed.__cause__
-
     def _prediction(self, predictor: Predictor, batch: FedBatch) -> Prediction:
-        try:
-            with blaming(batch.records):
-                output = predictor.output(batch.batch)
-        except BatchError as failed:
-            raise self._named(failed) from failed.__cause__
+        with self._naming(), blaming(batch.records):
+            output = predictor.output(batch.batch)
         self._predicted = True
         (records,) = batch.records
-        return predictor.prediction(batch.batch, output).of(self._records(records))
-
-    def _records(self, records: TakenRecords) -> PredictedRecords:
-        task, first = records.lease.task, int(records.places[0])
-        start = task.first + first
+        task, count = records.lease.task, len(records.places)
+        start = task.first + int(records.places[0])
         number = self._before[self._plan.place_of(task.number)] + start // self._data.batch_size
-        return PredictedRecords(number, task.path, start, len(records.places))
+        return predictor.prediction(batch.batch, output).of(PredictedRecords(number, task.path, start, count))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """An error of a batch names the record that raises it."""
+        try:
+            yield
+        except BatchError as failed:
+            raise self._named(failed) from failed.__cause__
 
     def _named(self, failed: BatchError) -> BaseException:
         """The error of a batch, with the record that raises it; as it is if every record raises one."""

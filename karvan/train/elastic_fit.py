@@ -362,10 +362,7 @@ class ElasticFit(Fit):
 
     def _plan_evaluation(self) -> None:
         """Evaluate next; before the first time all that was trained is saved, in case it fails."""
-        if not self._saved_first and self._unsaved and self._parts.saver.folder is not None:
-            self._todo.append("save")
-        self._saved_first = True
-        self._todo.append("evaluate")
+        self._todo += ["save", "evaluate"] if self._saves_first() else ["evaluate"]
 
     # Steps
 
@@ -423,7 +420,7 @@ class ElasticFit(Fit):
         parts, counts = self._parts, self._counts
         if not counts.batches:
             raise ValueError(f"Epoch {counts.epoch} must have at least one batch, but the data gave none.")
-        parts.schedule.after_epoch()
+        parts.schedule.after("epoch")
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._unsaved = True
             self._plan_evaluation()

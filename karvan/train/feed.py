@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -259,24 +259,19 @@ class _Agreement:
     saving: int
 
 
+@dataclass
 class RankBatchSource(BatchSource):
     """Takes this rank's batches in rounds with the others; all of it happens on one channel."""
 
-    alone = False
+    alone: ClassVar[bool] = False
+    data: Iterable[Any]
+    place: Callable[[Any], Any]
+    rounds: RankRounds
+    within: Within = nullcontext
 
-    def __init__(
-        self,
-        data: Iterable[Any],
-        place: Callable[[Any], Any],
-        rounds: RankRounds,
-        within: Within = nullcontext,
-    ) -> None:
-        self._data = data
-        self._within = within
-        self._place = place
-        self._rounds = rounds
+    def __post_init__(self) -> None:
         self._batches: Iterator[Any] | None = None
-        self._position = position_of(data)
+        self._position = position_of(self.data)
         self._columns: dict[str, Any] | None = None
         self._number = 0  # of the next round
         self._ended = False  # the data
@@ -287,9 +282,9 @@ class RankBatchSource(BatchSource):
         """A collective."""
         if self._over:
             return None
-        with self._rounds.connection.on(self._rounds.channel) as channel:
+        with self.rounds.connection.on(self.rounds.channel) as channel:
             try:
-                with self._within():
+                with self.within():
                     batch = self._take()
                 samples = 0 if batch is None else samples_of(batch)
             except BaseException as error:
@@ -309,8 +304,8 @@ class RankBatchSource(BatchSource):
             if agreed.asking:
                 gathered = channel.gather_json(self._columns)
                 self._columns = self._columns or next(columns for columns in gathered if columns is not None)
-            with self._within():
-                placed = self._place(empty(self._columns or {}) if batch is None else batch)
+            with self.within():
+                placed = self.place(empty(self._columns or {}) if batch is None else batch)
             return FedBatch(
                 placed, self._position, samples, agreed.samples, agreed.batches, agreed.saving > 0
             )
@@ -319,13 +314,13 @@ class RankBatchSource(BatchSource):
     def leave(self) -> None:
         """A collective with those that take a batch, or leave as well."""
         if not self._over:
-            with self._rounds.connection.on(self._rounds.channel) as channel:
+            with self.rounds.connection.on(self.rounds.channel) as channel:
                 self._end(channel)
 
     @override
     def fail(self, error: BaseException) -> None:
         if not self._over:
-            self._rounds.connection.fail(self._rounds.channel, error)
+            self.rounds.connection.fail(self.rounds.channel, error)
 
     @override
     def close(self) -> None:
@@ -333,11 +328,11 @@ class RankBatchSource(BatchSource):
 
     def _take(self) -> Any:
         if self._batches is None:
-            self._batches = iter(self._data)
-        if self._ended or not self._rounds.turn(self._number):
+            self._batches = iter(self.data)
+        if self._ended or not self.rounds.turn(self._number):
             return None
         batch = as_batch(next(self._batches, None))
-        self._position = position_of(self._data)
+        self._position = position_of(self.data)
         if batch is None:
             self._ended = True
         elif self._columns is None:
@@ -347,7 +342,7 @@ class RankBatchSource(BatchSource):
     def _agree(
         self, channel: CollectiveChannel, samples: int, has: bool, asks: bool, ends: bool
     ) -> _Agreement:
-        saves = channel.rank == 0 and not ends and self._rounds.save()
+        saves = channel.rank == 0 and not ends and self.rounds.save()
         mine = torch.tensor([samples, has, not self._ended, asks, ends, saves], dtype=torch.int64)
         return _Agreement(*channel.sum(mine).tolist())
 

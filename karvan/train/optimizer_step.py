@@ -61,9 +61,6 @@ class Frozen:
         self.tables = [table for table in tables if chosen(table)]
         self.parameters = {name: parameter for name, parameter in parameters.items() if chosen(parameter)}
 
-    def __bool__(self) -> bool:
-        return bool(self.tables or self.parameters)
-
     def forget(self) -> None:
         """Drop the gradients of what is frozen, which no optimizer uses."""
         for parameter in self.parameters.values():
@@ -74,8 +71,7 @@ class Frozen:
 
 def tables_of(model: nn.Module) -> list[TableHandle]:
     """The tables of all engines of a model."""
-    engines = [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
-    return [table for engine in engines for table in engine.tables()]
+    return [table for engine in engines_of(model) for table in engine.tables()]
 
 
 def is_read_only(table: TableHandle) -> bool:
@@ -166,7 +162,7 @@ class OptimizerStep:
         if sparse is not None:
             self.optimizers["sparse"] = sparse
         self._dense = dense
-        self._sparse = sparse
+        self.sparse = sparse
         self._settings = settings
         self._precision = precision
         self._stepping = stepping or LocalDense(dense)
@@ -175,16 +171,11 @@ class OptimizerStep:
         # A sparse optimizer skips, and counts, the tables whose gradients are not finite by itself.
         self._checks_rows = self._checks and (settings.nonfinite != "skip_tables" or precision.always_checks)
 
-    @property
-    def sparse(self) -> SparseOptimizer | None:
-        """The optimizer of rows."""
-        return self._sparse
-
     def forget(self) -> None:
         """Drop pending gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
-        if self._frozen:
+        if self._frozen is not None:
             self._frozen.forget()
 
     def backward(self, loss: Tensor, divisor: float) -> None:
@@ -203,8 +194,8 @@ class OptimizerStep:
         if finite:
             self._clip()
             outcome = self._stepping.step()
-        if outcome == "accepted" and self._sparse is not None:
-            self._sparse.step()
+        if outcome == "accepted" and self.sparse is not None:
+            self.sparse.step()
         self._precision.update()
         self.forget()
         return None if outcome == "rejected" else outcome == "accepted"
@@ -218,7 +209,7 @@ class OptimizerStep:
         raises = self._settings.nonfinite == "raise" and not self._precision.always_checks
         if not self._checks_rows or raises or not self._stepping.skips_on_device:
             return None
-        of_rows = [] if self._sparse is None else self._sparse.late_gradients()
+        of_rows = [] if self.sparse is None else self.sparse.late_gradients()
         if of_rows is None:
             return None
         gradients = [gradient for gradient in (*self._gradients(), *of_rows) if gradient.numel()]
@@ -228,20 +219,20 @@ class OptimizerStep:
             return None
         largest = largest_magnitude(gradients)
         found_inf = (largest - largest != 0).float()  # an infinity less itself is NaN, which is not 0
-        if self._sparse is not None:
-            self._sparse.skip_if(found_inf)
+        if self.sparse is not None:
+            self.sparse.skip_if(found_inf)
         self._precision.unscale_late(self._dense, found_inf)
         self._clip()
         self._stepping.step_unless(found_inf)
-        if self._sparse is not None:
-            self._sparse.step()
+        if self.sparse is not None:
+            self.sparse.step()
         self._precision.update()
         self.forget()
         return found_inf == 0
 
     def unscale(self) -> bool:
         """Undo the scale of mixed precision; whether the gradients that were computed are finite."""
-        sparse_finite = not self._checks_rows or self._sparse is None or self._sparse.gradients_finite()
+        sparse_finite = not self._checks_rows or self.sparse is None or self.sparse.gradients_finite()
         self._precision.unscale(self._dense, sparse_finite)
         return sparse_finite and (not self._checks or all_finite(self._gradients()))
 
@@ -250,19 +241,19 @@ class OptimizerStep:
 
         The steps of the tables are counted when it is certain that the step is made: see `count_tables`.
         """
-        if self._sparse is None:
+        if self.sparse is None:
             return []
-        before = self._sparse.table_steps()
-        self._sparse.step()
-        tables = [name for name, step in self._sparse.table_steps().items() if step != before[name]]
-        self._sparse.set_table_steps(before)
+        before = self.sparse.table_steps()
+        self.sparse.step()
+        tables = [name for name, step in self.sparse.table_steps().items() if step != before[name]]
+        self.sparse.set_table_steps(before)
         return tables
 
     def count_tables(self, tables: Collection[str]) -> None:
         """A step was made that has gradients for rows of these tables."""
-        if self._sparse is not None:
-            steps = self._sparse.table_steps()
-            self._sparse.set_table_steps({name: step + (name in tables) for name, step in steps.items()})
+        if self.sparse is not None:
+            steps = self.sparse.table_steps()
+            self.sparse.set_table_steps({name: step + (name in tables) for name, step in steps.items()})
 
     def finish(self, applied: bool) -> None:
         """Make a dense step with the gradients that trainers have agreed on, or skip it."""
@@ -282,7 +273,7 @@ class OptimizerStep:
     @property
     def tables(self) -> list[TableHandle]:
         """The tables that are updated."""
-        return [] if self._sparse is None else self._sparse.tables
+        return [] if self.sparse is None else self.sparse.tables
 
     def parameters(self) -> list[Tensor]:
         """The parameters that are updated."""
@@ -432,11 +423,8 @@ class Schedule:
     @property
     def metric(self) -> str | None:
         """The metric of evaluations by which a scheduler decides, if there is one."""
-        return (
-            "loss"
-            if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
-            else None
-        )
+        follows = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+        return "loss" if follows else None
 
     def after_evaluation(self, metrics: Mapping[str, float]) -> None:
         """An evaluation is over: schedulers that wait for one follow its loss."""
@@ -444,15 +432,8 @@ class Schedule:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(metrics["loss"])
 
-    def after_step(self) -> None:
-        """A step was taken."""
-        self._move("step")
-
-    def after_epoch(self) -> None:
-        """An epoch ended."""
-        self._move("epoch")
-
-    def _move(self, moment: str) -> None:
+    def after(self, moment: str) -> None:
+        """A "step" was taken, or an "epoch" ended."""
         for scheduler in self._schedulers if moment == self._per else ():
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()

@@ -47,32 +47,24 @@ class StepBatches:
         return (StepPass(self, index) for index in range(len(self.group)))
 
 
-@dataclass
 class StepPass:
-    """One of a step's batches, the model's output for it, and its loss."""
+    """One of a step's batches, the model's output for it, and its loss.
 
-    step: StepBatches
-    index: int
-    output: Any = None
-    losses: Losses | None = None  # as the loss function gave them; None for a batch without samples
-    loss: Tensor | None = None  # their sum
-    root: Tensor | None = None  # what the backward starts from
-    reported: Reported = field(default_factory=Reported)  # by the model
+    batch: as the feed gave it. weight: 0 without samples. last: whether it completes the step. losses: as the
+    loss function gave them; None for a batch without samples. loss: their sum. root: what the backward starts
+    from. reported: by the model.
+    """
 
-    @property
-    def batch(self) -> Any:
-        """The batch as the feed gave it."""
-        return self.step.group[self.index].batch
-
-    @property
-    def weight(self) -> float:
-        """Its weight; 0 without samples."""
-        return self.step.weights[self.index]
-
-    @property
-    def last(self) -> bool:
-        """Whether it completes the step."""
-        return self.index == len(self.step.group) - 1
+    def __init__(self, step: StepBatches, index: int) -> None:
+        self.step, self.index = step, index
+        self.batch = step.group[index].batch
+        self.weight = step.weights[index]
+        self.last = index == len(step.group) - 1
+        self.output: Any = None
+        self.losses: Losses | None = None
+        self.loss: Tensor | None = None
+        self.root: Tensor | None = None
+        self.reported = Reported()
 
 
 class LossMeans:
@@ -128,7 +120,8 @@ class StepRoutine:
     ) -> LossMeans:
         """Compute the gradients of a step, batch by batch; its losses.
 
-        see: gets the output of each batch that has samples, and the batch. metrics: see `losses_of`.
+        see: gets the output of each batch that has samples, and the batch. metrics: the names that
+        nothing may have which the model reports.
         """
         losses = LossMeans()
         for one_pass in step.passes():
@@ -137,7 +130,9 @@ class StepRoutine:
             self.backward(one_pass, divisor)
             if one_pass.losses is not None:
                 see(one_pass.output, one_pass.batch)
-                losses.add(self.losses_of(one_pass, metrics), one_pass.weight)
+                assert one_pass.loss is not None
+                means = named(one_pass.losses, one_pass.loss) | one_pass.reported.entries(metrics)
+                losses.add(means, one_pass.weight)
         return losses
 
     def forward(self, step_pass: StepPass, batch: Any, loss: Loss | None = None) -> None:
@@ -161,12 +156,6 @@ class StepRoutine:
         step_pass.loss = nothing_of(step_pass.output) if step_pass.losses is None else total(step_pass.losses)
         step_pass.root = self.parallel.begin(step_pass.output, step_pass.loss)
         return step_pass.loss
-
-    def losses_of(self, step_pass: StepPass, metrics: Iterable[str]) -> dict[str, Tensor]:
-        """The losses of a pass by name, and what the model has reported, whose names no metric may have."""
-        assert step_pass.losses is not None
-        assert step_pass.loss is not None
-        return named(step_pass.losses, step_pass.loss) | step_pass.reported.entries(metrics)
 
     def backward(self, step_pass: StepPass, divisor: float | None = None) -> None:
         """Add the gradients of a pass to those of its step, divided as the step needs, or by `divisor`."""
@@ -223,6 +212,7 @@ class _Step(NamedTuple):
     loss: Tensor | None
 
 
+@dataclass
 class StepOutcomes:
     """Counts the skipped steps of one fit, or of one TrainContext.
 
@@ -230,14 +220,15 @@ class StepOutcomes:
     if its own batch is fine. raises: whether a skipped step is an error.
     """
 
-    def __init__(self, counts: TrainingCounts, scaled: bool, warns: bool, raises: bool = False) -> None:
-        self._counts = counts
-        self._raises = raises and not scaled
-        self._scaled = scaled
-        self._warns = warns
+    counts: TrainingCounts
+    scaled: bool
+    warns: bool
+    raises: bool = False
+    count: int = 0  # of skipped steps
+
+    def __post_init__(self) -> None:
         self._taken = False
-        self._found = ""  # what is wrong with the batch of the first skipped step
-        self.count = 0
+        self._nonfinite = ""  # what is wrong with the batch of the first skipped step
         self._waiting: deque[_Step] = deque()
         self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # page-locked memory, and an event
 
@@ -277,7 +268,7 @@ class StepOutcomes:
         if applied:
             self.take()
             return
-        self._counts.skipped += 1
+        self.counts.skipped += 1
         finite = loss is None or bool(torch.isfinite(loss.detach()))
         self.skip(number, batches, "a gradient" if finite else "the loss")
 
@@ -287,16 +278,16 @@ class StepOutcomes:
 
     def skip(self, step: int, batches: Iterable[Any], what: str = "a gradient") -> None:
         """A step was skipped; raises if it is one too many for a fit that has not taken any."""
-        if self._raises:
+        if self.raises and not self.scaled:
             raise FloatingPointError(
                 f"Step {step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
             )
         self.count += 1
         if self.count == 1:
-            self._found = nonfinite_text(batches)
-            if not self._scaled and (self._warns or self._found):
-                _log.warning("Step %d was skipped: %s is not finite.%s", step, what, self._found)
-        if not self._taken and self.count >= (MOST_SCALED if self._scaled else MOST):
+            self._nonfinite = nonfinite_text(batches)
+            if not self.scaled and (self.warns or self._nonfinite):
+                _log.warning("Step %d was skipped: %s is not finite.%s", step, what, self._nonfinite)
+        if not self._taken and self.count >= (MOST_SCALED if self.scaled else MOST):
             raise self._error(f"The first {self.count} steps were all skipped")
 
     def end(self) -> None:
@@ -305,7 +296,7 @@ class StepOutcomes:
             raise self._error(f"All {self.count} steps were skipped")
 
     def _error(self, what: str) -> FloatingPointError:
-        hint = self._found or (
+        hint = self._nonfinite or (
             " No column of the first batch has any. Check the loss, the learning rates, and inputs that "
             "are very large."
         )

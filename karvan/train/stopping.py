@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from karvan.argument_checks import check_integers
@@ -139,41 +140,6 @@ def check_not_terminated(channel: CollectiveChannel) -> None:
         )
 
 
-class Signals:
-    """Catches both signals while it is entered, on the main thread; on others Python has no signals.
-
-    `received` is None, "interrupt" or "terminate".
-    """
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
-
-    def __enter__(self) -> Signals:
-        self.received = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _REASONS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            # None means a handler that was not installed by Python and cannot be restored by it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.received:
-            self.received = _REASONS[signal.Signals(number)]
-            if number == signal.SIGTERM:
-                note_termination()
-            # Not print: the handler may have interrupted one.
-            os.write(2, b"\nStopping after this step. Ctrl-C aborts at once.\n")
-
-
 # `StopRequest`: why the fit of this process should stop, by a signal or by `Trainer.stop`.
 
 
@@ -184,14 +150,14 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signals = Signals()
         self.final = False
+        self._signal: str | None = None  # "interrupt" or "terminate"
         self._reason: str | None = None
 
     @property
     def reason(self) -> str | None:
         """Why the fit should stop, if it should: "interrupt", "terminate", or the reason passed to `stop`."""
-        return self.signals.received or self._reason
+        return self._signal or self._reason
 
     def begin(self) -> None:
         """A fit starts: drop the requests of the fit before."""
@@ -203,6 +169,29 @@ class StopRequest:
             raise ValueError("stop expects a reason, got an empty one.")
         self._reason = reason
         self.final = self.final or final
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Catch both signals within it, on the main thread; on others Python has no signals."""
+        self._signal = None
+        on_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self._handle) for number in (_REASONS if on_main else ())}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # None means a handler that was not installed by Python and cannot be restored by it.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self._signal:
+            self._signal = _REASONS[signal.Signals(number)]
+            if number == signal.SIGTERM:
+                note_termination()
+            # Not print: the handler may have interrupted one.
+            os.write(2, b"\nStopping after this step. Ctrl-C aborts at once.\n")
 
 
 # Reasons to stop before the goal: a signal or `trainer.stop`, on any rank.
@@ -237,10 +226,11 @@ class Stopping:
             reasons = self._channel.gather_json(self._request.reason)
             self.agree(next((reason for reason in reasons if reason), None))
 
-    def agree(self, reason: str | None) -> None:
-        """Stop on all ranks, if there is a reason."""
+    def agree(self, reason: str | None) -> bool:
+        """Stop on all ranks, if there is a reason; whether the fit stops here."""
         if reason is not None and self._agreed is None:
             self._agreed = reason
             if reason == "terminate":  # perhaps on another rank
                 note_termination()
             self._request.stop(reason)
+        return self.reason is not None
