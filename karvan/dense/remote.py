@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from karvan.argument_checks import check_counts
-from karvan.dense.steps import Answer, Array, LocalDense, Outcome, Staleness, all_finite, dense_tensor
+from karvan.dense.steps import Answer, Array, LocalDense, Outcome, all_finite, dense_tensor
 from karvan.dense.wire_format import describe, rate_of, state_message, state_of, tensors_message, tensors_of
 from karvan.distributed import Connection, RankError
 from karvan.distributed.parameter_servers import OwnCommits, Servers
@@ -166,7 +166,7 @@ def _merged_answers(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[list[A
     return {trainer: [its[number] for number in sorted(its)] for trainer, its in sorted(merged.items())}
 
 
-class AsyncDense:
+class AsyncDense(LocalDense):
     """A model whose dense parameters are on servers, which must be listed in the same order every time.
 
     call: a `map` that calls the servers, such as a thread pool's, to call all at once. pull_every: see above.
@@ -185,8 +185,9 @@ class AsyncDense:
         if not servers:
             raise ValueError("Expected at least one server, got none.")
         check_counts(1, pull_every=pull_every)
+        super().__init__(optimizer)
         self._servers = list(servers)
-        self._optimizer = optimizer
+        self._optimizer: Optimizer = optimizer
         self._trainer = trainer
         self._call = call
         self._parameters = dict(model.named_parameters())
@@ -199,7 +200,6 @@ class AsyncDense:
         self._own_steps = [0] * len(servers)  # of the servers since the last pull, by this trainer's pushes
         self._moved = False  # whether steps were made here since the last pull
         self._rejected = False  # whether the last push was
-        self.staleness = Staleness()
 
     def join(self) -> None:
         """Take the servers' parameters, and continue with the sequence numbers that they expect."""
@@ -231,6 +231,17 @@ class AsyncDense:
             self._versions[number] = version
         return newer
 
+    @override
+    def fresh(self) -> None:
+        self.before_step()
+
+    @property
+    @override
+    def skips_on_device(self) -> bool:
+        """Servers have to know whether a step is made."""
+        return False
+
+    @override
     def step(self) -> Outcome:
         """Push the gradients, and drop them.
 
@@ -379,7 +390,7 @@ class DenseServerProxy:
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
 
 
-class RemoteDense(LocalDense):
+class RemoteDense(AsyncDense):
     """Parameters that step on parameter servers."""
 
     proxy: type[DenseServerProxy] = DenseServerProxy
@@ -392,40 +403,29 @@ class RemoteDense(LocalDense):
         connection: Connection,
         prefetch: int,
     ) -> None:
-        super().__init__(optimizer)
         assert connection.servers is not None
         describe(optimizer)  # raises if a server cannot run it
         servers, settings = connection.servers, connection.settings.dense
+        number = servers.new_model()
+        proxies = [self.proxy(servers, server, number) for server in range(len(servers))]
+        super().__init__(
+            model,
+            optimizer,
+            proxies,
+            trainer=f"trainer-{connection.rank}",
+            call=map if len(servers) == 1 else ThreadPoolExecutor(len(servers), "karvan-dense").map,
+            pull_every=settings.pull_every,
+        )
         self._connection = connection
-        self._number = servers.new_model()
-        self._parameters = dict(model.named_parameters())
-        self._servers = [self.proxy(servers, server, self._number) for server in range(len(servers))]
-        pooled = len(servers) > 1
-        self._call: Callable[..., Any] = (
-            ThreadPoolExecutor(len(servers), "karvan-dense").map if pooled else map
-        )
-        name, every = f"trainer-{connection.rank}", settings.pull_every
-        self._dense = AsyncDense(
-            model, optimizer, self._servers, trainer=name, call=self._call, pull_every=every
-        )
-        self._steps_alone = every > 1
+        self._number = number
         self._rejects = settings.rejects
         self._engines = list(engines) if self._rejects else []
         self._most = _MOST_REJECTIONS + connection.world_size * (prefetch + 2)
 
-    @property
-    @override
-    def staleness(self) -> Staleness:
-        return self._dense.staleness
-
     @override
     def begin(self) -> None:
         self._first_does(self._fill)
-        self._dense.join()
-
-    @override
-    def fresh(self) -> None:
-        self._dense.before_step()
+        self.join()
 
     @override
     def attempts(self) -> Generator[int, None, None]:
@@ -443,15 +443,9 @@ class RemoteDense(LocalDense):
             "faster. Expected a larger tolerance, or trainers of similar speed."
         )
 
-    @property
-    @override
-    def skips_on_device(self) -> bool:
-        """Servers have to know whether a step is made."""
-        return False
-
     @override
     def step(self) -> Outcome:
-        outcome = self._dense.step()
+        outcome = super().step()
         if outcome == "rejected" and not self._rejects:
             raise RuntimeError(
                 "A parameter server is behind the gradients that it received: it has lost steps. "
@@ -463,12 +457,12 @@ class RemoteDense(LocalDense):
     def settle(self) -> None:
         self._connection.main.barrier()
         self._first_does(lambda: list(self._call(DenseServerProxy.flush, self._servers)))
-        self._dense.pull()
+        self.pull()
 
     @override
     def take(self) -> None:
         self.settle()
-        if self._steps_alone:
+        if self._pull_every > 1:
             self._take_slots()
             self._connection.main.barrier()  # nobody pushes before all have the same state
         else:
@@ -476,26 +470,24 @@ class RemoteDense(LocalDense):
 
     def _fill(self) -> None:
         """Send this rank's parameters and optimizer state to the servers."""
-        assert self.optimizer is not None
-        state = first_state(self.optimizer, self._parameters)
+        state = first_state(self._optimizer, self._parameters)
         list(self._call(DenseServerProxy.load_state, self._servers, split_state(state, len(self._servers))))
 
     def _take_slots(self) -> None:
         """Copy the state of the servers' optimizers into this rank's optimizer."""
-        assert self.optimizer is not None
         slots = merge_states(list(self._call(DenseServerProxy.state, self._servers)))["slots"]
-        if not self._steps_alone:
+        if self._pull_every == 1:
             for name, parameter in self._parameters.items():
                 if slots[name]:
-                    self.optimizer.state[parameter] = slots[name]
+                    self._optimizer.state[parameter] = slots[name]
             return
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         trained = [
-            names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]
+            names[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]
         ]
         state = {index: slots[name] for index, name in enumerate(trained) if slots[name]}
         # This moves the state to the parameters' devices, where steps need it.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
 
     def _first_does(self, work: Callable[[], object]) -> None:
         """Rank 0 works while the others wait; an error is raised on all."""
@@ -553,10 +545,6 @@ class ElasticDense(RemoteDense):
         self._fill()
         self.join()
 
-    def join(self) -> None:
-        """Take the parameters of the servers."""
-        self._dense.join()
-
     @override
     def step(self) -> Outcome:
         """Gradients are staged."""
@@ -570,7 +558,7 @@ class ElasticDense(RemoteDense):
     @override
     def settle(self) -> None:
         """Trainers have met, and none has a step in progress."""
-        self._dense.pull()
+        self.pull()
 
     @override
     def take(self) -> None:

@@ -189,11 +189,7 @@ class LocalDense:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
-
-    @property
-    def staleness(self) -> Staleness:
-        """How far gradients were behind when they were applied: not at all."""
-        return Staleness()
+        self.staleness = Staleness()  # of gradients when they were applied: here they are not behind
 
     def begin(self) -> None:
         """Training starts with the model as it is now; a collective."""

@@ -84,7 +84,7 @@ class FedBatch:
 class BatchSource:
     """Hands out the batches of a single process; `RankBatchSource` derives from it."""
 
-    alone = True
+    alone: ClassVar[bool] = True
     reason: str | None = None  # why all ranks stop, once they have agreed to
     cut = False  # whether ranks ended before their data did, so that a batch may be lost
 

@@ -13,24 +13,23 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from karvan.data.leasing.record_search import blaming
 from karvan.dense.steps import all_finite
 from karvan.distributed import CollectiveChannel
-from karvan.distributed.elastic import ElasticGroup, ordered_sum
-from karvan.distributed.parameter_servers import Servers, StagedPart, StepCommits
+from karvan.distributed.elastic import ordered_sum
+from karvan.distributed.parameter_servers import StagedPart, StepCommits
 from karvan.metrics.base import Metric
 from karvan.train.data_parallel import flat_gradients, set_gradients
 from karvan.train.feed import FedBatch
-from karvan.train.leased_work import Agreement, Contribution, FitSteps, LeasedFit, StepBatch, StepPlan
-from karvan.train.optimizer_step import OptimizerStep
+from karvan.train.leased_work import Agreement, FitSteps, LeasedFit, StepBatch
 from karvan.train.state.gathering import gather_state, require_merge, seed_random
 from karvan.train.types import MetricLike
 
-# `JointStep`: one step of all trainers of a round, which happens on all of them or on none.
+# One step of all trainers of a round, which happens on all of them or on none.
 #
 #     1. Each trainer prepares: it computes the gradients of its batches, sends those of rows to the servers,
 #        which stage them, and takes part in the sum of the dense ones. It has changed nothing.
@@ -46,94 +45,26 @@ from karvan.train.types import MetricLike
 # of all batches, whoever has computed them. They are added in the order of the batches' places in the step.
 
 
-class JointStep:
-    """Makes the steps of a Trainer's optimizers together with the other trainers of a round."""
+class ComputedBatch(NamedTuple):
+    """A batch that this trainer has computed: what it says of it, dense gradients, and pushes of rows'."""
 
-    def __init__(self, group: ElasticGroup, update: OptimizerStep, servers: Servers | None) -> None:
-        self._group = group
-        self._update = update
-        self._parameters = [parameter for parameter in update.parameters() if parameter.requires_grad]
-        self._mine: dict[int, Tensor] = {}  # the gradients of this trainer's batches, by number
-        self._total: Tensor | None = None  # the sum over all trainers, once it is known
-        commits = None if servers is None else servers.commits
-        self._commits = commits if isinstance(commits, StepCommits) else None
-        self._reduce: str = "mean" if servers is None else servers.hello["grad_reduce"]
-        self._staged: dict[int, list[StagedPart]] = {}  # rows' gradients of this trainer's batches
-        self._step = 0
+    said: StepBatch
+    gradients: Tensor
+    staged: list[StagedPart]
 
-    def begin(self, step: int) -> None:
-        """Gradients from now on are of this step."""
-        self._step = step
-        if self._commits is not None:
-            self._commits.begin_step(step)
 
-    def add(self, number: int, batch: StepBatch) -> StepBatch:
-        """Take the gradients that were computed for a batch of the step, and say in it what they are.
+def committed_step(commits: StepCommits | None, step: int, lost: Iterable[int]) -> dict[str, Any] | None:
+    """What a server says of this step, if it was committed by a trainer that is gone.
 
-        They are sums over samples. A batch without samples has none.
-        """
-        finite = self._update.unscale()
-        tables: list[str] = []
-        if finite and batch.samples and self._commits is not None:
-            before = len(self._commits.staged(self._step))
-            tables = self._update.stage_rows()
-            self._staged[number] = self._commits.staged(self._step)[before:]
-        self._mine[number] = flat = flat_gradients(self._parameters)
-        self._update.forget()
-        pushes = [list(push.part) for push in self._staged.get(number, ())]
-        finite = finite and all_finite([flat])
-        return replace(batch, finite=finite, pushes=pushes, tables=tables)
-
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Forget all other batches: other trainers compute them now."""
-        self._mine = {number: flat for number, flat in self._mine.items() if number in numbers}
-        for number in [staged for staged in self._staged if staged not in numbers]:
-            for staged in self._staged.pop(number):
-                staged.release()
-
-    def agree(self, step: int, contribution: Contribution, plan: StepPlan) -> Agreement:
-        """Commit the step with all others; a RankError if one is lost, after which it may be called again."""
-        channel = self._group.channel
-        mine = [self._mine[number] for _, number in plan.mine(channel.rank)]
-        self._total = ordered_sum(channel, mine, plan.ranks) if plan.ranks else None
-        for staged in self._staged.values():
-            for push in staged:
-                push.wait()
-        return Agreement.gather(channel, step, contribution)
-
-    def apply(self, agreement: Agreement) -> bool:
-        """Apply a step that is committed; whether it was taken, not skipped."""
-        applied = agreement.taken
-        if agreement.samples:
-            assert self._total is not None
-            self._commit(agreement, applied)  # servers apply it while this trainer makes the dense step
-            if applied:
-                set_gradients(self._parameters, self._total / agreement.samples)
-                self._update.count_tables({table for batch in agreement.batches for table in batch.tables})
-            self._update.finish(applied)
-        self._mine, self._total, self._staged = {}, None, {}
-        return applied
-
-    def _commit(self, agreement: Agreement, applied: bool) -> None:
-        if self._commits is None:
-            return
-        pushes = [(member, number) for batch in agreement.batches for member, number in batch.pushes]
-        scale = agreement.row_scale(self._reduce)
-        self._commits.commit(agreement.step, pushes if applied else [], scale, agreement.as_json())
-        self._commits.send()
-
-    def missed(self, step: int, lost: Iterable[int]) -> dict[str, Any] | None:
-        """What a server says of this step, if it was committed by a trainer that is gone.
-
-        One that is only silent, and wakes, cannot commit it any more.
-        """
-        if self._commits is None:
-            return None
-        self._commits.flush()
-        for member in sorted(lost):
-            self._commits.fence(member)
-        newest = [progress for progress in self._commits.progress() if progress.committed == step]
-        return dict(newest[0].ack) if newest else None
+    One that is only silent, and wakes, cannot commit it any more.
+    """
+    if commits is None:
+        return None
+    commits.flush()
+    for member in sorted(lost):
+        commits.fence(member)
+    newest = [progress for progress in commits.progress() if progress.committed == step]
+    return dict(newest[0].ack) if newest else None
 
 
 # `SharedMetrics`: the training metrics of all trainers of a round, which each of them has complete.
@@ -216,59 +147,62 @@ class GroupSteps(FitSteps):
 
     def __init__(self, fit: LeasedFit) -> None:
         super().__init__(fit)
-        self._joint = JointStep(fit.group, fit.parts.setup.update, fit.parts.connection.servers)
+        self._update = fit.parts.setup.update
+        self._parameters = [parameter for parameter in self._update.parameters() if parameter.requires_grad]
         self._metrics = SharedMetrics(fit.parts.metrics)
-        self._computed: dict[int, StepBatch] = {}  # batches of the step in progress, by number
+        self._computed: dict[int, ComputedBatch] = {}  # this trainer's batches of the step, by number
+        self._total: Tensor | None = None  # the sum of gradients over all trainers, once it is known
 
     def agree(self, *, save: bool) -> dict[str, Any]:
         """Make the next step with all others, except for its effects; a collective. Gives an `Agreement`.
 
-        save: whether this trainer says that a checkpoint is due.
+        After a RankError it may be called again: gradients are not computed again. save: whether this trainer
+        says that a checkpoint is due.
         """
-        step = self._parts.counts.step + 1
-        self._joint.begin(step)
+        step, channel = self._parts.counts.step + 1, self._group.channel
+        if self._commits is not None:  # gradients from now on are of this step
+            self._commits.begin_step(step)
         plan = self._batches.next_step()
-        mine = plan.mine(self._group.rank)
+        mine = plan.mine(channel.rank)
         numbers = [number for _, number in mine]
-        self._computed = {number: done for number, done in self._computed.items() if number in numbers}
-        self._joint.keep(numbers)  # others compute the rest now
+        for number in [number for number in self._computed if number not in numbers]:  # others compute it
+            for push in self._computed.pop(number).staged:
+                push.release()
         for number in numbers:
             if number not in self._computed:
-                batch = self._train_batch(number, partial(self._gradients, number))
-                self._computed[number] = self._joint.add(number, batch or StepBatch(0))
-        self._metrics.share(self._group.channel, mine)
+                self._computed[number] = self._compute(step, number)
+        self._metrics.share(channel, mine)
         contribution = self._contribution(
-            batches=[asdict(replace(self._computed[number], place=place)) for place, number in mine],
+            batches=[asdict(replace(self._computed[number].said, place=place)) for place, number in mine],
             save=save,
-            regroup=self._group.rank == 0 and self._group.regroup_wanted,
+            regroup=channel.rank == 0 and self._group.regroup_wanted,
             confirmed=self.records.confirmed,
         )
-        return self._joint.agree(step, contribution, plan).as_json()
+        gradients = [self._computed[number].gradients for number in numbers]
+        self._total = ordered_sum(channel, gradients, plan.ranks) if plan.ranks else None
+        for computed in self._computed.values():
+            for push in computed.staged:
+                push.wait()
+        return Agreement.gather(channel, step, contribution).as_json()
 
-    def apply(self, result: Mapping[str, Any]) -> tuple[Agreement, bool]:
-        """The effects of a step that is committed: what was agreed on, and whether it was taken."""
-        agreement = Agreement.from_json(result)
-        applied = self._joint.apply(agreement)
-        if agreement.samples:
-            self._metrics.count()
-        else:
-            self._metrics.forget()
-        self._computed = {}
-        if self._of_step is not None:
-            seed_random(self.seed, -1, self._parts.counts.step)
-        elif agreement.samples:
-            self.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
-        if self._group.rank != 0:
-            self.records.forget(max(contribution.confirmed for contribution in agreement.contributions))
-        return agreement, applied
+    def _compute(self, step: int, number: int) -> ComputedBatch:
+        """Compute one of this trainer's batches; its gradients are sums over samples.
 
-    def missed(self) -> dict[str, Any] | None:
-        """The agreement of a step that servers have committed, and no trainer that is left."""
-        return self._joint.missed(self._parts.counts.step + 1, self._group.gone)
-
-    def regrouped(self) -> None:
-        """Another round has begun."""
-        self._batches.regrouped()
+        A batch without samples has none.
+        """
+        batch = self._train_batch(number, partial(self._gradients, number)) or StepBatch(0)
+        finite = self._update.unscale()
+        tables: list[str] = []
+        staged: list[StagedPart] = []
+        if finite and batch.samples and self._commits is not None:
+            before = len(self._commits.staged(step))
+            tables = self._update.stage_rows()
+            staged = self._commits.staged(step)[before:]
+        flat = flat_gradients(self._parameters)
+        self._update.forget()
+        pushes = [list(push.part) for push in staged]
+        said = replace(batch, finite=finite and all_finite([flat]), pushes=pushes, tables=tables)
+        return ComputedBatch(said, flat, staged)
 
     def _gradients(self, number: int, batch: FedBatch) -> StepBatch:
         """Compute the gradients of a batch."""
@@ -287,3 +221,43 @@ class GroupSteps(FitSteps):
                 records={str(token): count for token, count in done.items()},
                 losses={name: float(loss) for name, loss in losses.means().items()},
             )
+
+    def apply(self, result: Mapping[str, Any]) -> tuple[Agreement, bool]:
+        """The effects of a step that is committed: what was agreed on, and whether it was taken."""
+        agreement = Agreement.from_json(result)
+        if agreement.samples:
+            self._commit(agreement)  # servers apply it while this trainer makes the dense step
+            if agreement.taken:
+                assert self._total is not None
+                set_gradients(self._parameters, self._total / agreement.samples)
+                self._update.count_tables({table for batch in agreement.batches for table in batch.tables})
+            self._update.finish(agreement.taken)
+            self._metrics.count()
+        else:
+            self._metrics.forget()
+        self._computed, self._total = {}, None
+        if self._of_step is not None:
+            seed_random(self.seed, -1, self._parts.counts.step)
+        elif agreement.samples:
+            self.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
+        if self._group.rank != 0:
+            self.records.forget(max(contribution.confirmed for contribution in agreement.contributions))
+        return agreement, agreement.taken
+
+    def _commit(self, agreement: Agreement) -> None:
+        servers = self._connection.servers
+        if servers is None or self._commits is None:
+            return
+        batches = agreement.batches if agreement.taken else []
+        pushes = [(member, number) for batch in batches for member, number in batch.pushes]
+        scale = agreement.row_scale(servers.hello["grad_reduce"])
+        self._commits.commit(agreement.step, pushes, scale, agreement.as_json())
+        self._commits.send()
+
+    def missed(self) -> dict[str, Any] | None:
+        """The agreement of a step that servers have committed, and no trainer that is left."""
+        return committed_step(self._commits, self._parts.counts.step + 1, self._group.gone)
+
+    def regrouped(self) -> None:
+        """Another round has begun."""
+        self._batches.regrouped()

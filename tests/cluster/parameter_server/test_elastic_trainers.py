@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from cluster_helpers import Processes, serving
 from elastic_trainers import ElasticTrainer, connection_of, in_memory
 from forked_programs import ForkedProgram
@@ -18,9 +17,7 @@ import karvan as kv
 from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
-from karvan.train.group_steps import Agreement, Contribution, JointStep
-from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings
-from karvan.train.precision import make_precision
+from karvan.train.group_steps import Agreement, Contribution, committed_step
 from karvan.wire import RefusedError
 
 STEPS, BATCHES = 4, 3
@@ -117,10 +114,9 @@ def test_survivors_fence_a_member_off_before_they_ask_how_far_it_came(join):
         survivor, zombie = join(addresses, 0), join(addresses, 1)
         its = zombie.stage(1, 1)
         its.wait()
-        precision = make_precision("fp32", torch.device("cpu"), [survivor.engine])
-        update = OptimizerStep(None, survivor.sparse, OptimizerStepSettings(), precision)
-        joint = JointStep(None, update, survivor.connection.servers)
-        assert joint.missed(1, lost={1}) is None  # so the survivors decide against the step
+        assert (
+            committed_step(survivor.commits, 1, lost={1}) is None
+        )  # so the survivors decide against the step
         zombie.commits.commit(1, [its.part], 1.0)
         with pytest.raises(RefusedError, match="got member 1, fenced off by the others"):
             zombie.commits.flush()
