@@ -136,24 +136,23 @@ class DenseCommunication:
             )
 
 
-# Chooses where the dense parameters of a Trainer are updated.
-
-# Ranks that make steps alone, and average their dense parameters every n steps ("local SGD", Stich, 2019).
-#
-# Parameters start as those of rank 0. After n steps, before an evaluation and before a checkpoint, all ranks
-# take the mean of their parameters, and of the state of their optimizers: with moments of its own gradients
-# alone, a rank's Adam need not converge (Chen et al., "Toward communication efficient adaptive gradient
-# method", 2020), and a checkpoint, which has one state, could not say how training continues. Buffers, such
-# as the means of a batch norm, become those of rank 0, as they do in every step that averages gradients.
-#
-# The n steps count from the last time that parameters were averaged, whatever the reason was. So a fit that
-# resumes from a checkpoint continues exactly as the one that has saved it.
-#
-# Ranks skip the same steps: before each, they agree whether all gradients are finite.
-
-
 class PeriodicAveraging(LocalDense):
-    """Parameters that step in this process, and are averaged over all ranks every so many steps."""
+    """Parameters that step in this process, and are averaged over all ranks every so many steps.
+
+    Ranks that make steps alone, and average their dense parameters every n steps ("local SGD", Stich, 2019).
+
+    Parameters start as those of rank 0. After n steps, before an evaluation and before a checkpoint, all
+    ranks take the mean of their parameters, and of the state of their optimizers: with moments of its own
+    gradients alone, a rank's Adam need not converge (Chen et al., "Toward communication efficient adaptive
+    gradient method", 2020), and a checkpoint, which has one state, could not say how training continues.
+    Buffers, such as the means of a batch norm, become those of rank 0, as they do in every step that averages
+    gradients.
+
+    The n steps count from the last time that parameters were averaged, whatever the reason was. So a fit that
+    resumes from a checkpoint continues exactly as the one that has saved it.
+
+    Ranks skip the same steps: before each, they agree whether all gradients are finite.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, connection: Connection, every: int
@@ -284,6 +283,7 @@ def make_stepping(
 
     If they are on servers, this sends the parameters there, unless trainers come and go; if ranks step alone,
     they get those of rank 0.
+
     """
     if optimizer is None:
         return LocalDense(optimizer)

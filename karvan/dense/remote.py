@@ -36,39 +36,6 @@ from karvan.protocol import parameter_server as protocol
 from karvan.wire import Message
 from karvan.wire.schema import A, Call
 
-# A trainer's client of dense parameters on servers: pull, compute gradients, push.
-#
-#     dense = AsyncDense(model, optimizer, servers, trainer="trainer-0")
-#     dense.join()
-#     for batch in batches:
-#         while True:
-#             dense.before_step()
-#             loss(model, batch).backward()
-#             if dense.step() != "rejected":
-#                 break
-#
-# The optimizer is the user's; it steps on the servers, and only its learning rate, which schedulers change,
-# is read here, unless pull_every is above 1. Servers receive the model before trainers join
-# (`DenseServerProxy.load_state`), including the parameters that need no gradient; buffers, such as the means
-# of a batch norm, stay local to each trainer.
-#
-# All servers receive a push with the same sequence number. If one rejects it, or cannot be reached, the
-# number is used again: the next `step` is for the same batch, and servers that have accepted it change
-# nothing. A trainer that is restarted under its name continues with the numbers the servers expect.
-#
-# With pull_every=k, a trainer pulls before every k-th step. In between, the optimizer makes each accepted
-# step here, too, with state of its own: that of this trainer's gradients. So the local parameters have all of
-# this trainer's steps, and the steps that the others had made at the last pull. A gradient's version says so:
-# it is the version pulled, plus the steps that the servers have made of this trainer's pushes since. A push
-# that was rejected is computed again after a pull, and the step after it pulls, too: servers that had
-# accepted the first attempt have the step of that one, so the local parameters would have it twice.
-
-# Divides dense parameters over servers, and their state over any other number of servers.
-#
-# States can be merged if they were taken between the same pushes, which the caller must ensure; so merge them
-# when they are saved, not when they are needed. Versions may differ, because servers may receive pushes in
-# different orders: all continue from the largest.
-
 
 def owner_of_parameter(name: str, servers: int) -> int:
     """The server whose range of hashes contains the name's: FarmHash64 of its UTF-8; must not change."""
@@ -79,7 +46,12 @@ def owner_of_parameter(name: str, servers: int) -> int:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a single server that holds what all of these hold."""
+    """The state of a single server that holds what all of these hold.
+
+    States can be merged if they were taken between the same pushes, which the caller must ensure; so merge
+    them when they are saved, not when they are needed. Versions may differ, because servers may receive
+    pushes in different orders: all continue from the largest.
+    """
     if not states:
         raise ValueError("Expected the states of at least one server, got none.")
     for state in states[1:]:
@@ -170,6 +142,34 @@ class AsyncDense(LocalDense):
     """A model whose dense parameters are on servers, which must be listed in the same order every time.
 
     call: a `map` that calls the servers, such as a thread pool's, to call all at once. pull_every: see above.
+
+    A trainer's client of dense parameters on servers: pull, compute gradients, push.
+
+        dense = AsyncDense(model, optimizer, servers, trainer="trainer-0")
+        dense.join()
+        for batch in batches:
+            while True:
+                dense.before_step()
+                loss(model, batch).backward()
+                if dense.step() != "rejected":
+                    break
+
+    The optimizer is the user's; it steps on the servers, and only its learning rate, which schedulers change,
+    is read here, unless pull_every is above 1. Servers receive the model before trainers join
+    (`DenseServerProxy.load_state`), including the parameters that need no gradient; buffers, such as the
+    means of a batch norm, stay local to each trainer.
+
+    All servers receive a push with the same sequence number. If one rejects it, or cannot be reached, the
+    number is used again: the next `step` is for the same batch, and servers that have accepted it change
+    nothing. A trainer that is restarted under its name continues with the numbers the servers expect.
+
+    With pull_every=k, a trainer pulls before every k-th step. In between, the optimizer makes each accepted
+    step here, too, with state of its own: that of this trainer's gradients. So the local parameters have all
+    of this trainer's steps, and the steps that the others had made at the last pull. A gradient's version
+    says so: it is the version pulled, plus the steps that the servers have made of this trainer's pushes
+    since. A push that was rejected is computed again after a pull, and the step after it pulls, too: servers
+    that had accepted the first attempt have the step of that one, so the local parameters would have it
+    twice.
     """
 
     def __init__(
@@ -333,9 +333,6 @@ def _trained(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> di
             "model: expected an optimizer of the model's parameters."
         )
     return trained
-
-
-# `DenseServerProxy`: the dense parameters of a server, called over their own channel.
 
 
 class DenseServerProxy:
@@ -506,16 +503,6 @@ class RemoteDense(AsyncDense):
             raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {problem}")
 
 
-# Dense parameters on parameter servers, of trainers that come and go (mode async with sharding: dynamic).
-#
-# As in `RemoteDense`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage what
-# it pushes, and apply it when the trainer commits its step (`distributed/parameter_servers.py`): together
-# with the gradients of rows, at all servers or at none.
-#
-# Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those who
-# come later take what is there (`join`).
-
-
 class StagingServerProxy(DenseServerProxy):
     """One server, at which gradients are staged for the step that this member has begun."""
 
@@ -532,7 +519,15 @@ class StagingServerProxy(DenseServerProxy):
 
 
 class ElasticDense(RemoteDense):
-    """Parameters that step on parameter servers, when a step is committed."""
+    """Parameters that step on parameter servers, when a step is committed.
+
+    As in `RemoteDense`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage
+    what it pushes, and apply it when the trainer commits its step (`distributed/parameter_servers.py`):
+    together with the gradients of rows, at all servers or at none.
+
+    Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those
+    who come later take what is there (`join`).
+    """
 
     proxy = StagingServerProxy
 

@@ -1,4 +1,4 @@
-"""Dense arrays from messages: converted to tensors and checked."""
+"""Steps of dense parameters: their tensors and gradients checked, when servers make them, and `LocalDense`."""
 
 from __future__ import annotations
 
@@ -103,8 +103,6 @@ def _neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [first if size == first.numel() else first.as_strided((size,), (1,)) for first, size in groups]
 
 
-# Policies of when pushed gradients become a step.
-
 Outcome: TypeAlias = Literal["accepted", "rejected", "not finite"]  # of a trainer's push to all servers
 
 
@@ -179,9 +177,6 @@ class Staleness:
     def mean(self) -> float:
         """The mean over pushes, each by the server where it was furthest behind."""
         return self.total / self.pushes if self.pushes else 0.0
-
-
-# Dense parameters that are updated in the trainer.
 
 
 class LocalDense:

@@ -1,7 +1,7 @@
 """Dense parameters on the wire: tensors as one array of float32, with their names and shapes in the head.
 
 States, which also have other dtypes and numbers, are one array of bytes: the tree as JSON, followed by its
-tensors (`checkpoint/format/state_tree.py`).
+tensors (`checkpoint/format/state_tree.py`). torch's optimizers are plain values (`describe`).
 """
 
 from __future__ import annotations
@@ -67,11 +67,6 @@ def _has_tensors(values: Any) -> bool:
     return isinstance(values, dict) and all(isinstance(value, Tensor) for value in values.values())
 
 
-# torch's optimizers as plain values, which a trainer can send to a server without pickle.
-#
-# A description is `{"name": "Adam", "options": {"lr": 0.001, "betas": [0.9, 0.999]}}`: a class of torch.optim
-# and options of its constructor, as JSON values. Options that are not named have torch's defaults.
-
 Description: TypeAlias = dict[str, Any]
 
 # LBFGS computes the loss several times in a step; SparseAdam needs sparse gradients, which are not sent.
@@ -81,7 +76,14 @@ _SKIPPED = {"self", "params", "capturable", "differentiable"}
 
 
 def describe(optimizer: Optimizer) -> Description:
-    """The description of an optimizer, whose param groups must share all options."""
+    """The description of an optimizer, whose param groups must share all options.
+
+    torch's optimizers as plain values, which a trainer can send to a server without pickle.
+
+    A description is `{"name": "Adam", "options": {"lr": 0.001, "betas": [0.9, 0.999]}}`: a class of
+    torch.optim and options of its constructor, as JSON values. Options that are not named have torch's
+    defaults.
+    """
     kind = type(optimizer)
     if _known().get(kind.__name__) is not kind:
         raise ValueError(

@@ -32,18 +32,20 @@ from karvan.clock import clock
 from karvan.native import NativeCoreError, _native
 from karvan.torch_internals import Store
 
-# Rendezvous of ranks at a store that may hold keys of an earlier generation.
-#
-# torchrun restarts ranks after one has died, and may give them the same store. Its keys then look like
-# answers of the new ranks, but are those of processes that have ended. So each process writes a random
-# number: rank 0 writes a roll of all numbers it finds, again whenever one changes, until every rank has
-# confirmed its own number on the same roll. The roll's name is one that no earlier generation can have used.
-
 _READ_EVERY = 0.01  # seconds between two reads
 
 
 def agree_on_name(store: Store, rank: int, world: int, timeout: float) -> str:
-    """A name that all ranks of this generation get, and no other process."""
+    """A name that all ranks of this generation get, and no other process.
+
+    Rendezvous of ranks at a store that may hold keys of an earlier generation.
+
+    torchrun restarts ranks after one has died, and may give them the same store. Its keys then look like
+    answers of the new ranks, but are those of processes that have ended. So each process writes a random
+    number: rank 0 writes a roll of all numbers it finds, again whenever one changes, until every rank has
+    confirmed its own number on the same roll. The roll's name is one that no earlier generation can have
+    used.
+    """
     mine = secrets.token_hex(8)
     store.set(f"karvan/hello/{rank}", mine)
     until = time.monotonic() + timeout
@@ -73,31 +75,12 @@ def _get(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-# `machine_id`: which machine a process is on.
-
-
 def machine_id() -> str:
     """An identifier that all processes of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return os.uname().nodename
-
-
-# The ports of gloo, closed as soon as all ranks are connected.
-#
-# Every group of gloo listens at a separate port for as long as it exists, without a token. It needs the port
-# only until its ranks are connected, which is when the group is created; an attacker could connect later, and
-# hold file descriptors and memory of the process. So once a group exists, its listening socket gets a filter
-# that drops every packet (a classic BPF program of one instruction, for which no privilege is needed): new
-# connections get no answer. Existing connections have other sockets, and are not affected.
-#
-# Only the ports of groups that are created within `closing_ports` are closed. A group that a program creates
-# later has another port, and connects as usual.
-#
-# If a rank dies, its connections end, as without the filter; gloo never reconnects. Where sockets cannot be
-# filtered (not Linux), or gloo connects only when a group is used (TORCH_GLOO_LAZY_INIT), ports stay open,
-# and a warning is logged.
 
 
 _log = logging.getLogger("karvan.distributed")
@@ -110,7 +93,21 @@ _EPOLL = "anon_inode:[eventpoll]"
 
 @contextmanager
 def closing_ports() -> Iterator[None]:
-    """Close the ports of gloo's groups that are created within it."""
+    """Close the ports of gloo's groups that are created within it.
+
+    Every group of gloo listens at a separate port for as long as it exists, without a token. It needs the
+    port only until its ranks are connected, which is when the group is created; an attacker could connect
+    later, and hold file descriptors and memory of the process. So once a group exists, its listening socket
+    gets a filter that drops every packet (a classic BPF program of one instruction, for which no privilege is
+    needed): new connections get no answer. Existing connections have other sockets, and are not affected.
+
+    Only the ports of groups that are created within `closing_ports` are closed. A group that a program
+    creates later has another port, and connects as usual.
+
+    If a rank dies, its connections end, as without the filter; gloo never reconnects. Where sockets cannot be
+    filtered (not Linux), or gloo connects only when a group is used (TORCH_GLOO_LAZY_INIT), ports stay open,
+    and a warning is logged.
+    """
     before = set(_links())
     yield
     if _connects_late():
@@ -176,9 +173,6 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 def _connects_late() -> bool:
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").strip().lower() in ("1", "true", "yes", "on", "y", "t")
-
-
-# `RankError`: failures of other ranks. `ChannelLeftError`: why no more collectives are possible.
 
 
 class RankError(RuntimeError):
@@ -428,13 +422,11 @@ def join_boards(
     return None if errors else boards
 
 
-# Heartbeats of ranks that work for minutes between two collectives.
-
-
 class RankHeartbeats:
     """Heartbeats of ranks that work for minutes, so that no rank waits longer than a channel allows.
 
     All ranks take part in each round; the work is done when all say so.
+
     """
 
     def __init__(self, channel: CollectiveChannel, timeout: float) -> None:
@@ -459,9 +451,6 @@ class RankHeartbeats:
         self._broken = False
         self._last = time.monotonic()
         return total
-
-
-# Heartbeats of ranks, so that errors name the rank that is missing.
 
 
 _BEAT = 1.0  # seconds between two heartbeats

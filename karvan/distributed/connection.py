@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from karvan.distributed.wire_store import WireStore
 
 
-# `ConnectionSettings`: what a program has chosen by `connect`.
-
 IN_PROCESS = ("memory", "cuda")
 KINDS = (*IN_PROCESS, "sharded", "remote")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,6 +64,7 @@ class ConnectionSettings:
 
     elastic: trainers of the run come and go. They are members, whose numbers and run the job's master gives
     out; servers stage their updates until their step is committed (`parameter_servers.py`).
+
     """
 
     kind: str = "memory"
@@ -127,8 +126,6 @@ class ConnectionSettings:
                 "others are lost when their trainer dies."
             )
 
-
-# What tables on a GPU need of this machine.
 
 _UNITS = {"": 1, "B": 1} | {
     unit + suffix: base ** (power + 1)

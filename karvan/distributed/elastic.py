@@ -34,9 +34,6 @@ from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
 from karvan.wire.errors import RefusedError
 
-# `GroupClient`: a trainer's calls to the master about the group that it trains in.
-
-
 _DEADLINE = 600.0  # seconds in which a master must come back
 
 
@@ -94,17 +91,6 @@ class GroupClient:
         self._client.close()
 
 
-# Which fit or prediction of its program a trainer is in, and what follows if others are elsewhere.
-#
-# All trainers run the same program, so they count the same *calls*: its fits, and its predictions of leased
-# data. One that was started again begins at the first call, while others are in a later one.
-#
-# When trainers meet in a round, each says its `Standing`. Those that *know* the state of training, because
-# they train or have trained, share it with the others. A trainer that does not know it, and is in an earlier
-# call than all who do, skips the calls up to the earliest of theirs: what they were for is done. Those in a
-# later call than others wait for these in the next round.
-
-
 class ProgramCalls:
     """The calls of this process."""
 
@@ -148,7 +134,18 @@ class Standing:
 
 
 class Standings:
-    """Those of all trainers of a round, in the order of ranks."""
+    """Those of all trainers of a round, in the order of ranks.
+
+    Which fit or prediction of its program a trainer is in, and what follows if others are elsewhere.
+
+    All trainers run the same program, so they count the same *calls*: its fits, and its predictions of leased
+    data. One that was started again begins at the first call, while others are in a later one.
+
+    When trainers meet in a round, each says its `Standing`. Those that *know* the state of training, because
+    they train or have trained, share it with the others. A trainer that does not know it, and is in an
+    earlier call than all who do, skips the calls up to the earliest of theirs: what they were for is done.
+    Those in a later call than others wait for these in the next round.
+    """
 
     def __init__(self, standings: Sequence[Standing]) -> None:
         self._said = standings
@@ -193,17 +190,6 @@ class Standings:
         return [rank for rank, standing in enumerate(self._said) if standing.call > call]
 
 
-# `ElasticGroup`: a trainer among others that come and go.
-#
-# The trainers of a round (`karvan/work/trainer_group.py`) have a channel between them, as ranks of a fixed
-# group have. When a member dies or leaves, or somebody joins, the round is over: collectives raise a
-# RankError, and `regroup` makes the channel of the next round, in the same process.
-#
-# To the rest of the program such a trainer is alone: the connection that has the group is that of a single
-# process. Only elastic training knows of the others. Ranks are those of the current round; what must be known
-# for longer is known by the number of the member, which no other process gets.
-
-
 _log = logging.getLogger("karvan.distributed")
 
 _POLL = 0.02  # seconds between two questions for the next round
@@ -218,6 +204,14 @@ class ElasticGroup:
     """The trainers that train together, as the master decides.
 
     store: where members meet. transport, timeout: see `kv.connect`.
+
+    The trainers of a round (`karvan/work/trainer_group.py`) have a channel between them, as ranks of a fixed
+    group have. When a member dies or leaves, or somebody joins, the round is over: collectives raise a
+    RankError, and `regroup` makes the channel of the next round, in the same process.
+
+    To the rest of the program such a trainer is alone: the connection that has the group is that of a single
+    process. Only elastic training knows of the others. Ranks are those of the current round; what must be
+    known for longer is known by the number of the member, which no other process gets.
     """
 
     def __init__(
@@ -403,17 +397,15 @@ class ElasticGroup:
         return RankError(f"A collective of trainers was not completed: {error}.")
 
 
-# `ordered_sum`: the sum of tensors of several ranks, with bits that do not depend on who has which.
-#
-# Floating-point sums depend on their order. Here the order is that of the parts, however many ranks there
-# are: the tensors are cut into a chunk for each rank. A rank gets its chunk of every part, adds them up in
-# order, and sends the sum to all others. With one part on each rank these are as many bytes as a ring needs.
-
-
 def ordered_sum(channel: CollectiveChannel, mine: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
     """The sum of flat tensors of equal size: part i is one of those that rank ranks[i] has.
 
     mine: this rank's parts, in order. A collective; all ranks say the same `ranks`.
+
+    Floating-point sums depend on their order. Here the order is that of the parts, however many ranks there
+    are: the tensors are cut into a chunk for each rank. A rank gets its chunk of every part, adds them up in
+    order, and sends the sum to all others. With one part on each rank these are as many bytes as a ring
+    needs.
     """
     if len(mine) != ranks.count(channel.rank):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A trainer's clients of parameter servers, one for each server and kind of work."""
+"""A trainer's clients of parameter servers, and the steps that it commits there in an elastic run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,6 @@ from karvan.protocol import parameter_server as protocol
 from karvan.protocol.parameter_server import ADD_TABLE, CHECK_FOLDER, RESTORE, SET_STATE
 from karvan.wire import Array, Client, Message, Reply, Security
 from karvan.wire.schema import A, Call
-
-# `StepCommits`: the steps of an elastic run, as one member sends them to the parameter servers.
-#
-#     commits = connection.servers.commits
-#     commits.begin_step(s)                        updates of stores from now on are staged for step s
-#     …                                            forward, backward and the sparse optimizers' step
-#     for staged in commits.staged(s):             pushes of this member, in their order
-#         staged.wait()                            until all hold it; `staged.part` goes into the commit
-#     commits.commit(s, parts, scale, ack)         once the members agree that the step happened
-#
-# A commit is sent with the next lookup or push to each server, which sees the committed rows then, or by
-# `send` at once. `flush` waits until all servers have it. That is needed before servers are called in another
-# way; stores do it for requests about tables, and captures. If the step did not happen, `drop` it: its
-# lookups stay at the servers, and `restage` pushes the same gradients again, under a new number, or `release`
-# gives them up.
 
 _AHEAD = 64  # commits that a server may not have been sent yet, before they are sent by themselves
 
@@ -87,7 +72,21 @@ class NoCommits:
 
 
 class StepCommits:
-    """The commits of one member to so many servers; peer: the client of a server for lookups and pushes."""
+    """The commits of one member to so many servers; peer: the client of a server for lookups and pushes.
+
+        commits = connection.servers.commits
+        commits.begin_step(s)                        updates of stores from now on are staged for step s
+        …                                            forward, backward and the sparse optimizers' step
+        for staged in commits.staged(s):             pushes of this member, in their order
+            staged.wait()                            until all hold it; `staged.part` goes into the commit
+        commits.commit(s, parts, scale, ack)         once the members agree that the step happened
+
+    A commit is sent with the next lookup or push to each server, which sees the committed rows then, or by
+    `send` at once. `flush` waits until all servers have it. That is needed before servers are called in
+    another way; stores do it for requests about tables, and captures. If the step did not happen, `drop` it:
+    its lookups stay at the servers, and `restage` pushes the same gradients again, under a new number, or
+    `release` gives them up.
+    """
 
     elastic = True
 
@@ -221,20 +220,6 @@ class StepCommits:
         return [reply.wait() for reply in replies]
 
 
-# `OwnCommits`: the steps of one member in an elastic run of mode async, in which nobody waits for others.
-#
-#     commits = connection.servers.commits
-#     step = commits.begin_own()                   what stores and dense parameters send from now on is staged
-#     …                                            forward, backward, the optimizers' steps
-#     sent = commits.commit_own(counts, ack)       when all servers hold all of it
-#     sent.wait()                                  the tally, once all servers have committed the step
-#
-# The next step is committed only when all servers have this one, so they never differ by more than one.
-#
-# The others settle a member that is gone: `settle` fences it, and completes the step that only some servers
-# have committed. See `karvan/cluster/parameter_server/elastic_batches.py`.
-
-
 class Tally(NamedTuple):
     """What all members have committed in this run, and the number of the last meeting that was asked for."""
 
@@ -259,7 +244,19 @@ class SentCommit:
 
 
 class OwnCommits(StepCommits):
-    """The commits of one member to so many servers."""
+    """The commits of one member to so many servers.
+
+        commits = connection.servers.commits
+        step = commits.begin_own()                   what stores and parameters send from now on is staged
+        …                                            forward, backward, the optimizers' steps
+        sent = commits.commit_own(counts, ack)       when all servers hold all of it
+        sent.wait()                                  the tally, once all servers have committed the step
+
+    The next step is committed only when all servers have this one, so they never differ by more than one.
+
+    The others settle a member that is gone: `settle` fences it, and completes the step that only some servers
+    have committed. See `karvan/cluster/parameter_server/elastic_batches.py`.
+    """
 
     def __init__(self, member: int, servers: int, peer: Callable[[int], Client]) -> None:
         super().__init__(member, servers, peer)

@@ -37,19 +37,6 @@ from karvan.train.leased_work import Agreement, FitSteps, LeasedFit
 from karvan.train.reporting.results import StepLogs, TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
 
-# `OwnSteps`: the batches that a trainer trains on its own, in mode async, and what it needs of the others.
-#
-# A batch is the unit: its gradients of rows and of dense parameters are staged at the servers, and the
-# trainer commits them there, with the records that are done by it. What servers have committed is trained,
-# and nothing else is. The trainer reports these records to the master behind the batch, and every commit has
-# those that the master may not know. So whoever finds that a trainer is gone learns from the servers what it
-# has trained, and reports it before others get the rest of its records.
-#
-# `TrainedBatches` counts: a step is as many batches as there are trainers, whoever computes them, as with a
-# fixed number of trainers. So `log_every`, `checkpoint_every`, `eval_every`, `max_steps` and schedules mean
-# the same. Servers add up the batches of all trainers, so that each of them knows the step without asking
-# others.
-
 
 class TrainedBatch(NamedTuple):
     """A batch whose commit is on its way; taken: whether its gradients were finite."""
@@ -96,7 +83,19 @@ class TrainedBatches:
 
 
 class OwnSteps(FitSteps):
-    """The batches of one trainer in one fit."""
+    """The batches of one trainer in one fit.
+
+    A batch is the unit: its gradients of rows and of dense parameters are staged at the servers, and the
+    trainer commits them there, with the records that are done by it. What servers have committed is trained,
+    and nothing else is. The trainer reports these records to the master behind the batch, and every commit
+    has those that the master may not know. So whoever finds that a trainer is gone learns from the servers
+    what it has trained, and reports it before others get the rest of its records.
+
+    `TrainedBatches` counts: a step is as many batches as there are trainers, whoever computes them, as with a
+    fixed number of trainers. So `log_every`, `checkpoint_every`, `eval_every`, `max_steps` and schedules mean
+    the same. Servers add up the batches of all trainers, so that each of them knows the step without asking
+    others.
+    """
 
     def __init__(self, fit: LeasedFit) -> None:
         super().__init__(fit)

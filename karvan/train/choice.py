@@ -34,16 +34,6 @@ from karvan.train.stopping import Goal, is_terminated
 from karvan.train.types import PredictedRecords, Prediction
 from karvan.wire import Security
 
-# `LeasedPrediction`: a prediction whose records the trainers of a job lease, task by task.
-#
-# Every record is predicted by one trainer. What it yields is acknowledged when its caller asks for the next
-# prediction, or when the iterator ends. If a trainer dies before, another one predicts the same batch:
-# batches never have records of two tasks, so they are the same whoever predicts them.
-#
-# Nobody leaves before all records are acknowledged, because those of another trainer may come back. Trainers
-# agree on nothing else, and wait for nobody, with one exception: one that was started again is in a fit that
-# the others have finished, and gets the state of training from them between two of their batches.
-
 _log = logging.getLogger("karvan.train")
 
 _IDLE = 0.05  # seconds between two questions for a batch, while others work on the last records
@@ -64,7 +54,17 @@ class NoFit:
 
 
 class LeasedPrediction:
-    """One prediction of the program."""
+    """One prediction of the program.
+
+    Every record is predicted by one trainer. What it yields is acknowledged when its caller asks for the next
+    prediction, or when the iterator ends. If a trainer dies before, another one predicts the same batch:
+    batches never have records of two tasks, so they are the same whoever predicts them.
+
+    Nobody leaves before all records are acknowledged, because those of another trainer may come back.
+    Trainers agree on nothing else, and wait for nobody, with one exception: one that was started again is in
+    a fit that the others have finished, and gets the state of training from them between two of their
+    batches.
+    """
 
     def __init__(
         self, parts: TrainerParts, group: ElasticGroup, data: SharedData, client: WorkClient, host: FitHost

@@ -56,15 +56,14 @@ from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
 
-# `LeasedEvaluation`: an evaluation whose records the trainers of a round lease, task by task.
-#
-# A slow trainer evaluates fewer records. A trainer keeps the leases of what it has evaluated until all have
-# added up their results. So if one dies before, its tasks, and only these, are leased by the others, who have
-# kept their own results.
-
 
 class LeasedEvaluations:
-    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated."""
+    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated.
+
+    A slow trainer evaluates fewer records. A trainer keeps the leases of what it has evaluated until all have
+    added up their results. So if one dies before, its tasks, and only these, are leased by the others, who
+    have kept their own results.
+    """
 
     def __init__(self, fit: LeasedFit, evaluate: Callable[[Iterable[Any]], dict[str, float]]) -> None:
         self._parts = fit.parts

@@ -25,13 +25,6 @@ from karvan.train.state.dataset import UnfinishedError
 from karvan.train.state.gathering import gather_state, random_state, set_random_state
 from karvan.train.types import Positioned, samples_of
 
-# Gradient accumulation: how many batches make a step, and how much each loss counts.
-#
-# Gradients of ranks are averaged, dense and sparse. So that a step of W ranks equals the step of one process
-# on all of their samples, the loss of a pass is divided by (samples of all ranks in the step) / (samples of
-# the pass · W), which is exactly 1 for equal batches. Batches that make a fixed global step have equal
-# weights, as in one process. In mode async every trainer makes its own steps, with the mean over its samples.
-
 
 @dataclass(frozen=True)
 class Accumulation:
@@ -40,6 +33,12 @@ class Accumulation:
     gradient_accumulation_steps: the batches of every rank in a step. global_accumulation_steps: those of all
     ranks together; in step number s, rank r has one more than others if (r - s) modulo world_size is below
     the remainder, so that ranks read their data evenly. together: a step has the batches of all ranks.
+
+    Gradients of ranks are averaged, dense and sparse. So that a step of W ranks equals the step of one
+    process on all of their samples, the loss of a pass is divided by (samples of all ranks in the step) /
+    (samples of the pass · W), which is exactly 1 for equal batches. Batches that make a fixed global step
+    have equal weights, as in one process. In mode async every trainer makes its own steps, with the mean over
+    its samples.
     """
 
     gradient_accumulation_steps: int = 1
@@ -109,20 +108,18 @@ class Accumulation:
         return total_weight / (weight * self.world_size) if self.together else sum(weights) / weight
 
 
-# A run that continues with another kind of data than its checkpoint's: a `Loader` after `from_loaders()`.
-#
-# Both may read the same records, but the position of one means nothing to the other. At the end of an epoch
-# no position is needed: the next epoch starts at its first batch, in the order that it has by its number.
-# Within an epoch it is an error, unless what was trained of the epoch is to be dropped.
-
-
 _log = getLogger("karvan.train")
 
 
 def starts_epoch(
     position: Any, data: Any, counts: TrainingCounts, drop_unfinished: bool, *, warns: bool
 ) -> bool:
-    """Whether data was moved to the start of its epoch, because the position is of another kind of data."""
+    """Whether data was moved to the start of its epoch, because the position is of another kind of data.
+
+    Both may read the same records, but the position of one means nothing to the other. At the end of an epoch
+    no position is needed: the next epoch starts at its first batch, in the order that it has by its number.
+    Within an epoch it is an error, unless what was trained of the epoch is to be dropped.
+    """
     if position is None or not isinstance(data, Positioned):
         return False
     saved, current = kind_of(position), kind_of(position_of(data))

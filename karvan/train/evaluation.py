@@ -59,13 +59,11 @@ class ModelSetup:
         )
 
 
-# `ExactSum`: a sum of floats without rounding, so that neither their order nor who has added them matters.
-#
-# It is a few floats that do not overlap (Shewchuk, 1997), whose sum is that of all that were added.
-
-
 class ExactSum:
-    """A sum of floats; infinities and NaN are added as usual."""
+    """A sum of floats; infinities and NaN are added as usual.
+
+    It is a few floats that do not overlap (Shewchuk, 1997), whose sum is that of all that were added.
+    """
 
     def __init__(self) -> None:
         self._parts: list[float] = []
@@ -96,9 +94,6 @@ def exact_total(parts: Iterable[float]) -> float:
     listed = list(parts)
     finite = [part for part in listed if math.isfinite(part)]
     return math.fsum(finite) + sum(part for part in listed if not math.isfinite(part))
-
-
-# Checks the results of evaluations and predictions: that there were samples, and numbers.
 
 
 _log = logging.getLogger("karvan.train")

@@ -34,25 +34,6 @@ from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 from karvan.train.types import FEATURES, LABEL, Pair, Positioned, as_batch, same, samples_of
 
-# `RankRounds`: ranks take their batches together.
-#
-# In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by one
-# sum: how many samples and batches there are, how many ranks may have more, and what ranks request.
-#
-# | the sum says | all ranks |
-# |---|---|
-# | some rank has a batch | train in this round, those without one on an empty batch |
-# | none has, but some may have more | skip this round |
-# | all data has ended | end the epoch |
-# | a rank stops, leaves or has failed | end here, and learn why; no rank gets a batch of this round |
-# | rank 0's clock says so | save after the step of this round |
-#
-# A rank that does not know the columns yet asks, and all send theirs. A rank that leaves early (its goal is
-# reached) takes part in one more sum, which ends the rounds of all: no rank is left waiting.
-
-# Takes batches from data one by one, each with the position after it.
-
-
 _log = logging.getLogger("karvan.train")
 
 Within: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -150,12 +131,6 @@ def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Genera
         getattr(batches, "close", lambda: None)()
 
 
-# Batches without samples, for ranks that wait while others still have data.
-#
-# An empty batch has the columns of the others: their kinds, dtypes and trailing shapes. A rank that has had a
-# batch knows them; one that never had learns them from another rank, as JSON.
-
-
 def describe(batch: Any) -> dict[str, Any]:
     """What `empty` needs to know of a batch, for JSON; an unsupported column is an error in `empty`."""
     try:
@@ -169,7 +144,13 @@ def describe(batch: Any) -> dict[str, Any]:
 
 
 def empty(description: Mapping[str, Any]) -> Any:
-    """A batch without samples."""
+    """A batch without samples.
+
+    Batches without samples, for ranks that wait while others still have data.
+
+    An empty batch has the columns of the others: their kinds, dtypes and trailing shapes. A rank that has had
+    a batch knows them; one that never had learns them from another rank, as JSON.
+    """
     if "refused" in description:
         raise TypeError(description["refused"])
     entries = {name: _empty(column) for name, column in description["columns"]}
@@ -261,7 +242,22 @@ class _Agreement:
 
 @dataclass
 class RankBatchSource(BatchSource):
-    """Takes this rank's batches in rounds with the others; all of it happens on one channel."""
+    """Takes this rank's batches in rounds with the others; all of it happens on one channel.
+
+    In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by
+    one sum: how many samples and batches there are, how many ranks may have more, and what ranks request.
+
+    | the sum says | all ranks |
+    |---|---|
+    | some rank has a batch | train in this round, those without one on an empty batch |
+    | none has, but some may have more | skip this round |
+    | all data has ended | end the epoch |
+    | a rank stops, leaves or has failed | end here, and learn why; no rank gets a batch of this round |
+    | rank 0's clock says so | save after the step of this round |
+
+    A rank that does not know the columns yet asks, and all send theirs. A rank that leaves early (its goal is
+    reached) takes part in one more sum, which ends the rounds of all: no rank is left waiting.
+    """
 
     alone: ClassVar[bool] = False
     data: Iterable[Any]

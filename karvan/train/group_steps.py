@@ -29,21 +29,6 @@ from karvan.train.leased_work import Agreement, FitSteps, LeasedFit, StepBatch
 from karvan.train.state.gathering import gather_state, require_merge, seed_random
 from karvan.train.types import MetricLike
 
-# One step of all trainers of a round, which happens on all of them or on none.
-#
-#     1. Each trainer prepares: it computes the gradients of its batches, sends those of rows to the servers,
-#        which stage them, and takes part in the sum of the dense ones. It has changed nothing.
-#     2. When its own part is complete everywhere, it says so to all others, together with what the step has
-#        of it (`Contribution`). A trainer that has heard it from all has *committed* the step: it applies the
-#        sum, and the servers apply what they have staged.
-#
-# If a trainer dies, the others compare. A step that one of them, or a server, has committed was prepared by
-# all, so the others commit it, too. A step that nobody has committed is made again, by those who are left:
-# their gradients are the same, only the sum is another.
-#
-# Gradients are sums over samples until the step is committed. Then they are divided by the number of samples
-# of all batches, whoever has computed them. They are added in the order of the batches' places in the step.
-
 
 class ComputedBatch(NamedTuple):
     """A batch that this trainer has computed: what it says of it, dense gradients, and pushes of rows'."""
@@ -67,16 +52,14 @@ def committed_step(commits: StepCommits | None, step: int, lost: Iterable[int]) 
     return dict(newest[0].ack) if newest else None
 
 
-# `SharedMetrics`: the training metrics of all trainers of a round, which each of them has complete.
-#
-# Before a step is committed, every trainer gets what metrics need of the others' batches: scores, labels,
-# weights and groups. When it is committed, each counts all of them, in the order of the batches. So metrics
-# are the same on all trainers, no sample is lost with a trainer, and the number of trainers does not change
-# them.
-
-
 class SharedMetrics:
-    """Counts the batches of committed steps in metrics; by name."""
+    """Counts the batches of committed steps in metrics; by name.
+
+    Before a step is committed, every trainer gets what metrics need of the others' batches: scores, labels,
+    weights and groups. When it is committed, each counts all of them, in the order of the batches. So metrics
+    are the same on all trainers, no sample is lost with a trainer, and the number of trainers does not change
+    them.
+    """
 
     def __init__(self, metrics: Mapping[str, MetricLike]) -> None:
         self._metrics = dict(metrics)
@@ -143,7 +126,24 @@ def _add(metric: MetricLike, values: Mapping[str, Tensor]) -> None:
 
 
 class GroupSteps(FitSteps):
-    """The steps of one fit that trainers make together."""
+    """The steps of one fit that trainers make together.
+
+    One step of all trainers of a round, which happens on all of them or on none.
+
+    1. Each trainer prepares: it computes the gradients of its batches, sends those of rows to the servers,
+       which stage them, and takes part in the sum of the dense ones. It has changed nothing.
+    2. When its own part is complete everywhere, it says so to all others, together with what the step has of
+       it (`Contribution`). A trainer that has heard it from all has *committed* the step: it applies the sum,
+       and the servers apply what they have staged.
+
+    If a trainer dies, the others compare. A step that one of them, or a server, has committed was prepared by
+    all, so the others commit it, too. A step that nobody has committed is made again, by those who are left:
+    their gradients are the same, only the sum is another.
+
+    Gradients are sums over samples until the step is committed. Then they are divided by the number of
+    samples of all batches, whoever has computed them. They are added in the order of the batches' places in
+    the step.
+    """
 
     def __init__(self, fit: LeasedFit) -> None:
         super().__init__(fit)

@@ -222,15 +222,13 @@ class FixedBatchPlan(LeasedBatchPlan):
         )
 
 
-# `Acknowledgements`: tells the master which records committed steps contain, behind the steps.
-#
-# All trainers know the records of every step, and the first one of the round reports them. Until the master
-# has confirmed them, the others remember them, too: whoever becomes the first reports what the one before
-# may not have reported. Numbers of records only grow, so a report may come twice.
-
-
 class Acknowledgements:
-    """The records of steps that are committed and may not be acknowledged yet."""
+    """The records of steps that are committed and may not be acknowledged yet.
+
+    All trainers know the records of every step, and the first one of the round reports them. Until the master
+    has confirmed them, the others remember them, too: whoever becomes the first reports what the one before
+    may not have reported. Numbers of records only grow, so a report may come twice.
+    """
 
     def __init__(self, client: WorkClient) -> None:
         self._client = client
@@ -304,22 +302,20 @@ class Acknowledgements:
                 self._changed.notify_all()
 
 
-# `BadRecords`: what a trainer of an elastic job does about a batch that raises an error.
-#
-# It finds the record that raises it, and tells the master, which has the task tried again, skips the record,
-# or fails the job. The trainer continues with other batches.
-#
-# The search computes the forward and the loss of parts of the batch, without gradients. It changes neither
-# buffers nor random generators, counts nothing in metrics, and creates no rows: keys that tables do not have
-# are zeros in it. The batch itself was looked up before it raised, as any other: rows of its keys may exist
-# since, and stay as they were initialized until a batch trains them.
-
-
 _HINT = ". Correct it, or set skip_bad_records in job.yaml, so that such records are skipped."
 
 
 class BadRecords:
-    """The batches of one fit that raise errors."""
+    """The batches of one fit that raise errors.
+
+    It finds the record that raises it, and tells the master, which has the task tried again, skips the
+    record, or fails the job. The trainer continues with other batches.
+
+    The search computes the forward and the loss of parts of the batch, without gradients. It changes neither
+    buffers nor random generators, counts nothing in metrics, and creates no rows: keys that tables do not
+    have are zeros in it. The batch itself was looked up before it raised, as any other: rows of its keys may
+    exist since, and stay as they were initialized until a batch trains them.
+    """
 
     def __init__(self, parts: TrainerParts, data: LeasedData) -> None:
         self._parts = parts

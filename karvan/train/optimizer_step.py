@@ -1,4 +1,7 @@
-"""One optimizer step: the gradients of some batches averaged, clipped, checked, and applied or skipped."""
+"""One optimizer step: the gradients of some batches averaged, clipped, checked, and applied or skipped.
+
+What is frozen (`Frozen`), which optimizers there are, and their learning rates (`Schedule`) are here, too.
+"""
 
 from __future__ import annotations
 
@@ -385,8 +388,6 @@ def engines_of(model: nn.Module) -> list[EmbeddingEngine]:
     return [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
 
 
-# Learning-rate schedules: torch's schedulers on the dense and the sparse optimizer.
-
 Maker: TypeAlias = Callable[[Optimizer], LRScheduler]
 Given: TypeAlias = LRScheduler | Maker
 Schedulers: TypeAlias = Given | Iterable[Given] | Mapping[str, Given] | None
@@ -403,6 +404,7 @@ class Schedule:
     A function is called with every optimizer, dense and sparse, and makes a scheduler for it. A mapping with
     "dense" and "sparse" has one for each. A scheduler object is used as it is. ReduceLROnPlateau advances
     after every evaluation of a fit instead, by its loss.
+
     """
 
     def __init__(self, schedulers: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:

@@ -2,6 +2,7 @@
 
 `Fit` and `TrainContext` both train by it. They differ in who computes the loss: a Trainer's loss is computed
 inside of `forward`, in its precision, and that of a custom loop between `forward` and `backward`.
+`StepOutcomes` knows which steps were taken and which skipped.
 """
 
 from __future__ import annotations
@@ -182,19 +183,6 @@ class StepRoutine:
         return applied
 
 
-# Which steps were taken and which skipped; on a GPU the host learns it some steps later.
-#
-# The check of a step's gradients, and the update that it decides on, are queued on the GPU together. The
-# answer is copied to page-locked memory, and the host looks for it after each of the next steps, without
-# waiting. Only if a GPU is more than `_MOST` steps behind does the host wait, for the oldest of them: there
-# is work enough in the queue meanwhile.
-
-# Steps that are skipped because a gradient is not finite: which columns may be why, when it is an error.
-#
-# A fit that took no step has learned nothing. That is an error as soon as it is clear, and not a model that
-# looks trained.
-
-
 _log = logging.getLogger("karvan.train")
 
 MOST = 10  # skipped steps from the very first one, without one that was taken
@@ -218,6 +206,14 @@ class StepOutcomes:
 
     scaled: precision fp16, where an occasional skipped step is normal. warns: whether this rank warns even
     if its own batch is fine. raises: whether a skipped step is an error.
+
+    A fit that took no step has learned nothing. That is an error as soon as it is clear, and not a model that
+    looks trained.
+
+    The check of a step's gradients, and the update that it decides on, are queued on the GPU together. The
+    answer is copied to page-locked memory, and the host looks for it after each of the next steps, without
+    waiting. Only if a GPU is more than `_MOST` steps behind does the host wait, for the oldest of them: there
+    is work enough in the queue meanwhile.
     """
 
     counts: TrainingCounts

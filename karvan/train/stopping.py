@@ -16,8 +16,6 @@ from karvan.distributed import CollectiveChannel, Connection
 from karvan.train.epoch import Accumulation
 from karvan.train.reporting.results import TrainingCounts
 
-# How long a fit runs, and when it evaluates.
-
 
 @dataclass(frozen=True)
 class Goal:
@@ -25,6 +23,7 @@ class Goal:
 
     Without either it is one epoch. An evaluation comes every `eval_every` steps, or after each epoch, and at
     the end.
+
     """
 
     epochs: int | None
@@ -140,13 +139,11 @@ def check_not_terminated(channel: CollectiveChannel) -> None:
         )
 
 
-# `StopRequest`: why the fit of this process should stop, by a signal or by `Trainer.stop`.
-
-
 class StopRequest:
     """A request to stop a fit.
 
     `final`: the data is trained enough, so the next fit may use other data.
+
     """
 
     def __init__(self) -> None:
@@ -194,15 +191,13 @@ class StopRequest:
             os.write(2, b"\nStopping after this step. Ctrl-C aborts at once.\n")
 
 
-# Reasons to stop before the goal: a signal or `trainer.stop`, on any rank.
-#
-# A single process stops when it is requested. Several ranks stop together: a request travels with the
-# batches of the feed, or is gathered at rare moments, such as the end of an evaluation. Of trainers that
-# come and go it travels with their steps alone.
-
-
 class Stopping:
-    """The decision of a Trainer's ranks to stop."""
+    """The decision of a Trainer's ranks to stop.
+
+    A single process stops when it is requested. Several ranks stop together: a request travels with the
+    batches of the feed, or is gathered at rare moments, such as the end of an evaluation. Of trainers that
+    come and go it travels with their steps alone.
+    """
 
     def __init__(self, connection: Connection, request: StopRequest) -> None:
         self._channel = connection.main
