@@ -1,4 +1,4 @@
-"""Steps of dense parameters: their tensors and gradients checked, when servers make them, and `LocalDense`."""
+"""Steps of dense parameters: checks of their tensors, when servers make steps, and `LocalDense`."""
 
 from __future__ import annotations
 

@@ -51,6 +51,19 @@ class Reduction:
 
 
 class _Hook(Reduction, ABC):
+    """A hook of DistributedDataParallel for its buckets of gradients.
+
+    torch has such hooks (torch.distributed.algorithms.ddp_comm_hooks), from which these differ:
+
+    - They work over gloo as over NCCL. torch refuses its bf16 hook on CPUs. PowerSGD starts collectives where
+      another one ends, in threads of gloo, so that with two buckets ranks may start them in different orders.
+      Here the backward pass waits until a bucket is averaged.
+    - Gradients in 16 bits are added up in float32, in the order of ranks, and not in 16 bits.
+    - What PowerSGD remembers is saved by parameter in checkpoints, so that a fit that resumes has the bits of
+      one that was never stopped. A step that is skipped leaves no trace there: otherwise a NaN, once
+      remembered, would be in all later gradients.
+    """
+
     @override
     def register(self, model: DistributedDataParallel) -> None:
         # Torch refuses annotations of a hook that are strings; a lambda has none.
@@ -64,18 +77,7 @@ class _Hook(Reduction, ABC):
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> None:
-        """Replace the gradients of a bucket by their mean over all ranks.
-
-        torch has such hooks (torch.distributed.algorithms.ddp_comm_hooks), from which these differ:
-
-        - They work over gloo as over NCCL. torch refuses its bf16 hook on CPUs. PowerSGD starts collectives where
-          another one ends, in threads of gloo, so that with two buckets ranks may start them in different orders.
-          Here the backward pass waits until a bucket is averaged.
-        - Gradients in 16 bits are added up in float32, in the order of ranks, and not in 16 bits.
-        - What PowerSGD remembers is saved by parameter in checkpoints, so that a fit that resumes has the
-          bits of one that was never stopped. A step that is skipped leaves no trace there: otherwise a NaN, once
-          remembered, would be in all later gradients.
-        """
+        """Replace the gradients of a bucket by their mean over all ranks."""
 
 
 class HalfReduction(_Hook):

@@ -304,8 +304,7 @@ class Epoch:
     def load(self, saved: Mapping[str, Any], random: Any, drop_unfinished: bool = False) -> None:
         """Restore what `state` gave, with these random generators after the batches to skip.
 
-        drop_unfinished: an epoch of another kind of data starts again, see
-        `karvan/train/epoch.py`.
+        drop_unfinished: see `starts_epoch`.
         """
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
         warns = self.connection.rank == 0
