@@ -48,18 +48,11 @@ class GroupRound(NamedTuple):
 class GroupClient:
     """Calls under the name of this process. It outlives the master: calls wait for the next one."""
 
-    def __init__(
-        self,
-        find: str | Callable[[], str],
-        process: str,
-        security: Security | None = None,
-        *,
-        deadline: float = _DEADLINE,
-    ) -> None:
+    def __init__(self, find: str | Callable[[], str], process: str, security: Security | None = None) -> None:
         self.process = process
         self.member = -1  # until it has entered
-        self.group = ""  # the name of the group, once it has entered
-        self._client = Client("master", find, security, deadline=deadline, forgetful=True)
+        self.group = ""  # the name of the group, which its trainers share, once it has entered
+        self._client = Client("master", find, security, deadline=_DEADLINE, forgetful=True)
 
     def enter(self) -> str:
         """Get a number, `member`, and the name of the group; returns the name of the run."""
@@ -111,11 +104,6 @@ class ProgramCalls:
             self.finished += 1
         finally:
             self.in_fit = False
-
-    def begin_prediction(self) -> int:
-        """The number of the next prediction."""
-        self.last += 1
-        return self.last
 
 
 @dataclass(frozen=True)
@@ -217,7 +205,7 @@ class ElasticGroup:
     def __init__(
         self, client: GroupClient, store: Store, *, transport: str = "auto", timeout: float = 300.0
     ) -> None:
-        self._client = client
+        self.client = client
         self._store = store
         self._transport = transport
         self._timeout = timeout
@@ -245,21 +233,11 @@ class ElasticGroup:
     @property
     def member(self) -> int:
         """The number of this trainer, for as long as it lives."""
-        return self._client.member
-
-    @property
-    def name(self) -> str:
-        """That of the group, which its trainers share, whoever comes and goes."""
-        return self._client.group
-
-    @property
-    def process(self) -> str:
-        """Its name at the master."""
-        return self._client.process
+        return self.client.member
 
     def enter(self) -> str:
         """Get the number of this trainer; returns the name of the run."""
-        return self._client.enter()
+        return self.client.enter()
 
     def regroup(self) -> GroupRound:
         """Wait for the next round, and become a member of it.
@@ -271,7 +249,7 @@ class ElasticGroup:
             while True:
                 with self._lock:
                     lost = set(self._lost)
-                group_round = self._client.join(self.round.number, lost)
+                group_round = self.client.join(self.round.number, lost)
                 if group_round is not None and self._enter(group_round):
                     return group_round
                 time.sleep(_POLL)
@@ -290,13 +268,13 @@ class ElasticGroup:
 
     def settle(self) -> None:
         """The members of the round have settled what those that are gone have done; said by rank 0."""
-        self._client.settle(self.round.number)
+        self.client.settle(self.round.number)
         self.gone = set()
 
     def leave(self, within: float | None = None) -> None:
         """Leave the group for good; the others continue. within: see `GroupClient.leave`."""
         self.channel.leave()
-        self._client.leave(within)
+        self.client.leave(within)
         self.channel = CollectiveChannel("group")
 
     def dissolve(self) -> None:
@@ -310,7 +288,7 @@ class ElasticGroup:
         self.channel.leave()
         if self._watcher is not None:
             self._watcher.join()
-        self._client.close()
+        self.client.close()
 
     # A new round
 
@@ -361,7 +339,7 @@ class ElasticGroup:
         while not self._store.check(keys):
             with self._lock:
                 lost = self.regroup_wanted and self._lost
-            if lost or self._client.watch(group_round.number).broken:
+            if lost or self.client.watch(group_round.number).broken:
                 raise _BrokenRoundError
             time.sleep(_POLL)
         return [json.loads(self._store.get(key)) for key in keys]
@@ -371,7 +349,7 @@ class ElasticGroup:
         while not self._ended.wait(_WATCH):
             number = self.round.number
             try:
-                state = self._client.watch(number)
+                state = self.client.watch(number)
             except RefusedError as error:
                 _log.warning("%s", error)
                 self.regroup_wanted = True  # where it is raised again

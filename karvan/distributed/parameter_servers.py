@@ -261,7 +261,6 @@ class OwnCommits(StepCommits):
     def __init__(self, member: int, servers: int, peer: Callable[[int], Client]) -> None:
         super().__init__(member, servers, peer)
         self._dense: list[int] = []
-        self._servers = servers
         self._last: SentCommit | None = None
 
     def begin_own(self) -> int:
@@ -293,7 +292,7 @@ class OwnCommits(StepCommits):
             "ack": ack,
         }
         self._last = SentCommit(
-            [self._peer(server).begin(protocol.COMMIT, commit) for server in range(self._servers)]
+            [self._peer(server).begin(protocol.COMMIT, commit) for server in self._unsent]
         )
         for push in staged:
             push.release()

@@ -75,7 +75,8 @@ class LeasedPrediction:
         self._data = data
         self._client = client
         self._host = host
-        self._number = group.calls.begin_prediction()
+        group.calls.last += 1
+        self._number = group.calls.last
         self._plan = data.prediction_plan()
         batches = [-(-records // data.batch_size) for _, records in data.parts if records]
         self._before = [0, *accumulate(batches)]  # batches, by the place of a part
@@ -225,7 +226,7 @@ def host_of(fit: Fit, before: FitHost) -> FitHost:
 
 
 def _connect(group: ElasticGroup) -> WorkClient:
-    return WorkClient(JobEnvironment.read().master, group.process, Security.from_environment())
+    return WorkClient(JobEnvironment.read().master, group.client.process, Security.from_environment())
 
 
 def require_leased(data: object) -> LeasedData:

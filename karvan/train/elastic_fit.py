@@ -284,7 +284,7 @@ class ElasticFit(Fit):
     def _own_folder(self) -> None:
         """Take the folder of checkpoints over from the last trainer that saved, should it still run."""
         folder, connection = self._parts.saver.folder, self._parts.connection
-        self._stack.enter_context(owned_folder(folder, connection, self._group.name))
+        self._stack.enter_context(owned_folder(folder, connection, self._group.client.group))
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         super()._load(saved, other)

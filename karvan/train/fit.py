@@ -93,7 +93,7 @@ class Fit:
             self._passes,
             parts.counts,
             runs.prefetch,
-            stopped=self._stopping.asked,
+            stopped=lambda: parts.stop_request.reason,
             due=parts.saver.take_time,
             ends=self._stopping.agree,  # perhaps in the middle of a group
         )

@@ -82,11 +82,11 @@ def is_read_only(table: TableHandle) -> bool:
     return table.spec.admit == ReadOnly().native()
 
 
-def names_text(names: Iterable[str], most: int = 8) -> str:
+def names_text(names: Iterable[str]) -> str:
     """Some names as text: the first ones, and how many more there are."""
     listed = list(dict.fromkeys(names))
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return (", ".join(listed[:most]) or "none") + more
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return (", ".join(listed[:8]) or "none") + more
 
 
 def _names_of(model: nn.Module) -> dict[int, list[str]]:

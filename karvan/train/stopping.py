@@ -211,10 +211,6 @@ class Stopping:
         """Why the fit stops here, if it does: a rank that is not alone cannot do so by itself."""
         return self._request.reason if self._alone else self._agreed
 
-    def asked(self) -> str | None:
-        """Why the fit should stop, if this rank knows a reason."""
-        return self._agreed or self._request.reason
-
     def ask_all(self) -> None:
         """Stop if any rank should; a collective."""
         if self._gathers:
