@@ -17,7 +17,8 @@ import karvan as kv
 from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
-from karvan.train.group_steps import Agreement, Contribution, committed_step
+from karvan.train.group_steps import committed_step
+from karvan.train.leased_work import Agreement, Contribution
 from karvan.wire import RefusedError
 
 STEPS, BATCHES = 4, 3
