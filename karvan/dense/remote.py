@@ -547,7 +547,7 @@ class ElasticDense(RemoteDense):
         if outcome == "accepted":
             commits = self._connection.servers and self._connection.servers.commits
             assert isinstance(commits, OwnCommits)
-            commits.note_dense(self._number)
+            commits.dense.append(self._number)
         return outcome
 
     @override

@@ -260,18 +260,14 @@ class OwnCommits(StepCommits):
 
     def __init__(self, member: int, servers: int, peer: Callable[[int], Client]) -> None:
         super().__init__(member, servers, peer)
-        self._dense: list[int] = []
+        self.dense: list[int] = []  # models whose dense gradients all servers have staged for the step
         self._last: SentCommit | None = None
 
     def begin_own(self) -> int:
         """The member's next step begins; its number."""
         self.begin_step(self.step + 1)
-        self._dense = []
+        self.dense = []
         return self.step
-
-    def note_dense(self, model: int) -> None:
-        """All servers have staged gradients of a model's dense parameters for the step."""
-        self._dense.append(model)
 
     def commit_own(self, counts: Mapping[str, int], ack: Any) -> SentCommit:
         """Commit the step that has begun. counts: for the tally. ack: what others need if this member dies.
@@ -286,7 +282,7 @@ class OwnCommits(StepCommits):
             "member": self.member,
             "step": self.step,
             "parts": [list(push.part) for push in staged],
-            "dense": list(self._dense),
+            "dense": list(self.dense),
             "scale": 1.0,
             "counts": dict(counts),
             "ack": ack,
@@ -391,6 +387,7 @@ class Servers(ServiceClients):
     ) -> None:
         super().__init__(hello, security, timeout)
         self._saved = saved  # the folder of checkpoints from which a restarted server loads its rows
+        self.reloads = bool(saved)  # whether it does; otherwise a restart is an error
         self.declared: dict[str, dict[str, Any]] = {}  # what a restarted server must know, by table
         self.declarations = 0  # so far
         self._restart_callbacks: list[Callable[[int, str], None]] = []
@@ -452,11 +449,6 @@ class Servers(ServiceClients):
             if "initial" in properties:
                 head = {"table": table, "initial": properties["initial"], "fresh": False}
                 self.call(SET_STATE, head, channel="train")
-
-    @property
-    def reloads(self) -> bool:
-        """Whether a restarted server loads its rows from a checkpoint; otherwise a restart is an error."""
-        return bool(self._saved)
 
     def declare(self, table: str, **properties: Any) -> None:
         """Set what a restarted server must know of a table."""

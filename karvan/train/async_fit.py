@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -47,16 +48,15 @@ class TrainedBatch(NamedTuple):
     taken: bool
 
 
+@dataclass
 class TrainedBatches:
-    """How many batches and steps all trainers have made, by the tally of the servers."""
+    """How many batches and steps all trainers have made, by the tally of the servers.
 
-    def __init__(self) -> None:
-        self.counted: dict[str, int] = {}  # of the tally
-        self.left = 0  # batches that make no whole step yet
+    counted: the tally so far. left: batches that make no whole step yet.
+    """
 
-    def begin(self, tally: Mapping[str, int]) -> None:
-        """Count from here on."""
-        self.counted, self.left = dict(tally), 0
+    counted: dict[str, int] = field(default_factory=dict)
+    left: int = 0
 
     def advance(self, tally: Mapping[str, int], world: int) -> tuple[int, dict[str, int]]:
         """The steps and counts that are new; world: how many trainers there were meanwhile.
@@ -72,14 +72,6 @@ class TrainedBatches:
         """The last step of an epoch may have fewer batches; the steps that are new."""
         leaving, self.left = self.left, 0
         return 1 if leaving else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a trainer that joins needs."""
-        return {"counted": dict(self.counted), "left": self.left}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as the trainer whose state this is."""
-        self.counted, self.left = dict(state["counted"]), state["left"]
 
 
 class OwnSteps(FitSteps):
@@ -219,7 +211,7 @@ class AsyncFit(ElasticFit):
                 temporary=True,
             )
         super()._begin_run()
-        self._batches.begin(trained.counts)
+        self._batches = TrainedBatches(dict(trained.counts))
         self._met = self._counts.step
 
     def _begin_training(self) -> None:
@@ -229,13 +221,13 @@ class AsyncFit(ElasticFit):
         super()._begin_training()
 
     def _everything(self) -> dict[str, Any]:
-        return {**super()._everything(), "batches": self._batches.state_dict(), "met": self._met}
+        return {**super()._everything(), "batches": asdict(self._batches), "met": self._met}
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
         super()._receive(everything)
         for metric in self._parts.metrics.values():  # they are of one's own batches
             metric.reset()
-        self._batches.load_state_dict(everything["batches"])
+        self._batches = TrainedBatches(**everything["batches"])
         self._met = everything["met"]
 
     # Training alone

@@ -36,7 +36,7 @@ class Placement:
     ) -> None:
         self._call = prepare
         self._engines = engines
-        self._check = check
+        self.check = check  # of labels and weights
         self._checks_first = prepare is same  # otherwise it may make the labels
 
     def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -46,17 +46,12 @@ class Placement:
         """
         return nullcontext
 
-    @property
-    def check(self) -> Check:
-        """What checks labels and weights."""
-        return self._check
-
     def checked_by(self, data: Any) -> AbstractContextManager[Any]:
         """Within it, data whose batches arrive on a GPU checks labels before they do: a check there waits."""
         check_batches = getattr(data, "check_batches", None)
         if check_batches is None or not self._checks_first:
             return nullcontext()
-        checked: AbstractContextManager[Any] = check_batches(self._check)
+        checked: AbstractContextManager[Any] = check_batches(self.check)
         return checked
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
@@ -66,12 +61,12 @@ class Placement:
         unless the preparation may make them: a check on a GPU waits.
         """
         batch = as_batch(batch)
-        checks = bool(training) and self._check not in getattr(batch, "checks", ())
+        checks = bool(training) and self.check not in getattr(batch, "checks", ())
         if checks and self._checks_first:
-            self._check(batch)
+            self.check(batch)
         prepared = as_batch(self._call(self._moved(batch)))
         if checks and not self._checks_first:
-            self._check(prepared)
+            self.check(prepared)
         for engine in self._engines:
             engine.prepare(prepared, training=training)
         return prepared

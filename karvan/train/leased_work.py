@@ -238,14 +238,11 @@ class Acknowledgements:
         self._reports = False
         self._busy = False
         self._closed = False
-        self._confirmed = 0
+        self.confirmed = (
+            0  # the last step whose records the master knows, as far as this trainer reports them
+        )
         self._thread = threading.Thread(target=self._run, name="karvan-acknowledge", daemon=True)
         self._thread.start()
-
-    @property
-    def confirmed(self) -> int:
-        """The last step whose records the master knows, as far as this trainer has reported them."""
-        return self._confirmed
 
     def add(self, step: int, records: Mapping[int, int], *, report: bool) -> None:
         """A step is committed. report: whether it is this trainer that reports."""
@@ -294,7 +291,7 @@ class Acknowledgements:
                 for step in sorted(steps):
                     done |= steps[step]
                 self._client.acknowledge(done)
-                self._confirmed = max(steps)
+                self.confirmed = max(steps)
         except BaseException as error:
             with self._changed:
                 self._error = error
