@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class NoFit:
         """Nobody waits."""
 
 
+@dataclass(eq=False)
 class LeasedPrediction:
     """One prediction of the program.
 
@@ -66,25 +68,23 @@ class LeasedPrediction:
     batches.
     """
 
-    def __init__(
-        self, parts: TrainerParts, group: ElasticGroup, data: SharedData, client: WorkClient, host: FitHost
-    ) -> None:
-        self._runs = parts.setup.runs
-        self._evaluator = parts.evaluator
-        self._group = group
-        self._data = data
-        self._client = client
-        self._host = host
-        group.calls.last += 1
-        self._number = group.calls.last
-        self._plan = data.prediction_plan()
-        batches = [-(-records // data.batch_size) for _, records in data.parts if records]
+    parts: TrainerParts
+    group: ElasticGroup
+    data: SharedData
+    client: WorkClient
+    host: FitHost
+
+    def __post_init__(self) -> None:
+        self.group.calls.last += 1
+        self._number = self.group.calls.last
+        self._plan = self.data.prediction_plan()
+        batches = [-(-records // self.data.batch_size) for _, records in self.data.parts if records]
         self._before = [0, *accumulate(batches)]  # batches, by the place of a part
         self._predicted = False
 
     def predictions(self, columns: Iterable[str]) -> Generator[Prediction, None, None]:
         """Those of this trainer, until all trainers have predicted all records."""
-        calls = self._group.calls
+        calls = self.group.calls
         if is_terminated():
             _log.warning("SIGTERM has ended the training of this program, so it predicts nothing more.")
             return
@@ -97,33 +97,33 @@ class LeasedPrediction:
         try:
             if self._number >= calls.passed:
                 self._begin()
-                yield from self._predict(self._evaluator.predictor(columns))
+                yield from self._predict(self.parts.evaluator.predictor(columns))
         finally:
             calls.predicts = False
-            self._client.close()
+            self.client.close()
 
     def _begin(self) -> None:
-        parts, size = self._data.parts, self._plan.records_per_task
-        while not self._client.begin_prediction(self._number, parts, size):
-            self._host.welcome(self._number)
+        parts, size = self.data.parts, self._plan.records_per_task
+        while not self.client.begin_prediction(self._number, parts, size):
+            self.host.welcome(self._number)
             with activity.waiting(TRAINERS):
                 time.sleep(_IDLE)
 
     def _predict(self, predictor: Predictor) -> Generator[Prediction, None, None]:
-        loader = self._data.lease_prediction(self._client, self._number)
-        place = partial(self._runs.placement.place, training=False)
-        feed = LeasedFeed(loader, place, self._runs.prefetch)
+        loader = self.data.lease_prediction(self.client, self._number)
+        place = partial(self.parts.setup.runs.placement.place, training=False)
+        feed = LeasedFeed(loader, place, self.parts.setup.runs.prefetch)
         try:
             while not feed.ended:
-                self._host.welcome(self._number)
+                self.host.welcome(self._number)
                 with self._naming():
-                    batch = feed.take(lambda: self._group.waiting)
+                    batch = feed.take(lambda: self.group.waiting)
                 if batch is None:
                     with activity.waiting(TRAINERS):
                         time.sleep(_IDLE)
                     continue
                 yield self._prediction(predictor, batch)
-                if self._client.acknowledge(batch.done):
+                if self.client.acknowledge(batch.done):
                     _log.warning(
                         "This trainer did not answer for too long, so others were given records of its "
                         "prediction."
@@ -139,7 +139,7 @@ class LeasedPrediction:
         (records,) = batch.records
         task, count = records.lease.task, len(records.places)
         start = task.first + int(records.places[0])
-        number = self._before[self._plan.place_of(task.number)] + start // self._data.batch_size
+        number = self._before[self._plan.place_of(task.number)] + start // self.data.batch_size
         return predictor.prediction(batch.batch, output).of(PredictedRecords(number, task.path, start, count))
 
     @contextmanager
@@ -156,9 +156,11 @@ class LeasedPrediction:
         assert error is not None
 
         def check(batch: Batch) -> None:
-            self._evaluator.predictor(()).output(self._runs.placement.place(batch, training=False))
+            self.parts.evaluator.predictor(()).output(
+                self.parts.setup.runs.placement.place(batch, training=False)
+            )
 
-        bad = self._data.search(in_order=True).find(failed.records, [check])
+        bad = self.data.search(in_order=True).find(failed.records, [check])
         if bad.every and not self._predicted:
             return error
         return named_error(error, failed.records, bad.record)

@@ -143,6 +143,7 @@ class OptimizerStepSettings:
                 raise ValueError(f"{name} must be above 0 or None, got {value}.")
 
 
+@dataclass(eq=False)
 class OptimizerStep:
     """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing.
 
@@ -150,40 +151,34 @@ class OptimizerStep:
     starts.
     """
 
-    def __init__(
-        self,
-        dense: torch.optim.Optimizer | None,
-        sparse: SparseOptimizer | None,
-        settings: OptimizerStepSettings,
-        precision: Precision,
-        stepping: LocalDense | None = None,
-        frozen: Frozen | None = None,
-    ) -> None:
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        if dense is not None:
-            self.optimizers["dense"] = dense
-        if sparse is not None:
-            self.optimizers["sparse"] = sparse
-        self._dense = dense
-        self.sparse = sparse
-        self._settings = settings
-        self._precision = precision
-        self._stepping = stepping or LocalDense(dense)
-        self._frozen = frozen
-        self._checks = settings.nonfinite != "apply" or precision.always_checks
+    dense: torch.optim.Optimizer | None
+    sparse: SparseOptimizer | None
+    settings: OptimizerStepSettings
+    precision: Precision
+    stepping: LocalDense | None = None  # by default in this process
+    frozen: Frozen | None = None
+
+    def __post_init__(self) -> None:
+        given = {"dense": self.dense, "sparse": self.sparse}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            name: optimizer for name, optimizer in given.items() if optimizer is not None
+        }
+        self._stepping = self.stepping or LocalDense(self.dense)
+        always, nonfinite = self.precision.always_checks, self.settings.nonfinite
+        self._checks = nonfinite != "apply" or always
         # A sparse optimizer skips, and counts, the tables whose gradients are not finite by itself.
-        self._checks_rows = self._checks and (settings.nonfinite != "skip_tables" or precision.always_checks)
+        self._checks_rows = self._checks and (nonfinite != "skip_tables" or always)
 
     def forget(self) -> None:
         """Drop pending gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
-        if self._frozen is not None:
-            self._frozen.forget()
+        if self.frozen is not None:
+            self.frozen.forget()
 
     def backward(self, loss: Tensor, divisor: float) -> None:
         """Add the gradients of one of a step's batches, divided by their number or its equivalent."""
-        torch.autograd.backward(self._precision.scale(loss if divisor == 1 else loss / divisor))
+        torch.autograd.backward(self.precision.scale(loss if divisor == 1 else loss / divisor))
 
     def apply(self) -> bool | None:
         """Make the step, unless gradients are not finite; whether it was made, None if servers reject it.
@@ -199,7 +194,7 @@ class OptimizerStep:
             outcome = self._stepping.step()
         if outcome == "accepted" and self.sparse is not None:
             self.sparse.step()
-        self._precision.update()
+        self.precision.update()
         self.forget()
         return None if outcome == "rejected" else outcome == "accepted"
 
@@ -209,7 +204,7 @@ class OptimizerStep:
         None if the host has to decide: see `apply`. Nothing has changed then. The host continues without the
         answer, so the steps of tables count a step that is skipped; those of the dense optimizer do not.
         """
-        raises = self._settings.nonfinite == "raise" and not self._precision.always_checks
+        raises = self.settings.nonfinite == "raise" and not self.precision.always_checks
         if not self._checks_rows or raises or not self._stepping.skips_on_device:
             return None
         of_rows = [] if self.sparse is None else self.sparse.late_gradients()
@@ -224,19 +219,19 @@ class OptimizerStep:
         found_inf = (largest - largest != 0).float()  # an infinity less itself is NaN, which is not 0
         if self.sparse is not None:
             self.sparse.skip_if(found_inf)
-        self._precision.unscale_late(self._dense, found_inf)
+        self.precision.unscale_late(self.dense, found_inf)
         self._clip()
         self._stepping.step_unless(found_inf)
         if self.sparse is not None:
             self.sparse.step()
-        self._precision.update()
+        self.precision.update()
         self.forget()
         return found_inf == 0
 
     def unscale(self) -> bool:
         """Undo the scale of mixed precision; whether the gradients that were computed are finite."""
         sparse_finite = not self._checks_rows or self.sparse is None or self.sparse.gradients_finite()
-        self._precision.unscale(self._dense, sparse_finite)
+        self.precision.unscale(self.dense, sparse_finite)
         return sparse_finite and (not self._checks or all_finite(self._gradients()))
 
     def stage_rows(self) -> list[str]:
@@ -263,7 +258,7 @@ class OptimizerStep:
         if applied:
             self._clip()
             self._stepping.step()
-        self._precision.update()
+        self.precision.update()
         self.forget()
 
     def pass_over(self) -> bool:
@@ -280,17 +275,17 @@ class OptimizerStep:
 
     def parameters(self) -> list[Tensor]:
         """The parameters that are updated."""
-        groups = [] if self._dense is None else self._dense.param_groups
+        groups = [] if self.dense is None else self.dense.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     def _clip(self) -> None:
-        if self._settings.clip_value is not None:
-            clip_grad_value_(self.parameters(), self._settings.clip_value)
-        if self._settings.clip_norm is not None:
-            clip_grad_norm_(self.parameters(), self._settings.clip_norm)
+        if self.settings.clip_value is not None:
+            clip_grad_value_(self.parameters(), self.settings.clip_value)
+        if self.settings.clip_norm is not None:
+            clip_grad_norm_(self.parameters(), self.settings.clip_norm)
 
 
 DenseOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
