@@ -2,6 +2,8 @@
 
 Every rank calls the same methods of a channel in the same order. Bytes and numbers in CPU memory are sent,
 never pickles. A single process has channels, too, which send nothing, so that callers need no special case.
+
+How ranks find each other (`agree_on_name`, `join_boards`), and who is missing (`RankMonitor`), is here, too.
 """
 
 from __future__ import annotations
