@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import karvan as kv
 from karvan.data.formats import criteo
 from karvan.models.interaction import pairwise_dots
-from karvan.train.step.precision import Precision, fast_bf16
+from karvan.train.precision import Precision, fast_bf16
 
 BATCH, DIM = 4096, 16
 NUMBERS, IDS = list(criteo.INTEGERS), list(criteo.IDS)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.distributed.settings import missing_cuda
+from karvan.distributed.connection import missing_cuda
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 
 # A device by its name: an error where this machine does not have it.

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 import karvan as kv
 from karvan.cli.config.schema import Config
 from karvan.cli.main import app
-from karvan.distributed.settings import KINDS
+from karvan.distributed.connection import KINDS
 from karvan.launch.engines.choice import ENGINES
 from karvan.launch.job_spec import JobSpec
 

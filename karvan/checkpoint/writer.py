@@ -36,7 +36,7 @@ from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.table_files import ShareSource, joined, put_table
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.collectives import RankHeartbeats
-from karvan.distributed.settings import IN_PROCESS
+from karvan.distributed.connection import IN_PROCESS
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, url_of
 from karvan.store import Capture, SharedStore, Store

@@ -2,7 +2,7 @@
 
 | `average_every` | what is sent | when |
 |---|---|---|
-| 1 | gradients, as `dense_reduce` says (`karvan/train/step/data_parallel.py`) | in every step |
+| 1 | gradients, as `dense_reduce` says (`karvan/train/data_parallel.py`) | in every step |
 | n | parameters and the state of their optimizer (`PeriodicAveraging`) | every n steps |
 
 A single process sends nothing, so it accepts all of these. In mode async servers hold the parameters: there
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from karvan.argument_checks import check_counts, listed
-from karvan.dense.step_policies import LocalDense, Outcome
+from karvan.dense.steps import LocalDense, Outcome
 from karvan.distributed import Connection
 from karvan.embedding import EmbeddingEngine
 
@@ -136,32 +136,23 @@ class DenseCommunication:
             )
 
 
-# Chooses where the dense parameters of a Trainer are updated.
-
-# Ranks that make steps alone, and average their dense parameters every n steps ("local SGD", Stich, 2019).
-#
-# Parameters start as those of rank 0. After n steps, before an evaluation and before a checkpoint, all ranks
-# take the mean of their parameters, and of the state of their optimizers: with moments of its own gradients
-# alone, a rank's Adam need not converge (Chen et al., "Toward communication efficient adaptive gradient
-# method", 2020), and a checkpoint, which has one state, could not say how training continues. Buffers, such
-# as the means of a batch norm, become those of rank 0, as they do in every step that averages gradients.
-#
-# The n steps count from the last time that parameters were averaged, whatever the reason was. So a fit that
-# resumes from a checkpoint continues exactly as the one that has saved it.
-#
-# Ranks skip the same steps: before each, they agree whether all gradients are finite.
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A tensor to average, and how many ranks have one."""
-
-    tensor: Tensor
-    count: int
-
-
 class PeriodicAveraging(LocalDense):
-    """Parameters that step in this process, and are averaged over all ranks every so many steps."""
+    """Parameters that step in this process, and are averaged over all ranks every so many steps.
+
+    Ranks that make steps alone, and average their dense parameters every n steps ("local SGD", Stich, 2019).
+
+    Parameters start as those of rank 0. After n steps, before an evaluation and before a checkpoint, all
+    ranks take the mean of their parameters, and of the state of their optimizers: with moments of its own
+    gradients alone, a rank's Adam need not converge (Chen et al., "Toward communication efficient adaptive
+    gradient method", 2020), and a checkpoint, which has one state, could not say how training continues.
+    Buffers, such as the means of a batch norm, become those of rank 0, as they do in every step that averages
+    gradients.
+
+    The n steps count from the last time that parameters were averaged, whatever the reason was. So a fit that
+    resumes from a checkpoint continues exactly as the one that has saved it.
+
+    Ranks skip the same steps: before each, they agree whether all gradients are finite.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, connection: Connection, every: int
@@ -216,21 +207,21 @@ class PeriodicAveraging(LocalDense):
     def _average(self) -> None:
         self._steps = 0
         ranks = self._connection.world_size
-        values = [_Value(parameter.detach(), ranks) for parameter in self._trained] + self._state()
-        alike: dict[tuple[str, torch.dtype], list[_Value]] = {}
-        for value in values:
-            dtype = torch.float64 if value.tensor.dtype is torch.float64 else torch.float32
-            alike.setdefault((str(value.tensor.device), dtype), []).append(value)
+        alike: dict[tuple[str, torch.dtype], list[tuple[Tensor, int]]] = {}
+        for value, count in [*((parameter.detach(), ranks) for parameter in self._trained), *self._state()]:
+            dtype = torch.float64 if value.dtype is torch.float64 else torch.float32
+            alike.setdefault((str(value.device), dtype), []).append((value, count))
         with self._connection.explaining():
             for (_, dtype), group in sorted(alike.items(), key=lambda item: str(item[0])):
-                _mean(group, dtype)
+                average(*zip(*group, strict=True), dtype=dtype)
             for buffer in self._model.buffers():
                 dist.broadcast(buffer, 0)
 
-    def _state(self) -> list[_Value]:
-        """The optimizer's tensors; a rank that lacks some, since a parameter took no part there, gets them.
+    def _state(self) -> list[tuple[Tensor, int]]:
+        """The optimizer's tensors, and how many ranks have each.
 
-        Numbers, such as a count of steps, become the largest of all ranks.
+        A rank that lacks some, since a parameter took no part there, gets them, as zeros. Numbers, such as a
+        count of steps, become the largest of all ranks.
         """
         assert self.optimizer is not None
         state = self.optimizer.state
@@ -246,7 +237,7 @@ class PeriodicAveraging(LocalDense):
             }
             for parameter in self._trained
         ]
-        values: list[_Value] = []
+        values: list[tuple[Tensor, int]] = []
         for index, of_ranks in enumerate(zip(*self._connection.main.gather_json(mine), strict=True)):
             parameter = self._trained[index]
             for name in sorted({name for of_rank in of_ranks for name in of_rank}):
@@ -258,7 +249,7 @@ class PeriodicAveraging(LocalDense):
                 if number is not None:
                     state[parameter][name].fill_(max(description[-1] for description in described))
                 else:
-                    values.append(_Value(state[parameter][name], len(described)))
+                    values.append((state[parameter][name], len(described)))
         return values
 
 
@@ -267,14 +258,17 @@ def _is_number(name: str, value: Tensor, parameter: Tensor) -> bool:
     return value.numel() == 1 and (name == "step" or value.dim() < parameter.dim())
 
 
-def _mean(values: Sequence[_Value], dtype: torch.dtype) -> None:
-    """Replace values by their means over the ranks that have them, in one message; others have zeros."""
-    flat = torch.cat([value.tensor.reshape(-1).to(dtype) for value in values])
+def average(values: Sequence[Tensor], counts: Sequence[int], *, dtype: torch.dtype | None = None) -> None:
+    """Replace values by their means over the ranks that have them, in one message; others have zeros.
+
+    counts: how many ranks have each. dtype: in which they are sent.
+    """
+    flat = torch.cat([value.reshape(-1).to(dtype or value.dtype) for value in values])
     dist.all_reduce(flat)
-    parts = torch.split(flat, [value.tensor.numel() for value in values])
+    parts = torch.split(flat, [value.numel() for value in values])
     with torch.no_grad():
-        for value, part in zip(values, parts, strict=True):
-            value.tensor.copy_((part / value.count).view(value.tensor.shape))
+        for value, count, part in zip(values, counts, parts, strict=True):
+            value.copy_((part / count).view(value.shape))
 
 
 def make_stepping(
@@ -289,6 +283,7 @@ def make_stepping(
 
     If they are on servers, this sends the parameters there, unless trainers come and go; if ranks step alone,
     they get those of rank 0.
+
     """
     if optimizer is None:
         return LocalDense(optimizer)

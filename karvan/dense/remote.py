@@ -26,51 +26,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from karvan.argument_checks import check_counts
-from karvan.dense.optimizer_spec import describe, rate_of
-from karvan.dense.step_policies import Answer, LocalDense, Outcome, Staleness
-from karvan.dense.tensors import Array, all_finite, dense_tensor
-from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
+from karvan.dense.steps import Answer, Array, LocalDense, Outcome, all_finite, dense_tensor
+from karvan.dense.wire_format import describe, rate_of, state_message, state_of, tensors_message, tensors_of
 from karvan.distributed import Connection, RankError
-from karvan.distributed.parameter_servers import Servers
-from karvan.distributed.step_commits import OwnCommits
+from karvan.distributed.parameter_servers import OwnCommits, Servers
 from karvan.embedding import EmbeddingEngine
 from karvan.native import _native
 from karvan.protocol import parameter_server as protocol
 from karvan.wire import Message
 from karvan.wire.schema import A, Call
-
-# A trainer's client of dense parameters on servers: pull, compute gradients, push.
-#
-#     dense = AsyncDense(model, optimizer, servers, trainer="trainer-0")
-#     dense.join()
-#     for batch in batches:
-#         while True:
-#             dense.before_step()
-#             loss(model, batch).backward()
-#             if dense.step() != "rejected":
-#                 break
-#
-# The optimizer is the user's; it steps on the servers, and only its learning rate, which schedulers change,
-# is read here, unless pull_every is above 1. Servers receive the model before trainers join
-# (`DenseServerProxy.load_state`), including the parameters that need no gradient; buffers, such as the means
-# of a batch norm, stay local to each trainer.
-#
-# All servers receive a push with the same sequence number. If one rejects it, or cannot be reached, the
-# number is used again: the next `step` is for the same batch, and servers that have accepted it change
-# nothing. A trainer that is restarted under its name continues with the numbers the servers expect.
-#
-# With pull_every=k, a trainer pulls before every k-th step. In between, the optimizer makes each accepted
-# step here, too, with state of its own: that of this trainer's gradients. So the local parameters have all of
-# this trainer's steps, and the steps that the others had made at the last pull. A gradient's version says so:
-# it is the version pulled, plus the steps that the servers have made of this trainer's pushes since. A push
-# that was rejected is computed again after a pull, and the step after it pulls, too: servers that had
-# accepted the first attempt have the step of that one, so the local parameters would have it twice.
-
-# Divides dense parameters over servers, and their state over any other number of servers.
-#
-# States can be merged if they were taken between the same pushes, which the caller must ensure; so merge them
-# when they are saved, not when they are needed. Versions may differ, because servers may receive pushes in
-# different orders: all continue from the largest.
 
 
 def owner_of_parameter(name: str, servers: int) -> int:
@@ -82,7 +46,12 @@ def owner_of_parameter(name: str, servers: int) -> int:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a single server that holds what all of these hold."""
+    """The state of a single server that holds what all of these hold.
+
+    States can be merged if they were taken between the same pushes, which the caller must ensure; so merge
+    them when they are saved, not when they are needed. Versions may differ, because servers may receive
+    pushes in different orders: all continue from the largest.
+    """
     if not states:
         raise ValueError("Expected the states of at least one server, got none.")
     for state in states[1:]:
@@ -98,6 +67,18 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "slots": _joined([state["slots"] for state in states]),
         "waiting": _merged_waiting([state["waiting"] for state in states]),
         "answers": _merged_answers([state["answers"] for state in states]),
+    }
+
+
+def first_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of a single server that has just got these parameters, and what the optimizer has of them."""
+    return {
+        "version": 0,
+        "optimizer": describe(optimizer),
+        "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+        "slots": {name: dict(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()},
+        "waiting": [],
+        "answers": {},
     }
 
 
@@ -157,10 +138,38 @@ def _merged_answers(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[list[A
     return {trainer: [its[number] for number in sorted(its)] for trainer, its in sorted(merged.items())}
 
 
-class AsyncDense:
+class AsyncDense(LocalDense):
     """A model whose dense parameters are on servers, which must be listed in the same order every time.
 
     call: a `map` that calls the servers, such as a thread pool's, to call all at once. pull_every: see above.
+
+    A trainer's client of dense parameters on servers: pull, compute gradients, push.
+
+        dense = AsyncDense(model, optimizer, servers, trainer="trainer-0")
+        dense.join()
+        for batch in batches:
+            while True:
+                dense.before_step()
+                loss(model, batch).backward()
+                if dense.step() != "rejected":
+                    break
+
+    The optimizer is the user's; it steps on the servers, and only its learning rate, which schedulers change,
+    is read here, unless pull_every is above 1. Servers receive the model before trainers join
+    (`DenseServerProxy.load_state`), including the parameters that need no gradient; buffers, such as the
+    means of a batch norm, stay local to each trainer.
+
+    All servers receive a push with the same sequence number. If one rejects it, or cannot be reached, the
+    number is used again: the next `step` is for the same batch, and servers that have accepted it change
+    nothing. A trainer that is restarted under its name continues with the numbers the servers expect.
+
+    With pull_every=k, a trainer pulls before every k-th step. In between, the optimizer makes each accepted
+    step here, too, with state of its own: that of this trainer's gradients. So the local parameters have all
+    of this trainer's steps, and the steps that the others had made at the last pull. A gradient's version
+    says so: it is the version pulled, plus the steps that the servers have made of this trainer's pushes
+    since. A push that was rejected is computed again after a pull, and the step after it pulls, too: servers
+    that had accepted the first attempt have the step of that one, so the local parameters would have it
+    twice.
     """
 
     def __init__(
@@ -176,8 +185,9 @@ class AsyncDense:
         if not servers:
             raise ValueError("Expected at least one server, got none.")
         check_counts(1, pull_every=pull_every)
+        super().__init__(optimizer)
         self._servers = list(servers)
-        self._optimizer = optimizer
+        self._optimizer: Optimizer = optimizer
         self._trainer = trainer
         self._call = call
         self._parameters = dict(model.named_parameters())
@@ -190,7 +200,6 @@ class AsyncDense:
         self._own_steps = [0] * len(servers)  # of the servers since the last pull, by this trainer's pushes
         self._moved = False  # whether steps were made here since the last pull
         self._rejected = False  # whether the last push was
-        self.staleness = Staleness()
 
     def join(self) -> None:
         """Take the servers' parameters, and continue with the sequence numbers that they expect."""
@@ -222,6 +231,17 @@ class AsyncDense:
             self._versions[number] = version
         return newer
 
+    @override
+    def fresh(self) -> None:
+        self.before_step()
+
+    @property
+    @override
+    def skips_on_device(self) -> bool:
+        """Servers have to know whether a step is made."""
+        return False
+
+    @override
     def step(self) -> Outcome:
         """Push the gradients, and drop them.
 
@@ -315,9 +335,6 @@ def _trained(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> di
     return trained
 
 
-# `DenseServerProxy`: the dense parameters of a server, called over their own channel.
-
-
 class DenseServerProxy:
     """One server, which holds a share of a model."""
 
@@ -370,7 +387,7 @@ class DenseServerProxy:
 _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
 
 
-class RemoteDense(LocalDense):
+class RemoteDense(AsyncDense):
     """Parameters that step on parameter servers."""
 
     proxy: type[DenseServerProxy] = DenseServerProxy
@@ -383,43 +400,29 @@ class RemoteDense(LocalDense):
         connection: Connection,
         prefetch: int,
     ) -> None:
-        super().__init__(optimizer)
         assert connection.servers is not None
         describe(optimizer)  # raises if a server cannot run it
-        servers, number = connection.servers, connection.servers.new_model()
-        self._connection = connection
-        self._number = number
-        self._parameters = dict(model.named_parameters())
-        self._servers = [self.proxy(servers, server, number) for server in range(len(servers))]
-        self._pool = ThreadPoolExecutor(len(servers), "karvan-dense") if len(servers) > 1 else None
-        self._call: Callable[..., Any] = map if self._pool is None else self._pool.map
-        name, settings = f"trainer-{connection.rank}", connection.settings.dense
-        self._dense = AsyncDense(
+        servers, settings = connection.servers, connection.settings.dense
+        number = servers.new_model()
+        proxies = [self.proxy(servers, server, number) for server in range(len(servers))]
+        super().__init__(
             model,
             optimizer,
-            self._servers,
-            trainer=name,
-            call=self._call,
+            proxies,
+            trainer=f"trainer-{connection.rank}",
+            call=map if len(servers) == 1 else ThreadPoolExecutor(len(servers), "karvan-dense").map,
             pull_every=settings.pull_every,
         )
-        self._steps_alone = settings.pull_every > 1
+        self._connection = connection
+        self._number = number
         self._rejects = settings.rejects
         self._engines = list(engines) if self._rejects else []
         self._most = _MOST_REJECTIONS + connection.world_size * (prefetch + 2)
 
-    @property
-    @override
-    def staleness(self) -> Staleness:
-        return self._dense.staleness
-
     @override
     def begin(self) -> None:
         self._first_does(self._fill)
-        self._dense.join()
-
-    @override
-    def fresh(self) -> None:
-        self._dense.before_step()
+        self.join()
 
     @override
     def attempts(self) -> Generator[int, None, None]:
@@ -437,15 +440,9 @@ class RemoteDense(LocalDense):
             "faster. Expected a larger tolerance, or trainers of similar speed."
         )
 
-    @property
-    @override
-    def skips_on_device(self) -> bool:
-        """Servers have to know whether a step is made."""
-        return False
-
     @override
     def step(self) -> Outcome:
-        outcome = self._dense.step()
+        outcome = super().step()
         if outcome == "rejected" and not self._rejects:
             raise RuntimeError(
                 "A parameter server is behind the gradients that it received: it has lost steps. "
@@ -457,12 +454,12 @@ class RemoteDense(LocalDense):
     def settle(self) -> None:
         self._connection.main.barrier()
         self._first_does(lambda: list(self._call(DenseServerProxy.flush, self._servers)))
-        self._dense.pull()
+        self.pull()
 
     @override
     def take(self) -> None:
         self.settle()
-        if self._steps_alone:
+        if self._pull_every > 1:
             self._take_slots()
             self._connection.main.barrier()  # nobody pushes before all have the same state
         else:
@@ -470,38 +467,24 @@ class RemoteDense(LocalDense):
 
     def _fill(self) -> None:
         """Send this rank's parameters and optimizer state to the servers."""
-        assert self.optimizer is not None
-        optimizer_state = self.optimizer.state
-        state = {
-            "version": 0,
-            "optimizer": describe(self.optimizer),
-            "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            "slots": {
-                name: dict(optimizer_state[parameter]) if parameter in optimizer_state else {}
-                for name, parameter in self._parameters.items()
-            },
-            "waiting": [],
-            "answers": {},
-        }
-        shares = split_state(state, len(self._servers))
-        list(self._call(DenseServerProxy.load_state, self._servers, shares))
+        state = first_state(self._optimizer, self._parameters)
+        list(self._call(DenseServerProxy.load_state, self._servers, split_state(state, len(self._servers))))
 
     def _take_slots(self) -> None:
         """Copy the state of the servers' optimizers into this rank's optimizer."""
-        assert self.optimizer is not None
         slots = merge_states(list(self._call(DenseServerProxy.state, self._servers)))["slots"]
-        if not self._steps_alone:
+        if self._pull_every == 1:
             for name, parameter in self._parameters.items():
                 if slots[name]:
-                    self.optimizer.state[parameter] = slots[name]
+                    self._optimizer.state[parameter] = slots[name]
             return
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         trained = [
-            names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]
+            names[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]
         ]
         state = {index: slots[name] for index, name in enumerate(trained) if slots[name]}
         # This moves the state to the parameters' devices, where steps need it.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
 
     def _first_does(self, work: Callable[[], object]) -> None:
         """Rank 0 works while the others wait; an error is raised on all."""
@@ -520,27 +503,12 @@ class RemoteDense(LocalDense):
             raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {problem}")
 
 
-# Dense parameters on parameter servers, of trainers that come and go (mode async with sharding: dynamic).
-#
-# As in `RemoteDense`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage what
-# it pushes, and apply it when the trainer commits its step (`distributed/step_commits.py`): together
-# with the gradients of rows, at all servers or at none.
-#
-# Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those who
-# come later take what is there (`join`).
-
-
 class StagingServerProxy(DenseServerProxy):
     """One server, at which gradients are staged for the step that this member has begun."""
 
+    @override
     def push_gradients(
-        self,
-        gradients: Mapping[str, Array],
-        version: int,
-        *,
-        trainer: str,
-        sequence: int,
-        lr: float | None = None,
+        self, gradients: Mapping[str, Array], version: int, *, lr: float | None = None, **_: Any
     ) -> Answer:
         """Stage gradients. The answer is that of a step: the commit will make one, or the trainer fails."""
         commits = self._servers.commits
@@ -551,7 +519,15 @@ class StagingServerProxy(DenseServerProxy):
 
 
 class ElasticDense(RemoteDense):
-    """Parameters that step on parameter servers, when a step is committed."""
+    """Parameters that step on parameter servers, when a step is committed.
+
+    As in `RemoteDense`, a trainer pulls parameters, computes, and pushes gradients. But servers only stage
+    what it pushes, and apply it when the trainer commits its step (`distributed/parameter_servers.py`):
+    together with the gradients of rows, at all servers or at none.
+
+    Nobody sends parameters to the servers by itself: one trainer does when a run begins (`fill`), and those
+    who come later take what is there (`join`).
+    """
 
     proxy = StagingServerProxy
 
@@ -564,10 +540,6 @@ class ElasticDense(RemoteDense):
         self._fill()
         self.join()
 
-    def join(self) -> None:
-        """Take the parameters of the servers."""
-        self._dense.join()
-
     @override
     def step(self) -> Outcome:
         """Gradients are staged."""
@@ -575,13 +547,13 @@ class ElasticDense(RemoteDense):
         if outcome == "accepted":
             commits = self._connection.servers and self._connection.servers.commits
             assert isinstance(commits, OwnCommits)
-            commits.note_dense(self._number)
+            commits.dense.append(self._number)
         return outcome
 
     @override
     def settle(self) -> None:
         """Trainers have met, and none has a step in progress."""
-        self._dense.pull()
+        self.pull()
 
     @override
     def take(self) -> None:

@@ -2,18 +2,26 @@
 
 Every rank calls the same methods of a channel in the same order. Bytes and numbers in CPU memory are sent,
 never pickles. A single process has channels, too, which send nothing, so that callers need no special case.
+
+How ranks find each other (`agree_on_name`, `join_boards`), and who is missing (`RankMonitor`), is here, too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
+import logging
 import os
+import secrets
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,10 +31,150 @@ from typing_extensions import override
 
 from karvan.activity import TRAINERS, activity
 from karvan.clock import clock
-from karvan.native import _native
+from karvan.native import NativeCoreError, _native
 from karvan.torch_internals import Store
 
-# `RankError`: failures of other ranks. `ChannelLeftError`: why no more collectives are possible.
+_READ_EVERY = 0.01  # seconds between two reads
+
+
+def agree_on_name(store: Store, rank: int, world: int, timeout: float) -> str:
+    """A name that all ranks of this generation get, and no other process.
+
+    Rendezvous of ranks at a store that may hold keys of an earlier generation.
+
+    torchrun restarts ranks after one has died, and may give them the same store. Its keys then look like
+    answers of the new ranks, but are those of processes that have ended. So each process writes a random
+    number: rank 0 writes a roll of all numbers it finds, again whenever one changes, until every rank has
+    confirmed its own number on the same roll. The roll's name is one that no earlier generation can have
+    used.
+    """
+    mine = secrets.token_hex(8)
+    store.set(f"karvan/hello/{rank}", mine)
+    until = time.monotonic() + timeout
+    written = ""
+    while time.monotonic() < until:
+        if rank == 0:
+            numbers = [_get(store, f"karvan/hello/{r}") for r in range(world)]
+            name = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:16]
+            if all(numbers) and name != written:
+                store.set("karvan/roll", json.dumps({"name": name, "numbers": numbers}))
+                written = name
+        roll = json.loads(_get(store, "karvan/roll") or "{}")
+        if roll and len(roll["numbers"]) == world and roll["numbers"][rank] == mine:
+            name = roll["name"]
+            store.set(f"karvan/here/{name}/{rank}", "yes")
+            if rank == 0 and all(_get(store, f"karvan/here/{name}/{r}") for r in range(world)):
+                store.set(f"karvan/go/{name}", "yes")
+            if _get(store, f"karvan/go/{name}"):
+                return str(name)
+        time.sleep(_READ_EVERY)
+    raise TimeoutError(
+        f"Rank {rank} expected all {world} ranks to join within {timeout:g} seconds, but they did not."
+    )
+
+
+def _get(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def machine_id() -> str:
+    """An identifier that all processes of one machine share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+_log = logging.getLogger("karvan.distributed")
+
+_SO_ATTACH_FILTER = 26  # Linux, on all machines that torch is built for
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0, the number of bytes to accept
+_FDS = Path("/proc/self/fd")
+_EPOLL = "anon_inode:[eventpoll]"
+
+
+@contextmanager
+def closing_ports() -> Iterator[None]:
+    """Close the ports of gloo's groups that are created within it.
+
+    Every group of gloo listens at a separate port for as long as it exists, without a token. It needs the
+    port only until its ranks are connected, which is when the group is created; an attacker could connect
+    later, and hold file descriptors and memory of the process. So once a group exists, its listening socket
+    gets a filter that drops every packet (a classic BPF program of one instruction, for which no privilege is
+    needed): new connections get no answer. Existing connections have other sockets, and are not affected.
+
+    Only the ports of groups that are created within `closing_ports` are closed. A group that a program
+    creates later has another port, and connects as usual.
+
+    If a rank dies, its connections end, as without the filter; gloo never reconnects. Where sockets cannot be
+    filtered (not Linux), or gloo connects only when a group is used (TORCH_GLOO_LAZY_INIT), ports stay open,
+    and a warning is logged.
+    """
+    before = set(_links())
+    yield
+    if _connects_late():
+        _log.warning("Ports of gloo stay open: with TORCH_GLOO_LAZY_INIT, ranks connect later.")
+        return
+    try:
+        for fd in _gloo_listeners(set(_links()) - before):
+            _drop_all(fd)
+    except OSError as error:
+        _log.warning("Ports of gloo stay open, since their sockets do not accept a filter: %s.", error)
+
+
+def _gloo_listeners(new: set[tuple[int, str]]) -> list[int]:
+    """The new descriptors that are listening sockets watched by a new epoll.
+
+    Every group of gloo creates such a pair. Other servers of the process are older, or have threads in place
+    of an epoll.
+    """
+    watched: set[int] = set()
+    for fd, link in new:
+        if link == _EPOLL:
+            with suppress(OSError):
+                watched |= _watched_by(fd)
+    return [fd for fd, link in new if fd in watched and link.startswith("socket:") and _listens(fd)]
+
+
+def _links() -> Iterator[tuple[int, str]]:
+    with suppress(OSError):
+        for name in os.listdir(_FDS):
+            with suppress(OSError):  # it was closed in the meantime
+                yield int(name), os.readlink(_FDS / name)
+
+
+def _watched_by(epoll: int) -> set[int]:
+    lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+
+
+def _listens(fd: int) -> bool:
+    with suppress(OSError), _borrowed(fd) as borrowed:
+        internet = borrowed.family in (socket.AF_INET, socket.AF_INET6)
+        return internet and bool(borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
+def _drop_all(fd: int) -> None:
+    program = ctypes.create_string_buffer(_DROP, len(_DROP))
+    with _borrowed(fd) as borrowed:
+        borrowed.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+        )
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """A socket of another owner, which stays open."""
+    socket_ = socket.socket(fileno=fd)
+    try:
+        yield socket_
+    finally:
+        socket_.detach()
+
+
+def _connects_late() -> bool:
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 class RankError(RuntimeError):
@@ -241,13 +389,46 @@ def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-# Heartbeats of ranks that work for minutes between two collectives.
+def join_boards(
+    names: Sequence[str],
+    rank: int,
+    world: int,
+    share: Callable[[str, Any], list[Any]],
+    *,
+    wanted: bool = True,
+) -> dict[str, _native.Board] | None:
+    """Shared memory of all ranks for each channel; None if it is not possible for one of them.
+
+    share: gives the values of all ranks, for a value of this one and its name. wanted: whether this rank uses
+    shared memory if it is possible.
+    """
+    boards: dict[str, _native.Board] = {}
+    error = ""
+    try:
+        boards = {name: _native.Board(rank, world) for name in (names if wanted else ())}
+    except (RuntimeError, OSError, NativeCoreError) as reason:
+        error = str(reason)
+    place = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
+    ranks = share("places", place)
+    try:
+        if any(its["machine"] != place["machine"] or len(its["places"]) < len(names) for its in ranks):
+            error = error or "ranks are on several machines"
+        else:
+            for name, board in boards.items():
+                board.join([tuple(its["places"][name]) for its in ranks])
+    except (RuntimeError, OSError) as reason:
+        error = str(reason)
+    errors = [problem for problem in share("memory", error) if problem]
+    if errors:
+        _log.info("Ranks communicate over the network: %s.", errors[0])
+    return None if errors else boards
 
 
 class RankHeartbeats:
     """Heartbeats of ranks that work for minutes, so that no rank waits longer than a channel allows.
 
     All ranks take part in each round; the work is done when all say so.
+
     """
 
     def __init__(self, channel: CollectiveChannel, timeout: float) -> None:
@@ -272,9 +453,6 @@ class RankHeartbeats:
         self._broken = False
         self._last = time.monotonic()
         return total
-
-
-# Heartbeats of ranks, so that errors name the rank that is missing.
 
 
 _BEAT = 1.0  # seconds between two heartbeats

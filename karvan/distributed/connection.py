@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,25 +20,22 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
+from karvan.argument_checks import meant
 from karvan.distributed.collectives import (
     CollectiveChannel,
     GlooChannel,
     RankError,
     RankMonitor,
     SharedMemoryChannel,
+    agree_on_name,
+    closing_ports,
+    join_boards,
     keep_forever,
-)
-from karvan.distributed.rendezvous import agree_on_name, closing_ports, machine_id
-from karvan.distributed.settings import (
-    IN_PROCESS,
-    ConnectionSettings,
-    memory_size,
-    require_gpu,
 )
 from karvan.job.environment import JobEnvironment, ServerLoss
 from karvan.job.roles import Role
-from karvan.job.sync_modes import choose_dense, choose_mode
-from karvan.native import NativeCoreError, _native, require
+from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
+from karvan.native import require
 from karvan.system_limits import require_limits
 from karvan.torch_internals import PrefixStore, Store, default_group, default_store
 
@@ -46,6 +45,135 @@ if TYPE_CHECKING:
     from karvan.distributed.embedding_workers import Workers
     from karvan.distributed.parameter_servers import Servers
     from karvan.distributed.wire_store import WireStore
+
+
+IN_PROCESS = ("memory", "cuda")
+KINDS = (*IN_PROCESS, "sharded", "remote")
+WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHOICES = {
+    "wire": tuple(WIRES),
+    "grad_reduce": ("mean", "key", "sum"),
+    "transport": ("auto", "memory", "network"),
+    "device": ("cpu", "cuda"),
+}
+
+
+@dataclass(frozen=True)
+class ConnectionSettings:
+    """The settings of a connection; see `connect`.
+
+    elastic: trainers of the run come and go. They are members, whose numbers and run the job's master gives
+    out; servers stage their updates until their step is committed (`parameter_servers.py`).
+
+    """
+
+    kind: str = "memory"
+    wire: str = "float32"
+    grad_reduce: str = "mean"
+    timeout: float = 300.0
+    transport: str = "auto"
+    device: str = "cpu"
+    device_memory: int | None = None  # bytes that rows take on the GPU at most
+    capacity: int | None = None  # rows of this process, over all tables
+    staleness: int = 1
+    on_server_loss: ServerLoss = ServerLoss.ROLLBACK
+    mode: SyncMode = SYNC
+    dense: DenseSettings = field(default_factory=DenseSettings)
+    elastic: bool = False
+    member: int = 0
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        kind = self.kind
+        if kind not in KINDS:
+            raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.{meant(kind, KINDS)}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+        if self.device == "cuda" and kind != "sharded":
+            raise ValueError(
+                f'device="cuda" is for connect("sharded"), got connect("{kind}"): use connect("cuda") for '
+                "rows on the GPU of one process, or Table(device=…) for some tables."
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds, got {self.timeout}.")
+        if self.device_memory is not None and kind != "cuda" and self.device != "cuda":
+            raise ValueError(
+                'device_memory is for connect("cuda") and connect("sharded", device="cuda"), got '
+                f'connect("{kind}").'
+            )
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"connect expects a capacity of at least 1 row, got {self.capacity}.")
+        if self.capacity is not None and (kind not in ("memory", "sharded") or self.device == "cuda"):
+            raise ValueError(
+                'capacity is for connect("memory") and connect("sharded") with rows in memory, got '
+                f'connect("{kind}"): use device_memory for a GPU, roles.parameter_servers.capacity for '
+                "servers."
+            )
+
+    def check_elastic(self) -> None:
+        """Raise a ValueError if an elastic run cannot have these settings."""
+        if not self.run:
+            raise ValueError("An elastic run has a name that its members share, got none.")
+        if self.on_server_loss is ServerLoss.RELOAD:
+            raise ValueError(
+                "An elastic run goes back to its checkpoint when a server is lost: expected on_server_loss "
+                "rollback, got reload."
+            )
+        if self.dense.rejects:
+            raise ValueError(
+                "An elastic run has neither grads_to_wait nor tolerance, because gradients that wait for "
+                "others are lost when their trainer dies."
+            )
+
+
+_UNITS = {"": 1, "B": 1} | {
+    unit + suffix: base ** (power + 1)
+    for power, unit in enumerate("KMGT")
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def missing_cuda() -> str:
+    """Why torch finds no GPU, for a message."""
+    if torch.version.cuda is None:
+        return f"torch.version.cuda is None here (torch {torch.__version__})"
+    return (
+        "torch.cuda.is_available() is False here "
+        f"(torch {torch.__version__} for CUDA {torch.version.cuda}; nvidia-smi and karvan doctor say more)"
+    )
+
+
+def require_gpu(wanted: str) -> None:
+    """Raise unless there are a GPU and triton; wanted: what needs them, as the program wrote it."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"{wanted} expects a GPU and a torch that is built with CUDA, but {missing_cuda()}. Rows can be "
+            'in the memory of the machine instead: kv.connect("memory"), and no Table(device="cuda").'
+        )
+    if find_spec("triton") is None:
+        raise ValueError(
+            f'{wanted} needs triton, which is not installed: pip install "triton>=3.6" (torch for CUDA '
+            "comes with it)."
+        )
+
+
+def memory_size(requested: str | int) -> int:
+    """The bytes of a size such as "20GB", "1.5GiB" or 512_000_000; raises ValueError for anything else."""
+    size = 0.0
+    if isinstance(requested, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", requested.strip())
+        if match is not None and match[2] in _UNITS:
+            size = float(match[1]) * _UNITS[match[2]]
+    elif isinstance(requested, int) and not isinstance(requested, bool):
+        size = requested
+    if not size >= 1:
+        raise ValueError(
+            'device_memory expects a size above 0, such as "20GB", "512MiB" or a number of bytes, got '
+            f"{requested!r}."
+        )
+    return int(size)
+
 
 _log = logging.getLogger("karvan.distributed")
 
@@ -233,7 +361,11 @@ class SharedConnection(Connection):
     def _make_channels(self, timeout: timedelta) -> None:
         settings = self.settings
         first = GlooChannel("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
-        boards = None if settings.transport == "network" else self._boards(first)
+        boards = None
+        if settings.transport != "network":
+            boards = join_boards(
+                _CHANNELS, self.rank, self.world_size, lambda what, value: first.gather_json(value)
+            )
         for name in _CHANNELS:
             if boards is not None:
                 self.channels[name] = SharedMemoryChannel(
@@ -247,31 +379,6 @@ class SharedConnection(Connection):
                 "transport 'memory' expects ranks on one machine that see each other's memory, with Karvan's "
                 "native core."
             )
-
-    def _boards(self, first: CollectiveChannel) -> dict[str, _native.Board] | None:
-        """Shared memory of all ranks for each channel; None if it is not possible for one of them."""
-        boards: dict[str, _native.Board] = {}
-        error = ""
-        try:
-            boards = {name: _native.Board(self.rank, self.world_size) for name in _CHANNELS}
-        except (RuntimeError, OSError, NativeCoreError) as reason:
-            error = str(reason)
-        place = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
-        ranks = first.gather_json(place)
-        try:
-            if any(
-                rank["machine"] != place["machine"] or len(rank["places"]) < len(_CHANNELS) for rank in ranks
-            ):
-                error = error or "ranks are on several machines"
-            else:
-                for name, board in boards.items():
-                    board.join([tuple(rank["places"][name]) for rank in ranks])
-        except (RuntimeError, OSError) as reason:
-            error = str(reason)
-        errors = [problem for problem in first.gather_json(error) if problem]
-        if errors:
-            _log.info("Ranks communicate over the network: %s.", errors[0])
-        return None if errors else boards
 
     @override
     def close(self) -> None:

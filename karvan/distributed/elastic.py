@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,17 +25,14 @@ from karvan.distributed.collectives import (
     GlooChannel,
     RankError,
     SharedMemoryChannel,
+    closing_ports,
+    join_boards,
     keep_forever,
 )
-from karvan.distributed.rendezvous import closing_ports, machine_id
-from karvan.native import NativeCoreError, _native
-from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP
+from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP, RoundState
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
 from karvan.wire.errors import RefusedError
-
-# `GroupClient`: a trainer's calls to the master about the group that it trains in.
-
 
 _DEADLINE = 600.0  # seconds in which a master must come back
 
@@ -47,30 +45,14 @@ class GroupRound(NamedTuple):
     run: str
 
 
-class GroupState(NamedTuple):
-    """What has happened to a round; see `karvan/work/trainer_group.py`."""
-
-    regroup: bool
-    broken: bool
-    gone: tuple[int, ...]
-    waiting: tuple[int, ...]
-
-
 class GroupClient:
     """Calls under the name of this process. It outlives the master: calls wait for the next one."""
 
-    def __init__(
-        self,
-        find: str | Callable[[], str],
-        process: str,
-        security: Security | None = None,
-        *,
-        deadline: float = _DEADLINE,
-    ) -> None:
+    def __init__(self, find: str | Callable[[], str], process: str, security: Security | None = None) -> None:
         self.process = process
         self.member = -1  # until it has entered
-        self.group = ""  # the name of the group, once it has entered
-        self._client = Client("master", find, security, deadline=deadline, forgetful=True)
+        self.group = ""  # the name of the group, which its trainers share, once it has entered
+        self._client = Client("master", find, security, deadline=_DEADLINE, forgetful=True)
 
     def enter(self) -> str:
         """Get a number, `member`, and the name of the group; returns the name of the run."""
@@ -85,10 +67,9 @@ class GroupClient:
         self.member = answer.member
         return GroupRound(answer.round, tuple(answer.members), answer.run) if answer.round else None
 
-    def watch(self, round_number: int) -> GroupState:
-        """What has happened to a round."""
-        answer = self._client.call(WATCH_GROUP, {"process": self.process, "round": round_number}).head
-        return GroupState(answer.regroup, answer.broken, tuple(answer.gone), tuple(answer.waiting))
+    def watch(self, round_number: int) -> RoundState:
+        """What has happened to a round; see `karvan/work/trainer_group.py`."""
+        return self._client.call(WATCH_GROUP, {"process": self.process, "round": round_number}).head
 
     def settle(self, round_number: int) -> None:
         """The members of a round have settled what those that are gone have done."""
@@ -101,17 +82,6 @@ class GroupClient:
     def close(self) -> None:
         """Disconnect."""
         self._client.close()
-
-
-# Which fit or prediction of its program a trainer is in, and what follows if others are elsewhere.
-#
-# All trainers run the same program, so they count the same *calls*: its fits, and its predictions of leased
-# data. One that was started again begins at the first call, while others are in a later one.
-#
-# When trainers meet in a round, each says its `Standing`. Those that *know* the state of training, because
-# they train or have trained, share it with the others. A trainer that does not know it, and is in an earlier
-# call than all who do, skips the calls up to the earliest of theirs: what they were for is done. Those in a
-# later call than others wait for these in the next round.
 
 
 class ProgramCalls:
@@ -135,11 +105,6 @@ class ProgramCalls:
         finally:
             self.in_fit = False
 
-    def begin_prediction(self) -> int:
-        """The number of the next prediction."""
-        self.last += 1
-        return self.last
-
 
 @dataclass(frozen=True)
 class Standing:
@@ -157,7 +122,18 @@ class Standing:
 
 
 class Standings:
-    """Those of all trainers of a round, in the order of ranks."""
+    """Those of all trainers of a round, in the order of ranks.
+
+    Which fit or prediction of its program a trainer is in, and what follows if others are elsewhere.
+
+    All trainers run the same program, so they count the same *calls*: its fits, and its predictions of leased
+    data. One that was started again begins at the first call, while others are in a later one.
+
+    When trainers meet in a round, each says its `Standing`. Those that *know* the state of training, because
+    they train or have trained, share it with the others. A trainer that does not know it, and is in an
+    earlier call than all who do, skips the calls up to the earliest of theirs: what they were for is done.
+    Those in a later call than others wait for these in the next round.
+    """
 
     def __init__(self, standings: Sequence[Standing]) -> None:
         self._said = standings
@@ -202,33 +178,34 @@ class Standings:
         return [rank for rank, standing in enumerate(self._said) if standing.call > call]
 
 
-# `ElasticGroup`: a trainer among others that come and go.
-#
-# The trainers of a round (`karvan/work/trainer_group.py`) have a channel between them, as ranks of a fixed
-# group have. When a member dies or leaves, or somebody joins, the round is over: collectives raise a
-# RankError, and `regroup` makes the channel of the next round, in the same process.
-#
-# To the rest of the program such a trainer is alone: the connection that has the group is that of a single
-# process. Only elastic training knows of the others. Ranks are those of the current round; what must be known
-# for longer is known by the number of the member, which no other process gets.
-
-
 _log = logging.getLogger("karvan.distributed")
 
 _POLL = 0.02  # seconds between two questions for the next round
 _WATCH = 0.2  # seconds between two questions about the current one
 
 
+class _BrokenRoundError(Exception):
+    """A round was broken while it began."""
+
+
 class ElasticGroup:
     """The trainers that train together, as the master decides.
 
     store: where members meet. transport, timeout: see `kv.connect`.
+
+    The trainers of a round (`karvan/work/trainer_group.py`) have a channel between them, as ranks of a fixed
+    group have. When a member dies or leaves, or somebody joins, the round is over: collectives raise a
+    RankError, and `regroup` makes the channel of the next round, in the same process.
+
+    To the rest of the program such a trainer is alone: the connection that has the group is that of a single
+    process. Only elastic training knows of the others. Ranks are those of the current round; what must be
+    known for longer is known by the number of the member, which no other process gets.
     """
 
     def __init__(
         self, client: GroupClient, store: Store, *, transport: str = "auto", timeout: float = 300.0
     ) -> None:
-        self._client = client
+        self.client = client
         self._store = store
         self._transport = transport
         self._timeout = timeout
@@ -256,21 +233,11 @@ class ElasticGroup:
     @property
     def member(self) -> int:
         """The number of this trainer, for as long as it lives."""
-        return self._client.member
-
-    @property
-    def name(self) -> str:
-        """That of the group, which its trainers share, whoever comes and goes."""
-        return self._client.group
-
-    @property
-    def process(self) -> str:
-        """Its name at the master."""
-        return self._client.process
+        return self.client.member
 
     def enter(self) -> str:
         """Get the number of this trainer; returns the name of the run."""
-        return self._client.enter()
+        return self.client.enter()
 
     def regroup(self) -> GroupRound:
         """Wait for the next round, and become a member of it.
@@ -282,7 +249,7 @@ class ElasticGroup:
             while True:
                 with self._lock:
                     lost = set(self._lost)
-                group_round = self._client.join(self.round.number, lost)
+                group_round = self.client.join(self.round.number, lost)
                 if group_round is not None and self._enter(group_round):
                     return group_round
                 time.sleep(_POLL)
@@ -301,13 +268,13 @@ class ElasticGroup:
 
     def settle(self) -> None:
         """The members of the round have settled what those that are gone have done; said by rank 0."""
-        self._client.settle(self.round.number)
+        self.client.settle(self.round.number)
         self.gone = set()
 
     def leave(self, within: float | None = None) -> None:
         """Leave the group for good; the others continue. within: see `GroupClient.leave`."""
         self.channel.leave()
-        self._client.leave(within)
+        self.client.leave(within)
         self.channel = CollectiveChannel("group")
 
     def dissolve(self) -> None:
@@ -321,7 +288,7 @@ class ElasticGroup:
         self.channel.leave()
         if self._watcher is not None:
             self._watcher.join()
-        self._client.close()
+        self.client.close()
 
     # A new round
 
@@ -337,60 +304,43 @@ class ElasticGroup:
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="karvan-group", daemon=True)
             self._watcher.start()
-        channel = CollectiveChannel("group") if world == 1 else self._make_channel(group_round, rank, world)
-        if channel is None:
+        try:
+            self.channel = self._make_channel(group_round, rank, world)
+        except _BrokenRoundError:
             return False
-        self.channel = channel
         _log.info("Round %d: rank %d of %d.", group_round.number, rank, world)
         return True
 
-    def _make_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
-        board: _native.Board | None = None
-        if self._transport != "network":
-            try:
-                board = _native.Board(rank, world)
-            except (RuntimeError, OSError, NativeCoreError) as error:
-                _log.info("Trainers communicate over the network: %s.", error)
-        place = {"machine": machine_id(), "place": None if board is None else board.place}
-        ranks = self._share(group_round, "places", place)
-        if ranks is None:
-            return None
-        works = all(rank["machine"] == place["machine"] and rank["place"] for rank in ranks)
-        if works and board is not None:
-            try:
-                board.join([tuple(rank["place"]) for rank in ranks])
-            except (RuntimeError, OSError) as error:
-                _log.info("Trainers communicate over the network: %s.", error)
-                works = False
-        agreed = self._share(group_round, "memory", works)
-        if agreed is None:
-            return None
-        if all(agreed) and board is not None:
-            return SharedMemoryChannel("group", board, rank, world, self._timeout, self._explain)
+    def _make_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel:
+        if world == 1:
+            return CollectiveChannel("group")
+        wanted = self._transport != "network"
+        boards = join_boards(["group"], rank, world, partial(self._share, group_round), wanted=wanted)
+        if boards is not None:
+            return SharedMemoryChannel("group", boards["group"], rank, world, self._timeout, self._explain)
         return self._network_channel(group_round, rank, world)
 
-    def _network_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel | None:
+    def _network_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel:
         store = PrefixStore(f"group/{group_round.number}", self._store)
         try:
             with closing_ports():
                 group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=self._timeout))
         except RuntimeError as error:
             _log.info("Round %d was broken while it began: %s", group_round.number, error)
-            return None
+            raise _BrokenRoundError from error
         keep_forever(group)  # destroying a group waits for its operations
         return GlooChannel("group", group, self._explain)
 
-    def _share(self, group_round: GroupRound, what: str, value: Any) -> list[Any] | None:
-        """The values of all members of a round; None if it was broken meanwhile."""
+    def _share(self, group_round: GroupRound, what: str, value: Any) -> list[Any]:
+        """The values of all members of a round; a _BrokenRoundError if it was broken meanwhile."""
         rank = group_round.members.index(self.member)
         keys = [f"group/{group_round.number}/{what}/{rank}" for rank in range(len(group_round.members))]
         self._store.set(keys[rank], json.dumps(value))
         while not self._store.check(keys):
             with self._lock:
-                if self.regroup_wanted and self._lost:
-                    return None
-            if self._client.watch(group_round.number).broken:
-                return None
+                lost = self.regroup_wanted and self._lost
+            if lost or self.client.watch(group_round.number).broken:
+                raise _BrokenRoundError
             time.sleep(_POLL)
         return [json.loads(self._store.get(key)) for key in keys]
 
@@ -399,7 +349,7 @@ class ElasticGroup:
         while not self._ended.wait(_WATCH):
             number = self.round.number
             try:
-                state = self._client.watch(number)
+                state = self.client.watch(number)
             except RefusedError as error:
                 _log.warning("%s", error)
                 self.regroup_wanted = True  # where it is raised again
@@ -425,17 +375,15 @@ class ElasticGroup:
         return RankError(f"A collective of trainers was not completed: {error}.")
 
 
-# `ordered_sum`: the sum of tensors of several ranks, with bits that do not depend on who has which.
-#
-# Floating-point sums depend on their order. Here the order is that of the parts, however many ranks there
-# are: the tensors are cut into a chunk for each rank. A rank gets its chunk of every part, adds them up in
-# order, and sends the sum to all others. With one part on each rank these are as many bytes as a ring needs.
-
-
 def ordered_sum(channel: CollectiveChannel, mine: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
     """The sum of flat tensors of equal size: part i is one of those that rank ranks[i] has.
 
     mine: this rank's parts, in order. A collective; all ranks say the same `ranks`.
+
+    Floating-point sums depend on their order. Here the order is that of the parts, however many ranks there
+    are: the tensors are cut into a chunk for each rank. A rank gets its chunk of every part, adds them up in
+    order, and sends the sum to all others. With one part on each rank these are as many bytes as a ring
+    needs.
     """
     if len(mine) != ranks.count(channel.rank):
         raise ValueError(

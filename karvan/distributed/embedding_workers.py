@@ -13,23 +13,26 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic
+from typing import Any
+
+from typing_extensions import override
 
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
+from karvan.distributed.parameter_servers import ServiceClients
 from karvan.job.roles import Role
 from karvan.outages import mark
 from karvan.protocol.embedding_worker import ABANDON_MEMBERS, ENGINE, MissingParts
 from karvan.ragged import IdsReference
 from karvan.wire import Array, Client, Message, Security
-from karvan.wire.schema import A, Call, Head
+from karvan.wire.schema import A, Call
 
 _FOUND_WITHIN = 5.0  # seconds of one attempt to find a worker; repeated until the call's deadline
 # Separate channels, so that lookups do not wait for gradients, nor the other way round.
 CHANNELS = ("claim", "backward")
 
 
-class Workers:
+class Workers(ServiceClients):
     """All workers; each has a thread for each channel, which makes its calls in order.
 
     resend: requests that the ids of a reference are sent to its worker again, and returns when they have
@@ -45,17 +48,13 @@ class Workers:
         timeout: float,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(hello, security, timeout)
         self.resend: Callable[[IdsReference], None] | None = None
         self.release: Callable[[IdsReference], None] | None = None
         self._find = find
-        self._security = security
-        self._hello = hello
-        self._timeout = timeout
         self._leave = leave  # closes the directory
         self._gone: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers can release
         self._watched: weakref.WeakSet[IdsReference] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._peers: dict[tuple[int, str], Client] = {}
         self._threads: dict[tuple[int, str], _CallThread] = {}
 
     def __len__(self) -> int:
@@ -84,7 +83,8 @@ class Workers:
 
         def work() -> Message[A]:
             first()
-            return self._call(worker, channel, call, head, arrays, engine, references)
+            peer = self.peer(worker, channel)
+            return self._completed(peer, lambda: peer.call(call, head, arrays), engine, references)
 
         return self._thread(worker, channel).put(work, then)
 
@@ -102,27 +102,14 @@ class Workers:
 
     def take_gone(self, worker: int) -> list[str]:
         """Names of ids that a worker can release and has not been told yet."""
-        waiting, references_ = self._gone[worker], []
-        while waiting:
-            references_.append(waiting.popleft())
-        return references_
-
-    def rejoin(self, run: str) -> None:
-        """Become a member of another elastic run, before anything was claimed: the last one is over."""
-        with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
-            self._hello = {**self._hello, "run": run}
-        for peer in peers:
-            peer.close()
+        waiting = self._gone[worker]
+        return [waiting.popleft() for _ in range(len(waiting))]
 
     def abandon(self, members: Iterable[int]) -> None:
         """Members of an elastic run are gone: workers drop what they have of them, sooner or later."""
         head = {"members": sorted(members)}
         for worker in range(len(self)) if head["members"] else ():
-            self._thread(worker, "claim").put(partial(self._tell, worker, head), lambda answer: None)
-
-    def _tell(self, worker: int, head: Mapping[str, Any]) -> Message[Head]:
-        return self._peer(worker, "claim").call(ABANDON_MEMBERS, head)
+            self.begin(worker, "claim", ABANDON_MEMBERS, head, engine={}, references=())
 
     def _thread(self, worker: int, channel: str) -> _CallThread:
         with self._lock:
@@ -130,36 +117,26 @@ class Workers:
                 self._threads[worker, channel] = _CallThread(f"karvan-{channel} {worker}")
             return self._threads[worker, channel]
 
-    def bytes(self) -> tuple[int, int]:
-        """Bytes of arrays sent and received so far."""
-        peers = list(self._peers.values())
-        return sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers)
-
     def close(self) -> None:
         """Disconnect from all of them; calls without an answer fail."""
         with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
             threads, self._threads = list(self._threads.values()), {}
         for thread in threads:
             thread.close()
-        for peer in peers:
-            peer.close()
+        self._disconnect()
         self._leave()
 
-    def _call(
+    def _completed(
         self,
-        worker: int,
-        channel: str,
-        call: Call[Any, MissingParts | A],
-        head: Mapping[str, Any],
-        arrays: Sequence[Array],
+        peer: Client,
+        call: Callable[[], Message[MissingParts | A]],
         engine: Mapping[str, Any],
         references: Sequence[IdsReference],
     ) -> Message[A]:
-        peer = self._peer(worker, channel)
+        """The answer to a call, which is made again until the worker misses nothing for it."""
         due = clock.now() + self._timeout
         while True:
-            answer = peer.call(call, head, arrays)
+            answer = call()
             needs = answer.head
             if not isinstance(needs, MissingParts):
                 return Message(needs, answer.arrays)
@@ -174,62 +151,52 @@ class Workers:
                 raise mark(RuntimeError(text), temporary=True)  # no record of the batch is to blame
             self.resend(missing)
 
-    def _peer(self, worker: int, channel: str) -> Client:
-        with self._lock:
-            if (worker, channel) not in self._peers:
-                self._peers[worker, channel] = Client(
-                    f"embedding worker {worker}",
-                    self._find[worker],
-                    self._security,
-                    hello={**self._hello, "worker": worker, "line": channel},
-                    deadline=self._timeout,
-                    forgetful=True,
-                )
-            return self._peers[worker, channel]
+    @override
+    def _connect(self, number: int, channel: str) -> Client:
+        return Client(
+            f"embedding worker {number}",
+            self._find[number],
+            self._security,
+            hello={**self.hello, "worker": number, "line": channel},
+            deadline=self._timeout,
+            forgetful=True,
+        )
 
 
 class _CallThread:
     """A thread that runs calls one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(
         self, work: Callable[[], Message[A]], then: Callable[[Message[A] | Exception], None]
     ) -> Future[Message[A]]:
         """Run it after earlier calls."""
-        job = _Job(work, then)
-        self._queue.put(job)
-        return job.result
+        result: Future[Message[A]] = Future()
+
+        def run() -> None:
+            try:
+                answer = work()
+            except Exception as error:
+                then(error)
+                result.set_exception(error)
+            else:
+                then(answer)
+                result.set_result(answer)
+
+        self._queue.put(run)
+        return result
 
     def close(self) -> None:
         """End after earlier calls."""
         self._queue.put(None)
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job.do()
-            del job  # releases its arrays while the thread waits
-
-
-class _Job(Generic[A]):
-    def __init__(
-        self, work: Callable[[], Message[A]], then: Callable[[Message[A] | Exception], None]
-    ) -> None:
-        self.result: Future[Message[A]] = Future()
-        self._work = work
-        self._then = then
-
-    def do(self) -> None:
-        try:
-            answer = self._work()
-        except Exception as error:
-            self._then(error)
-            self.result.set_exception(error)
-        else:
-            self._then(answer)
-            self.result.set_result(answer)
+        while (call := self._queue.get()) is not None:
+            call()
+            del call  # releases its arrays while the thread waits
 
 
 def find_workers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Workers | None:

@@ -75,7 +75,7 @@ OPTIMIZER = Fields({"name": Text(100), "options": MapOf(_OPTION, 64, Text(100))}
 
 RATE = Nullable(Float(0.0, FLOAT32_MAX))
 STALENESS = Integer(-(2**53), 2**53)  # of a server that lost steps it is negative
-ANSWER = TupleOf(Boolean(), NUMBER, Boolean(), STALENESS, Text(40, 0))  # karvan.dense.step_policies.Answer
+ANSWER = TupleOf(Boolean(), NUMBER, Boolean(), STALENESS, Text(40, 0))  # karvan.dense.steps.Answer
 
 # A state of dense parameters, without its tensors.
 ANSWERS = MapOf(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.distributed.settings import WIRES
+from karvan.distributed.connection import WIRES
 from karvan.native import _native
 from karvan.store.types import RULE_NUMBERS, Counts, Keys, Rule, TableSpec, Vectors
 

@@ -6,67 +6,48 @@ a model on batches, `make_training_setup` adds what trains it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from karvan import distributed
+from karvan.data.columns.kinds import ColumnKind
+from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, make_stepping
-from karvan.dense.step_policies import LocalDense
+from karvan.dense.steps import LocalDense
 from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.callbacks import Callbacks
+from karvan.train.data_parallel import make_parallel
+from karvan.train.device_placement import device_of, make_placement, target_device
 from karvan.train.epoch import Accumulation
-from karvan.train.feed import Feed, RankRounds, feed, prefetch_of
+from karvan.train.evaluation import Evaluator, ModelSetup
+from karvan.train.feed import prefetch_of
 from karvan.train.losses import Check, no_check
-from karvan.train.preflight import check_connection, check_trained
-from karvan.train.step.data_parallel import make_parallel
-from karvan.train.step.device_placement import Placement, device_of, make_placement, target_device
-from karvan.train.step.optimizer_step import (
+from karvan.train.optimizer_step import (
     DenseOptimizer,
     Frozen,
     OptimizerStep,
     OptimizerStepSettings,
     Patterns,
+    Schedule,
     engines_of,
     fuse_on_gpu,
     make_dense,
     make_sparse,
 )
-from karvan.train.step.precision import Precision, make_precision
-from karvan.train.step.step_routine import StepRoutine
-from karvan.train.types import model_input, same
-
-
-@dataclass(frozen=True)
-class ModelSetup:
-    """What runs a model on batches."""
-
-    model: nn.Module
-    device: torch.device
-    connection: Connection
-    precision: Precision
-    placement: Placement
-    prefetch: int
-
-    def infer(self, batch: Any) -> Any:
-        """The output for a batch on the model's device, without gradients."""
-        with torch.no_grad(), self.placement.forward(), self.precision.context(), self.precision.forward():
-            return self.model(model_input(batch))
-
-    def evaluation_feed(self, data: Iterable[Any]) -> Feed:
-        """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""
-        place = partial(self.placement.place, training=False)
-        return feed(
-            data,
-            place,
-            prefetch=self.prefetch,
-            rounds=RankRounds(self.connection, "evaluate"),
-            within=self.placement.feed_context(),
-        )
+from karvan.train.precision import make_precision
+from karvan.train.preflight import check_connection, check_trained
+from karvan.train.reporting.loggers import LoggerGroup
+from karvan.train.reporting.progress import NoProgress
+from karvan.train.reporting.results import ReportWindow, TrainingCounts
+from karvan.train.state.saving import NoSaver
+from karvan.train.step_routine import StepRoutine
+from karvan.train.stopping import StopRequest
+from karvan.train.types import Loss, MetricLike, same
 
 
 @dataclass(frozen=True)
@@ -84,6 +65,70 @@ class TrainingSetup:
     def check(self) -> None:
         """Raise unless all of the model is trained or frozen, under the program's connection."""
         check_trained(self.runs.model, self.update, self.frozen, self.runs.connection)
+
+
+@dataclass
+class RunProgress:
+    """How far a Trainer's run is, from one fit to the next."""
+
+    counts: TrainingCounts
+    window: ReportWindow
+    data_identity: Identity | None = None  # of the last fit without checkpoints
+    columns: Mapping[str, ColumnKind] = field(default_factory=dict)  # that the model was trained with
+    banner_shown: bool = False  # a Trainer shows its banner once
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """The parts of a Trainer, as they are when a fit begins."""
+
+    setup: TrainingSetup
+    loss: Loss
+    metrics: dict[str, MetricLike]
+    schedule: Schedule
+    callbacks: Callbacks
+    saver: NoSaver
+    evaluator: Evaluator
+    loggers: LoggerGroup
+    progress: NoProgress
+    log_every: int | None  # None: `report_period`, and progress may show numbers between
+    resume_hint: str  # for people, after Ctrl-C
+    nonfinite: str
+    run: RunProgress
+    stop_request: StopRequest
+
+    def count(self, output: Any, batch: Any) -> None:
+        """Count the output for a batch in all metrics."""
+        for metric in self.metrics.values():
+            metric.update(output, batch)
+
+    def metric_values(self) -> dict[str, float]:
+        """The values of all metrics, of the batches counted so far."""
+        return {name: metric.compute() for name, metric in self.metrics.items()}
+
+    def metric_states(self) -> dict[str, Any]:
+        """The states of all metrics, which others can merge."""
+        return {name: metric.state() for name, metric in self.metrics.items()}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, on its device."""
+        return self.setup.runs.model
+
+    @property
+    def connection(self) -> Connection:
+        """How this process trains together with others."""
+        return self.setup.runs.connection
+
+    @property
+    def counts(self) -> TrainingCounts:
+        """How far training is."""
+        return self.run.counts
+
+    @property
+    def window(self) -> ReportWindow:
+        """The losses since the last report."""
+        return self.run.window
 
 
 def make_model_setup(

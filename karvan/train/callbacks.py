@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from karvan.dense.step_policies import LocalDense
+from karvan.dense.steps import LocalDense
 from karvan.distributed import Connection
 from karvan.public_names import publish
 from karvan.train.reporting.results import FitResult, StepLogs

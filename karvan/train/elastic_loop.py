@@ -36,8 +36,8 @@ from karvan.checkpoint.format.state_tree import pack, unpack
 from karvan.clock import clock
 from karvan.distributed import RankError, current
 from karvan.distributed.elastic import ElasticGroup, ordered_sum
-from karvan.train.step.data_parallel import flat_gradients, set_gradients
-from karvan.train.step.optimizer_step import engines_of
+from karvan.train.data_parallel import flat_gradients, set_gradients
+from karvan.train.optimizer_step import engines_of
 
 _log = logging.getLogger("karvan.train")
 

@@ -18,19 +18,12 @@ from karvan.argument_checks import check_integers
 from karvan.data.loading.rank_shares import kind_of, mismatch
 from karvan.distributed import Connection
 from karvan.exit_codes import note_training
+from karvan.train.device_placement import Placement
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.dataset import UnfinishedError
 from karvan.train.state.gathering import gather_state, random_state, set_random_state
-from karvan.train.step.device_placement import Placement
 from karvan.train.types import Positioned, samples_of
-
-# Gradient accumulation: how many batches make a step, and how much each loss counts.
-#
-# Gradients of ranks are averaged, dense and sparse. So that a step of W ranks equals the step of one process
-# on all of their samples, the loss of a pass is divided by (samples of all ranks in the step) / (samples of
-# the pass · W), which is exactly 1 for equal batches. Batches that make a fixed global step have equal
-# weights, as in one process. In mode async every trainer makes its own steps, with the mean over its samples.
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,12 @@ class Accumulation:
     gradient_accumulation_steps: the batches of every rank in a step. global_accumulation_steps: those of all
     ranks together; in step number s, rank r has one more than others if (r - s) modulo world_size is below
     the remainder, so that ranks read their data evenly. together: a step has the batches of all ranks.
+
+    Gradients of ranks are averaged, dense and sparse. So that a step of W ranks equals the step of one
+    process on all of their samples, the loss of a pass is divided by (samples of all ranks in the step) /
+    (samples of the pass · W), which is exactly 1 for equal batches. Batches that make a fixed global step
+    have equal weights, as in one process. In mode async every trainer makes its own steps, with the mean over
+    its samples.
     """
 
     gradient_accumulation_steps: int = 1
@@ -109,20 +108,18 @@ class Accumulation:
         return total_weight / (weight * self.world_size) if self.together else sum(weights) / weight
 
 
-# A run that continues with another kind of data than its checkpoint's: a `Loader` after `from_loaders()`.
-#
-# Both may read the same records, but the position of one means nothing to the other. At the end of an epoch
-# no position is needed: the next epoch starts at its first batch, in the order that it has by its number.
-# Within an epoch it is an error, unless what was trained of the epoch is to be dropped.
-
-
 _log = getLogger("karvan.train")
 
 
 def starts_epoch(
     position: Any, data: Any, counts: TrainingCounts, drop_unfinished: bool, *, warns: bool
 ) -> bool:
-    """Whether data was moved to the start of its epoch, because the position is of another kind of data."""
+    """Whether data was moved to the start of its epoch, because the position is of another kind of data.
+
+    Both may read the same records, but the position of one means nothing to the other. At the end of an epoch
+    no position is needed: the next epoch starts at its first batch, in the order that it has by its number.
+    Within an epoch it is an error, unless what was trained of the epoch is to be dropped.
+    """
     if position is None or not isinstance(data, Positioned):
         return False
     saved, current = kind_of(position), kind_of(position_of(data))
@@ -154,6 +151,7 @@ class PositionError(ValueError):
     """Data cannot continue at the position of a checkpoint, because it has another order now."""
 
 
+@dataclass
 class Epoch:
     """The groups of batches that make the steps of an epoch.
 
@@ -161,28 +159,17 @@ class Epoch:
     why all ranks have stopped, or None; returns whether the epoch ends before its data does.
     """
 
-    def __init__(
-        self,
-        data: Iterable[Any],
-        connection: Connection,
-        placement: Placement,
-        passes: Accumulation,
-        counts: TrainingCounts,
-        prefetch: int,
-        *,
-        stopped: Callable[[], object] = never,
-        due: Callable[[], bool] = never,
-        ends: Callable[[str | None], bool] = lambda reason: False,
-    ) -> None:
-        self._data = data
-        self._connection = connection
-        self._placement = placement
-        self._passes = passes
-        self._counts = counts
-        self._prefetch = prefetch
-        self._stopped = stopped
-        self._due = due
-        self._ends = ends
+    data: Iterable[Any]
+    connection: Connection
+    placement: Placement
+    passes: Accumulation
+    counts: TrainingCounts
+    prefetch: int
+    stopped: Callable[[], object] = never
+    due: Callable[[], bool] = never
+    ends: Callable[[str | None], bool] = lambda reason: False
+
+    def __post_init__(self) -> None:
         self._position: Any = None  # of the data, after the last batch that was trained on
         self._skip = 0  # batches of the data that were trained on before
         self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
@@ -194,17 +181,17 @@ class Epoch:
 
     def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
-        counts, any_group = self._counts, False
+        counts, any_group = self.counts, False
         self.complete = False
         if counts.batches == 0:
             begin()
-            self._position = position_of(self._data)
+            self._position = position_of(self.data)
             self._epoch_random = random_state() if self._position is None else None
         # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
-        for _ in range(2 if isinstance(self._data, Positioned) else 1):
-            with self._placement.checked_by(self._data), self._begin_feed() as batches:
-                while rounds := list(islice(batches, self._passes.count)):
-                    if self._ends(batches.reason):
+        for _ in range(2 if isinstance(self.data, Positioned) else 1):
+            with self.placement.checked_by(self.data), self._begin_feed() as batches:
+                while rounds := list(islice(batches, self.passes.count)):
+                    if self.ends(batches.reason):
                         break
                     if group := [fed for fed in rounds if fed.all_batches]:
                         self._restore_random()
@@ -213,7 +200,7 @@ class Epoch:
                     else:
                         counts.passed += 1
             self._restore_random()
-            if self._ends(batches.reason):
+            if self.ends(batches.reason):
                 self.move_back()
                 return
             if counts.batches or any_group:
@@ -228,22 +215,22 @@ class Epoch:
         )
 
     def _begin_feed(self) -> Feed:
-        self._placement.forget()  # what the feed before had prefetched
-        passes, begin = self._passes, self._counts.step + self._counts.passed
+        self.placement.forget()  # what the feed before had prefetched
+        passes, begin = self.passes, self.counts.step + self.counts.passed
         rounds = RankRounds(
-            self._connection,
+            self.connection,
             "fit",
             lambda number: number % passes.count < passes.mine(begin + number // passes.count),
-            self._due,
+            self.due,
         )
         self._feed = feed(
-            self._data,
-            partial(self._placement.place, training=True),
-            prefetch=self._prefetch,
+            self.data,
+            partial(self.placement.place, training=True),
+            prefetch=self.prefetch,
             skip=self._skip,
-            stopped=self._stopped,
+            stopped=self.stopped,
             rounds=rounds,
-            within=self._placement.feed_context(),
+            within=self.placement.feed_context(),
         )
         self._skip = 0
         return self._feed
@@ -256,21 +243,21 @@ class Epoch:
 
     def samples(self, group: list[FedBatch]) -> int:
         """The samples of a step, of all ranks."""
-        alone = self._connection.world_size == 1
+        alone = self.connection.world_size == 1
         return sum(samples_of(fed.batch) if alone else fed.all_samples for fed in group)
 
     def trained(self, group: list[FedBatch], samples: int) -> None:
         """A step of these batches was made or skipped."""
         note_training()
-        self._counts.step += 1
-        self._counts.batches += len(group)
-        self._counts.samples += samples
+        self.counts.step += 1
+        self.counts.batches += len(group)
+        self.counts.samples += samples
         self._position = group[-1].position
 
     def end_epoch(self) -> None:
         """Count the epoch: the next batch belongs to another one."""
-        self._counts.epoch += 1
-        self._counts.batches = 0
+        self.counts.epoch += 1
+        self.counts.batches = 0
         self.complete = False
 
     def abandon(self, error: BaseException) -> None:
@@ -280,26 +267,26 @@ class Epoch:
 
     def move_back(self) -> None:
         """Move the data to the position of training, if it has positions."""
-        move_back(self._data, self._position)
+        move_back(self.data, self._position)
 
     def state(self) -> dict[str, Any]:
         """The state for checkpoints, the same on all ranks; a collective."""
-        positions = gather_state(self._connection.main, self._position)
+        positions = gather_state(self.connection.main, self._position)
         return {
-            "position": merged_position(self._data, positions),
+            "position": merged_position(self.data, positions),
             "epoch_random": self._epoch_random,
         }
 
     def load_or_drop(self, saved: Mapping[str, Any], random: Any, drop: bool) -> None:
         """`load`; if drop and any rank's data has another order, start the epoch again. A collective."""
-        begin, failure = position_of(self._data), None
+        begin, failure = position_of(self.data), None
         try:
             self.load(saved, random, drop)
         except PositionError as error:
             failure = error
         failures = [None if failure is None else str(failure)]
-        if drop and self._connection.world_size > 1:
-            failures = self._connection.main.gather_json(failures[0])
+        if drop and self.connection.world_size > 1:
+            failures = self.connection.main.gather_json(failures[0])
         if not any(failures):
             return
         if not drop:
@@ -308,34 +295,33 @@ class Epoch:
                 "again in the new order with drop_unfinished=True (karvan train --drop-unfinished)."
             ) from failure
         reason = next(failure for failure in failures if failure)
-        _log.warning("The epoch starts again, after %d batches of it: %s", self._counts.batches, reason)
-        move_back(self._data, begin)
-        self._counts.batches = 0
+        _log.warning("The epoch starts again, after %d batches of it: %s", self.counts.batches, reason)
+        move_back(self.data, begin)
+        self.counts.batches = 0
         self._position = self._epoch_random = self._random_later = None
         set_random_state(random)
 
     def load(self, saved: Mapping[str, Any], random: Any, drop_unfinished: bool = False) -> None:
         """Restore what `state` gave, with these random generators after the batches to skip.
 
-        drop_unfinished: an epoch of another kind of data starts again, see
-        `karvan/train/epoch.py`.
+        drop_unfinished: see `starts_epoch`.
         """
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
-        warns = self._connection.rank == 0
-        if starts_epoch(self._position, self._data, self._counts, drop_unfinished, warns=warns):
-            self._position = position_of(self._data)
+        warns = self.connection.rank == 0
+        if starts_epoch(self._position, self.data, self.counts, drop_unfinished, warns=warns):
+            self._position = position_of(self.data)
             set_random_state(random)
             return
-        batches = self._counts.batches
-        if self._position is not None and isinstance(self._data, Positioned):
+        batches = self.counts.batches
+        if self._position is not None and isinstance(self.data, Positioned):
             try:
-                self._data.load_state_dict(self._position)
+                self.data.load_state_dict(self._position)
             except ValueError as error:
                 raise PositionError(str(error)) from error
-        elif batches and not (self._connection.world_size == 1 and len(saved["ranks"]) == 1):
+        elif batches and not (self.connection.world_size == 1 and len(saved["ranks"]) == 1):
             raise ValueError(
                 "The epoch was started, and several ranks cannot skip its batches: expected data with "
-                f"state_dict and load_state_dict, such as a Loader, got {type(self._data).__name__}."
+                f"state_dict and load_state_dict, such as a Loader, got {type(self.data).__name__}."
             )
         else:
             self._skip = batches

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from karvan import checkpoint as checkpoints
 from karvan.label_columns import refuse_missing, required_values
-from karvan.train.assembly import ModelSetup, make_model_setup
-from karvan.train.evaluation import evaluating
+from karvan.train.assembly import make_model_setup
+from karvan.train.evaluation import ModelSetup, evaluating
 from karvan.train.feed import Feed
 from karvan.train.preflight import check_data
 from karvan.train.state.gathering import same_random_state_afterwards

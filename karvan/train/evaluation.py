@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,23 +19,51 @@ from karvan.activity import activity
 from karvan.argument_checks import listed
 from karvan.data import Loader
 from karvan.data.leased_data import SharedData
-from karvan.distributed import CollectiveChannel
+from karvan.distributed import CollectiveChannel, Connection
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
-from karvan.train.assembly import ModelSetup
-from karvan.train.feed import FedBatch
+from karvan.train.device_placement import Placement
+from karvan.train.feed import FedBatch, Feed, RankRounds, feed
 from karvan.train.losses import Reported, SampleChecks, collecting, named, split_reports, total
-from karvan.train.state.gathering import merged, same_random_state_afterwards
-from karvan.train.step.step_outcomes import nonfinite_text
-from karvan.train.types import Loss, MetricLike, Prediction, samples_of
+from karvan.train.precision import Precision
+from karvan.train.results import merged, same_random_state_afterwards
+from karvan.train.step_routine import nonfinite_text
+from karvan.train.types import Loss, MetricLike, Prediction, model_input, samples_of
 
-# `ExactSum`: a sum of floats without rounding, so that neither their order nor who has added them matters.
-#
-# It is a few floats that do not overlap (Shewchuk, 1997), whose sum is that of all that were added.
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """What runs a model on batches."""
+
+    model: nn.Module
+    device: torch.device
+    connection: Connection
+    precision: Precision
+    placement: Placement
+    prefetch: int
+
+    def infer(self, batch: Any) -> Any:
+        """The output for a batch on the model's device, without gradients."""
+        with torch.no_grad(), self.placement.forward(), self.precision.context(), self.precision.forward():
+            return self.model(model_input(batch))
+
+    def evaluation_feed(self, data: Iterable[Any]) -> Feed:
+        """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""
+        place = partial(self.placement.place, training=False)
+        return feed(
+            data,
+            place,
+            prefetch=self.prefetch,
+            rounds=RankRounds(self.connection, "evaluate"),
+            within=self.placement.feed_context(),
+        )
 
 
 class ExactSum:
-    """A sum of floats; infinities and NaN are added as usual."""
+    """A sum of floats; infinities and NaN are added as usual.
+
+    It is a few floats that do not overlap (Shewchuk, 1997), whose sum is that of all that were added.
+    """
 
     def __init__(self) -> None:
         self._parts: list[float] = []
@@ -65,9 +94,6 @@ def exact_total(parts: Iterable[float]) -> float:
     listed = list(parts)
     finite = [part for part in listed if math.isfinite(part)]
     return math.fsum(finite) + sum(part for part in listed if not math.isfinite(part))
-
-
-# Checks the results of evaluations and predictions: that there were samples, and numbers.
 
 
 _log = logging.getLogger("karvan.train")
@@ -125,21 +151,21 @@ class EvaluationSums:
     nonfinite: NonFinite = field(default_factory=lambda: NonFinite("The loss"))
 
 
+@dataclass
 class Evaluator:
     """Runs a model on data without training it."""
 
-    def __init__(self, runs: ModelSetup, loss: Loss, averaged: Averaged) -> None:
-        self._runs = runs
-        self._loss = loss
-        self._averaged = averaged
-        self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
+    runs: ModelSetup
+    loss: Loss
+    averaged: Averaged
+    nonfinite: str = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
         """Losses, as means over samples, and metrics, by new copies of them; over the data of all ranks.
 
         Trainers that come and go each evaluate a share of `SharedData`, and all of any other data.
         """
-        channel, group = self._runs.connection.main, self._runs.connection.group
+        channel, group = self.runs.connection.main, self.runs.connection.group
         if group is not None and isinstance(data, SharedData):
             channel = group.channel
             data = data.share(channel.rank, channel.world_size)
@@ -154,7 +180,7 @@ class Evaluator:
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
-        return EvaluationSums(fresh, SampleChecks(self._loss, fresh.values()))
+        return EvaluationSums(fresh, SampleChecks(self.loss, fresh.values()))
 
     def add(
         self,
@@ -164,18 +190,18 @@ class Evaluator:
         most: int | None = None,
     ) -> None:
         """Evaluate some or all batches of data; at most so many on each rank."""
-        required = required_labels(data, self._loss, sums.metrics.values())
+        required = required_labels(data, self.loss, sums.metrics.values())
         with (
             activity.task("evaluate"),
             required,
             same_random_state_afterwards(),
-            self._runs.evaluation_feed(batches_of_data) as batches,
+            self.runs.evaluation_feed(batches_of_data) as batches,
         ):
             for batch, output, reported in self._outputs(islice(batches, most)):
                 count = samples_of(batch)
                 with torch.no_grad():
                     sums.checks(batch)
-                    losses = self._loss(output, batch)
+                    losses = self.loss(output, batch)
                     means = {name: loss.cpu() for name, loss in named(losses, total(losses)).items()}
                     for name, loss in means.items():
                         sums.losses.setdefault(name, ExactSum()).add(float(loss) * count)
@@ -225,45 +251,47 @@ class Evaluator:
         predictor = self.predictor(columns)
         if isinstance(data, Loader):
             data.restart()
-        with self._runs.evaluation_feed(data) as batches:
+        with self.runs.evaluation_feed(data) as batches:
             for batch, output, _ in self._outputs(batches):
                 yield predictor.prediction(batch, output)
         predictor.end()
 
     def predictor(self, columns: Iterable[str]) -> Predictor:
         """Predicts batch by batch."""
-        return Predictor(self._runs, columns, self._averaged)
+        return Predictor(self.runs, list(columns), self.averaged)
 
     def _outputs(self, batches: Iterable[FedBatch]) -> Iterator[tuple[Any, Any, Reported]]:
         for fed in batches:
             with collecting() as reported:
-                output = _output(self._runs, fed.batch, self._averaged)
-            if fed.samples or self._runs.connection.world_size == 1:  # or it was for other ranks
+                output = _output(self.runs, fed.batch, self.averaged)
+            if fed.samples or self.runs.connection.world_size == 1:  # or it was for other ranks
                 yield fed.batch, output, reported
 
 
+@dataclass
 class Predictor:
     """Predictions of batches that are ready, with columns of each."""
 
-    def __init__(self, runs: ModelSetup, columns: Iterable[str], averaged: Averaged) -> None:
-        self._runs = runs
-        self._averaged = averaged
-        self._names = list(columns)
+    runs: ModelSetup
+    columns: Sequence[str]
+    averaged: Averaged
+
+    def __post_init__(self) -> None:
         self._seen = NonFinite("The output")
 
     def output(self, batch: Any) -> Any:
         """What the model gives for a batch."""
-        return _output(self._runs, batch, self._averaged)
+        return _output(self.runs, batch, self.averaged)
 
     def prediction(self, batch: Any, output: Any) -> Prediction:
         """The output of a batch on the CPU, with its columns."""
-        if missing := [name for name in self._names if name not in batch]:
+        if missing := [name for name in self.columns if name not in batch]:
             raise KeyError(
                 f"There is no column '{missing[0]}' in the batch, which has: {listed(missing[0], batch)}"
             )
         on_cpu = _to_cpu(output)
         self._seen.see(batch, has_no_nan(on_cpu))
-        return Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in self._names})
+        return Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in self.columns})
 
     def end(self) -> None:
         """There are no more batches: warn of outputs that were not finite."""

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,29 +28,11 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data import merge
+from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.data.loading.pipeline import start
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 from karvan.train.types import FEATURES, LABEL, Pair, Positioned, as_batch, same, samples_of
-
-# `RankRounds`: ranks take their batches together.
-#
-# In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by one
-# sum: how many samples and batches there are, how many ranks may have more, and what ranks request.
-#
-# | the sum says | all ranks |
-# |---|---|
-# | some rank has a batch | train in this round, those without one on an empty batch |
-# | none has, but some may have more | skip this round |
-# | all data has ended | end the epoch |
-# | a rank stops, leaves or has failed | end here, and learn why; no rank gets a batch of this round |
-# | rank 0's clock says so | save after the step of this round |
-#
-# A rank that does not know the columns yet asks, and all send theirs. A rank that leaves early (its goal is
-# reached) takes part in one more sum, which ends the rounds of all: no rank is left waiting.
-
-# Takes batches from data one by one, each with the position after it.
-
 
 _log = logging.getLogger("karvan.train")
 
@@ -63,6 +45,7 @@ class FedBatch:
 
     Where several ranks train, `samples` are those of the batch, `all_samples` and `all_batches` those of all
     ranks in the same round, and `save` says that a checkpoint is due. A round without any batch has None.
+    `records` are those of leased tasks that the batch contains.
     """
 
     batch: Any
@@ -71,19 +54,23 @@ class FedBatch:
     all_samples: int = 0
     all_batches: int = 1
     save: bool = False
+    records: Sequence[TakenRecords] = ()
+
+    @property
+    def done(self) -> dict[int, int]:
+        """How many records of each leased task are done with it, by token."""
+        return records_done(self.records)
 
 
 class BatchSource:
-    """Takes the batches of a single process; `RankBatchSource` derives from it."""
+    """Hands out the batches of a single process; `RankBatchSource` derives from it."""
 
-    alone = True
+    alone: ClassVar[bool] = True
     reason: str | None = None  # why all ranks stop, once they have agreed to
     cut = False  # whether ranks ended before their data did, so that a batch may be lost
 
-    def __init__(
-        self, data: Iterable[Any], place: Callable[[Any], Any], skip: int, within: Within = nullcontext
-    ) -> None:
-        self._taken = _take(data, place, skip)
+    def __init__(self, taken: Generator[FedBatch, None, None], within: Within = nullcontext) -> None:
+        self._taken = taken
         self._within = within
 
     def next(self, stop: str | None = None) -> FedBatch | None:
@@ -144,12 +131,6 @@ def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Genera
         getattr(batches, "close", lambda: None)()
 
 
-# Batches without samples, for ranks that wait while others still have data.
-#
-# An empty batch has the columns of the others: their kinds, dtypes and trailing shapes. A rank that has had a
-# batch knows them; one that never had learns them from another rank, as JSON.
-
-
 def describe(batch: Any) -> dict[str, Any]:
     """What `empty` needs to know of a batch, for JSON; an unsupported column is an error in `empty`."""
     try:
@@ -163,7 +144,13 @@ def describe(batch: Any) -> dict[str, Any]:
 
 
 def empty(description: Mapping[str, Any]) -> Any:
-    """A batch without samples."""
+    """A batch without samples.
+
+    Batches without samples, for ranks that wait while others still have data.
+
+    An empty batch has the columns of the others: their kinds, dtypes and trailing shapes. A rank that has had
+    a batch knows them; one that never had learns them from another rank, as JSON.
+    """
     if "refused" in description:
         raise TypeError(description["refused"])
     entries = {name: _empty(column) for name, column in description["columns"]}
@@ -253,24 +240,34 @@ class _Agreement:
     saving: int
 
 
+@dataclass
 class RankBatchSource(BatchSource):
-    """Takes this rank's batches in rounds with the others; all of it happens on one channel."""
+    """Takes this rank's batches in rounds with the others; all of it happens on one channel.
 
-    alone = False
+    In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by
+    one sum: how many samples and batches there are, how many ranks may have more, and what ranks request.
 
-    def __init__(
-        self,
-        data: Iterable[Any],
-        place: Callable[[Any], Any],
-        rounds: RankRounds,
-        within: Within = nullcontext,
-    ) -> None:
-        self._data = data
-        self._within = within
-        self._place = place
-        self._rounds = rounds
+    | the sum says | all ranks |
+    |---|---|
+    | some rank has a batch | train in this round, those without one on an empty batch |
+    | none has, but some may have more | skip this round |
+    | all data has ended | end the epoch |
+    | a rank stops, leaves or has failed | end here, and learn why; no rank gets a batch of this round |
+    | rank 0's clock says so | save after the step of this round |
+
+    A rank that does not know the columns yet asks, and all send theirs. A rank that leaves early (its goal is
+    reached) takes part in one more sum, which ends the rounds of all: no rank is left waiting.
+    """
+
+    alone: ClassVar[bool] = False
+    data: Iterable[Any]
+    place: Callable[[Any], Any]
+    rounds: RankRounds
+    within: Within = nullcontext
+
+    def __post_init__(self) -> None:
         self._batches: Iterator[Any] | None = None
-        self._position = position_of(data)
+        self._position = position_of(self.data)
         self._columns: dict[str, Any] | None = None
         self._number = 0  # of the next round
         self._ended = False  # the data
@@ -281,9 +278,9 @@ class RankBatchSource(BatchSource):
         """A collective."""
         if self._over:
             return None
-        with self._rounds.connection.on(self._rounds.channel) as channel:
+        with self.rounds.connection.on(self.rounds.channel) as channel:
             try:
-                with self._within():
+                with self.within():
                     batch = self._take()
                 samples = 0 if batch is None else samples_of(batch)
             except BaseException as error:
@@ -303,8 +300,8 @@ class RankBatchSource(BatchSource):
             if agreed.asking:
                 gathered = channel.gather_json(self._columns)
                 self._columns = self._columns or next(columns for columns in gathered if columns is not None)
-            with self._within():
-                placed = self._place(empty(self._columns or {}) if batch is None else batch)
+            with self.within():
+                placed = self.place(empty(self._columns or {}) if batch is None else batch)
             return FedBatch(
                 placed, self._position, samples, agreed.samples, agreed.batches, agreed.saving > 0
             )
@@ -313,13 +310,13 @@ class RankBatchSource(BatchSource):
     def leave(self) -> None:
         """A collective with those that take a batch, or leave as well."""
         if not self._over:
-            with self._rounds.connection.on(self._rounds.channel) as channel:
+            with self.rounds.connection.on(self.rounds.channel) as channel:
                 self._end(channel)
 
     @override
     def fail(self, error: BaseException) -> None:
         if not self._over:
-            self._rounds.connection.fail(self._rounds.channel, error)
+            self.rounds.connection.fail(self.rounds.channel, error)
 
     @override
     def close(self) -> None:
@@ -327,11 +324,11 @@ class RankBatchSource(BatchSource):
 
     def _take(self) -> Any:
         if self._batches is None:
-            self._batches = iter(self._data)
-        if self._ended or not self._rounds.turn(self._number):
+            self._batches = iter(self.data)
+        if self._ended or not self.rounds.turn(self._number):
             return None
         batch = as_batch(next(self._batches, None))
-        self._position = position_of(self._data)
+        self._position = position_of(self.data)
         if batch is None:
             self._ended = True
         elif self._columns is None:
@@ -341,7 +338,7 @@ class RankBatchSource(BatchSource):
     def _agree(
         self, channel: CollectiveChannel, samples: int, has: bool, asks: bool, ends: bool
     ) -> _Agreement:
-        saves = channel.rank == 0 and not ends and self._rounds.save()
+        saves = channel.rank == 0 and not ends and self.rounds.save()
         mine = torch.tensor([samples, has, not self._ended, asks, ends, saves], dtype=torch.int64)
         return _Agreement(*channel.sum(mine).tolist())
 
@@ -392,7 +389,7 @@ def feed(
         wait = rounds.connection.settings.timeout
         source: BatchSource = RankBatchSource(data, place, rounds, within)
     else:
-        wait, source = _END, BatchSource(data, place, skip, within)
+        wait, source = _END, BatchSource(_take(data, place, skip), within)
     return PrefetchFeed(data, source, stopped, prefetch, wait) if prefetch else Feed(data, source, stopped)
 
 
@@ -455,7 +452,7 @@ class PrefetchFeed(Feed):
     """Takes batches in advance, on a thread."""
 
     def __init__(
-        self, data: Any, source: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float
+        self, data: Any, source: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float | None
     ) -> None:
         super().__init__(data, source, stopped)
         self._size = prefetch
@@ -475,11 +472,15 @@ class PrefetchFeed(Feed):
             if not self._waiting or self._closed or self._stops():
                 self.reason = self._source.reason
                 raise StopIteration
-            item = self._waiting.popleft()
-            self._handed_out += not isinstance(item, BaseException)
-            self._changed.notify_all()
+            return self._hand_out()
+
+    def _hand_out(self) -> FedBatch:
+        """The first batch that waits, or its error; the lock is held."""
+        item = self._waiting.popleft()
+        self._changed.notify_all()
         if isinstance(item, BaseException):
             raise item
+        self._handed_out += 1
         self._last = item.position
         activity.advance()
         return item

@@ -20,6 +20,7 @@ from karvan.checkpoint import Checkpoint
 from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
+from karvan.train.assembly import TrainerParts
 from karvan.train.callbacks import TrainerView
 from karvan.train.epoch import Epoch
 from karvan.train.feed import FedBatch
@@ -32,10 +33,8 @@ from karvan.train.state.dataset import FinishedData
 from karvan.train.state.gathering import set_random_state
 from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.step_outcomes import StepOutcomes
-from karvan.train.step.step_routine import see_nothing
+from karvan.train.step_routine import StepOutcomes, see_nothing
 from karvan.train.stopping import Goal, Stopping
-from karvan.train.trainer_parts import TrainerParts
 
 
 class Begin(NamedTuple):
@@ -94,9 +93,9 @@ class Fit:
             self._passes,
             parts.counts,
             runs.prefetch,
-            stopped=self._stopping.asked,
+            stopped=lambda: parts.stop_request.reason,
             due=parts.saver.take_time,
-            ends=self._cut_short,
+            ends=self._stopping.agree,  # perhaps in the middle of a group
         )
         scaled, first = runs.precision.always_checks, parts.connection.rank == 0
         self._outcomes = StepOutcomes(parts.counts, scaled, first, parts.nonfinite == "raise")
@@ -147,7 +146,7 @@ class Fit:
     def _enter(self, stack: ExitStack) -> None:
         parts = self._parts
         stack.enter_context(activity.task("fit"))
-        stack.enter_context(parts.stop_request.signals)
+        stack.enter_context(parts.stop_request.signals())
         stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
 
     def _over(self) -> bool:
@@ -255,11 +254,6 @@ class Fit:
         self._parts.callbacks.on_epoch_begin(self._trainer, self._counts.epoch)
         self._stopping.ask_all()
 
-    def _cut_short(self, reason: str | None) -> bool:
-        """Whether a request to stop has ended the batches, perhaps in the middle of a group."""
-        self._stopping.agree(reason)
-        return self._stopping.reason is not None
-
     def _train(self, group: list[FedBatch]) -> None:
         """One optimizer step."""
         parts = self._parts
@@ -286,7 +280,7 @@ class Fit:
         self._unsaved = True
         activity.advance()
         if applied is not False:  # a schedule does not wait for the device
-            parts.schedule.after_step()
+            parts.schedule.after("step")
         self._outcomes.add(counts.step, applied, batches)
         if self._first:
             parts.progress.step(counts.step)
@@ -330,17 +324,21 @@ class Fit:
         parts.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
 
     def _save_first(self) -> None:
-        """Save before the first evaluation: if it fails, what was trained is not lost."""
-        if not self._saved_first and self._unsaved and self._parts.saver.folder is not None:
+        if self._saves_first():
             self._save()
+
+    def _saves_first(self) -> bool:
+        """Whether to save before an evaluation: before the first, so that what was trained is not lost."""
+        saves = not self._saved_first and self._unsaved and self._parts.saver.folder is not None
         self._saved_first = True
+        return saves
 
     def _end_epoch(self) -> None:
         parts, counts = self._parts, self._counts
         evaluates = self._goal.eval_data is not None and self._goal.eval_every is None
         if evaluates:  # a fit that resumes from here ends the epoch again
             self._save_first()
-        parts.schedule.after_epoch()
+        parts.schedule.after("epoch")
         if evaluates:
             self._evaluate()
         parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
@@ -352,9 +350,7 @@ class Fit:
         parts = self._parts
         self._outcomes.settle()
         self._reporter.training()
-        if (
-            self._stopping.reason is None and self._passes.together
-        ):  # only then do all ranks come to the same result
+        if self._stopping.reason is None and self._passes.together:  # only then all have the same result
             self._outcomes.end()
         parts.setup.dense.take()
         if self._evaluates_at_end():

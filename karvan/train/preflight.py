@@ -19,15 +19,14 @@ from karvan import distributed
 from karvan.checkpoint import Checkpoints
 from karvan.data.elastic_dataset import ElasticDataset
 from karvan.distributed import Connection
-from karvan.distributed.settings import IN_PROCESS
+from karvan.distributed.connection import IN_PROCESS
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
 from karvan.train.losses import ColumnLoss, Sum
-from karvan.train.reporting.loggers import Logger
-from karvan.train.step.optimizer_step import (
+from karvan.train.optimizer_step import (
     Frozen,
     OptimizerStep,
     engines_of,
@@ -35,6 +34,7 @@ from karvan.train.step.optimizer_step import (
     names_text,
     tables_of,
 )
+from karvan.train.reporting.loggers import Logger
 from karvan.train.stopping import check_not_terminated
 from karvan.train.types import Loss
 

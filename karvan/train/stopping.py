@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from karvan.argument_checks import check_integers
 from karvan.distributed import CollectiveChannel, Connection
 from karvan.train.epoch import Accumulation
 from karvan.train.reporting.results import TrainingCounts
-
-# How long a fit runs, and when it evaluates.
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Goal:
 
     Without either it is one epoch. An evaluation comes every `eval_every` steps, or after each epoch, and at
     the end.
+
     """
 
     epochs: int | None
@@ -139,59 +139,22 @@ def check_not_terminated(channel: CollectiveChannel) -> None:
         )
 
 
-class Signals:
-    """Catches both signals while it is entered, on the main thread; on others Python has no signals.
-
-    `received` is None, "interrupt" or "terminate".
-    """
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
-
-    def __enter__(self) -> Signals:
-        self.received = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _REASONS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            # None means a handler that was not installed by Python and cannot be restored by it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.received:
-            self.received = _REASONS[signal.Signals(number)]
-            if number == signal.SIGTERM:
-                note_termination()
-            # Not print: the handler may have interrupted one.
-            os.write(2, b"\nStopping after this step. Ctrl-C aborts at once.\n")
-
-
-# `StopRequest`: why the fit of this process should stop, by a signal or by `Trainer.stop`.
-
-
 class StopRequest:
     """A request to stop a fit.
 
     `final`: the data is trained enough, so the next fit may use other data.
+
     """
 
     def __init__(self) -> None:
-        self.signals = Signals()
         self.final = False
+        self._signal: str | None = None  # "interrupt" or "terminate"
         self._reason: str | None = None
 
     @property
     def reason(self) -> str | None:
         """Why the fit should stop, if it should: "interrupt", "terminate", or the reason passed to `stop`."""
-        return self.signals.received or self._reason
+        return self._signal or self._reason
 
     def begin(self) -> None:
         """A fit starts: drop the requests of the fit before."""
@@ -204,16 +167,37 @@ class StopRequest:
         self._reason = reason
         self.final = self.final or final
 
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Catch both signals within it, on the main thread; on others Python has no signals."""
+        self._signal = None
+        on_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self._handle) for number in (_REASONS if on_main else ())}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # None means a handler that was not installed by Python and cannot be restored by it.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-# Reasons to stop before the goal: a signal or `trainer.stop`, on any rank.
-#
-# A single process stops when it is requested. Several ranks stop together: a request travels with the
-# batches of the feed, or is gathered at rare moments, such as the end of an evaluation. Of trainers that
-# come and go it travels with their steps alone.
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self._signal:
+            self._signal = _REASONS[signal.Signals(number)]
+            if number == signal.SIGTERM:
+                note_termination()
+            # Not print: the handler may have interrupted one.
+            os.write(2, b"\nStopping after this step. Ctrl-C aborts at once.\n")
 
 
 class Stopping:
-    """The decision of a Trainer's ranks to stop."""
+    """The decision of a Trainer's ranks to stop.
+
+    A single process stops when it is requested. Several ranks stop together: a request travels with the
+    batches of the feed, or is gathered at rare moments, such as the end of an evaluation. Of trainers that
+    come and go it travels with their steps alone.
+    """
 
     def __init__(self, connection: Connection, request: StopRequest) -> None:
         self._channel = connection.main
@@ -227,20 +211,17 @@ class Stopping:
         """Why the fit stops here, if it does: a rank that is not alone cannot do so by itself."""
         return self._request.reason if self._alone else self._agreed
 
-    def asked(self) -> str | None:
-        """Why the fit should stop, if this rank knows a reason."""
-        return self._agreed or self._request.reason
-
     def ask_all(self) -> None:
         """Stop if any rank should; a collective."""
         if self._gathers:
             reasons = self._channel.gather_json(self._request.reason)
             self.agree(next((reason for reason in reasons if reason), None))
 
-    def agree(self, reason: str | None) -> None:
-        """Stop on all ranks, if there is a reason."""
+    def agree(self, reason: str | None) -> bool:
+        """Stop on all ranks, if there is a reason; whether the fit stops here."""
         if reason is not None and self._agreed is None:
             self._agreed = reason
             if reason == "terminate":  # perhaps on another rank
                 note_termination()
             self._request.stop(reason)
+        return self.reason is not None

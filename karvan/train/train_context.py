@@ -35,9 +35,11 @@ from karvan.job.checkpoint_url import local_path
 from karvan.label_columns import required_values
 from karvan.owner import Ownership
 from karvan.train.assembly import TrainingSetup, make_model_setup, make_training_setup
+from karvan.train.device_placement import make_placement
 from karvan.train.epoch import Epoch
 from karvan.train.eval_context import ContextLoader, EvalContext, Labels, full, labels_of, names_of
 from karvan.train.feed import FedBatch
+from karvan.train.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
 from karvan.train.preflight import check_data
 from karvan.train.reporting.results import ReportWindow, TrainingCounts
 from karvan.train.state import dataset, train_state
@@ -45,10 +47,7 @@ from karvan.train.state.dataset import FinishedData, with_newest
 from karvan.train.state.gathering import random_state, set_random_state, summed
 from karvan.train.state.saving import FailedSaves, SaveSettings, Snapshot, is_outage, own_together
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.device_placement import make_placement
-from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
-from karvan.train.step.step_outcomes import StepOutcomes
-from karvan.train.step.step_routine import StepBatches, StepPass
+from karvan.train.step_routine import StepBatches, StepOutcomes, StepPass
 from karvan.train.types import Losses, Positioned, same, samples_of
 
 # The state of a TrainContext: counts, position in its data, checkpoints and tables.

@@ -25,12 +25,20 @@ from karvan.metrics.base import set_labels
 from karvan.monitor.plot_page import framed, plot_page
 from karvan.monitor.run_history import run_of
 from karvan.notebook import Display, html_table, in_notebook
-from karvan.train.assembly import make_model_setup, make_training_setup
+from karvan.train.assembly import RunProgress, TrainerParts, make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
-from karvan.train.elastic.choice import FitHost, NoFit, host_of, make_fit, make_predictions
+from karvan.train.choice import FitHost, NoFit, host_of, make_fit, make_predictions
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin, check_fit
 from karvan.train.losses import SampleChecks
+from karvan.train.optimizer_step import (
+    DenseOptimizer,
+    OptimizerStepSettings,
+    Patterns,
+    Schedule,
+    Schedulers,
+    engines_of,
+)
 from karvan.train.preflight import check_data, check_trainer
 from karvan.train.reporting.loggers import History, Logger, LoggerGroup
 from karvan.train.reporting.progress import NoProgress, make_progress
@@ -39,10 +47,7 @@ from karvan.train.state.dataset import remaining
 from karvan.train.state.saving import SaveSettings, make_saver
 from karvan.train.state.train_state import check_fits
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.lr_schedule import Schedule, Schedulers
-from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
 from karvan.train.stopping import Goal, StopRequest
-from karvan.train.trainer_parts import RunProgress, TrainerParts
 from karvan.train.types import Loss, MetricLike, Prediction, same
 
 # A short description of a Trainer, for `repr`, without calls to other ranks or servers.

@@ -21,7 +21,7 @@ from karvan.data.task_records import TaskToRead, after, places_of, records_done
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
 from karvan.protocol.loader import NoAnswerYet, TaskReadingHello
-from karvan.train.elastic.choice import require_evaluable
+from karvan.train.choice import require_evaluable
 from karvan.wire import Message, RefusedError, WireError
 from karvan.wire.server import Caller
 from karvan.work.task import Task, TaskKind

@@ -16,7 +16,7 @@ from karvan.data import KafkaReader, KafkaSource, Split, Stream, json_rows, read
 from karvan.data.errors import DataError
 from karvan.data.task_records import records_done
 from karvan.data.work_client import WorkClient
-from karvan.train.elastic.choice import require_leased
+from karvan.train.choice import require_leased
 from karvan.wire import Server
 from karvan.work.service import WorkService
 

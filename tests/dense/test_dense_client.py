@@ -6,9 +6,9 @@ import pytest
 import torch
 from dense_helpers import MAKERS, backward, batches, make_model, make_servers, new_state, same
 
-from karvan.dense.optimizer_spec import describe
 from karvan.dense.remote import AsyncDense, split_state
-from karvan.dense.step_policies import SyncPolicy
+from karvan.dense.steps import SyncPolicy
+from karvan.dense.wire_format import describe
 
 
 def join(dense, model, optimizer, servers):

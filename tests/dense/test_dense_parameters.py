@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
-from karvan.dense.optimizer_spec import describe
-from karvan.dense.step_policies import AsyncPolicy, SyncPolicy
+from karvan.dense.steps import AsyncPolicy, SyncPolicy
+from karvan.dense.wire_format import describe
 
 
 def test_pull_gives_parameters_only_if_the_callers_are_older():

@@ -18,9 +18,9 @@ from dense_helpers import (
 
 from karvan.checkpoint.format.state_tree import encode
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
-from karvan.dense.optimizer_spec import describe
 from karvan.dense.remote import merge_states, owner_of_parameter, split_state
-from karvan.dense.step_policies import AsyncPolicy, SyncPolicy
+from karvan.dense.steps import AsyncPolicy, SyncPolicy
+from karvan.dense.wire_format import describe
 
 
 def test_owners_of_parameters_are_pinned():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense_helpers import MAKERS, make_model
 
-from karvan.dense.optimizer_spec import describe, make_optimizer
+from karvan.dense.wire_format import describe, make_optimizer
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from karvan.dense.optimizer_spec import describe
 from karvan.dense.remote import AsyncDense, split_state
-from karvan.dense.step_policies import AsyncPolicy, SyncPolicy
+from karvan.dense.steps import AsyncPolicy, SyncPolicy
+from karvan.dense.wire_format import describe
 
 RATE, MOMENTUM = 0.1, 0.5
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.dense.tensors import largest_magnitude
+from karvan.dense.steps import largest_magnitude
 
 
 def gradients_of(kinds):

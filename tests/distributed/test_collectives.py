@@ -9,8 +9,7 @@ from forked_programs import ForkedProgram
 from ranks_helpers import run, start
 
 from karvan import distributed
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.distributed.connection import Connection, ConnectionSettings
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])

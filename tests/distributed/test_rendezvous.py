@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from karvan.distributed.rendezvous import agree_on_name
+from karvan.distributed.collectives import agree_on_name
 
 
 def met(store, world):

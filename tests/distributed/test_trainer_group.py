@@ -187,7 +187,7 @@ def test_a_full_disk_of_the_master_ends_no_trainer(tmp_path, caplog):
                 assert two.join(0) is None
                 assert one.join(1).members == (0, 1)
                 assert service.remove("two")
-                assert one.watch(2).gone == (1,)
+                assert one.watch(2).gone == [1]
                 disk.empty()
                 one.watch(2)
         assert TrainerGroup(path).gone == ["two"]
@@ -254,7 +254,7 @@ def test_a_master_that_nobody_reached_blames_none_of_them(silences):
     silences.wait(59, watching=[one])
     assert not one.watch(1).gone
     silences.wait(3, watching=[one])
-    assert one.watch(1).gone == (1,)
+    assert one.watch(1).gone == [1]
 
 
 @given(

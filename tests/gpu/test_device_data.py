@@ -16,7 +16,7 @@ from train_helpers import everything, model, trainer  # noqa: E402
 import karvan as kv  # noqa: E402
 from karvan.cli.commands.doctor import doctor  # noqa: E402
 from karvan.devices import CopiedBatch, tensors_of  # noqa: E402
-from karvan.train.step.device_placement import CudaPlacement  # noqa: E402
+from karvan.train.device_placement import CudaPlacement  # noqa: E402
 from karvan.train.types import same  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

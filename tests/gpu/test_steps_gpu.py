@@ -17,7 +17,7 @@ from gpu_waits import no_synchronization
 
 import karvan as kv
 from karvan.torch_internals import skips_on_device
-from karvan.train.step.optimizer_step import fuse_on_gpu
+from karvan.train.optimizer_step import fuse_on_gpu
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 DEVICE = torch.device("cuda", 0)

@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.store import LookupContext
 from karvan.store.cuda.key_request import KeyRequest
 from karvan.store.cuda.row_owner import Sections

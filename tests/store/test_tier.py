@@ -14,8 +14,7 @@ from store_kinds import StoreKind, make_tiered
 from tier_conformance import TierConformance, Trained, check_locations, zipf_batches
 
 import karvan as kv
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.store import LookupContext
 from karvan.store.cuda import arena
 from karvan.store.cuda.arena import DeviceBudget
@@ -89,7 +88,7 @@ def test_no_memory_on_the_machine_is_an_error_that_names_the_tables(monkeypatch)
     [("20GB", 20_000_000_000), ("512 MiB", 512 << 20), ("1.5KB", 1500), ("64", 64), (4096, 4096)],
 )
 def test_sizes_of_memory(given, size):
-    from karvan.distributed.settings import memory_size
+    from karvan.distributed.connection import memory_size
 
     assert memory_size(given) == size
 

@@ -8,7 +8,7 @@ from elastic_jobs import elastic_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.train.elastic.async_fit import TrainedBatches
+from karvan.train.async_fit import TrainedBatches
 
 ASYNC = {"KARVAN_MODE": "async", "KARVAN_STALENESS": 4, "servers": 2}
 

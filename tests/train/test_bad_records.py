@@ -13,7 +13,7 @@ from karvan.data.leased_data import SharedData
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.read import open_data
 from karvan.data.task_records import BatchError, TakenRecords, places_of
-from karvan.train.elastic.leased_work import BadRecords
+from karvan.train.leased_work import BadRecords
 from karvan.work.task import Task, TaskKind, TaskLease
 
 EPOCHS, RECORDS = 2, 240

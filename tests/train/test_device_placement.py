@@ -9,8 +9,8 @@ from torch import nn
 
 import karvan as kv
 from karvan.store import MemoryStore
+from karvan.train.device_placement import host_columns
 from karvan.train.feed import feed
-from karvan.train.step.device_placement import host_columns
 
 GPU = torch.device("cuda", 0)
 

@@ -12,8 +12,8 @@ from train_helpers import batches, everything
 
 import karvan as kv
 from karvan.store import MemoryStore
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
-from karvan.train.step.precision import Precision
+from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
+from karvan.train.precision import Precision
 
 DENSE = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),

@@ -9,9 +9,9 @@ from torch.nn import functional
 from train_helpers import assert_same, batches, everything, model, trainer
 
 import karvan as kv
-from karvan.train.step import precision
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
-from karvan.train.step.precision import Bf16Products, Precision
+from karvan.train import precision
+from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings
+from karvan.train.precision import Bf16Products, Precision
 
 
 class Net(nn.Module):

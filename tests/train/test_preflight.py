@@ -11,7 +11,7 @@ from train_helpers import batches, everything, model, trainer
 import karvan as kv
 from karvan import distributed
 from karvan.store import MemoryStore
-from karvan.train.step.optimizer_step import Frozen
+from karvan.train.optimizer_step import Frozen
 
 
 def changed(net, before):

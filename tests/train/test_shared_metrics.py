@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.distributed import CollectiveChannel
-from karvan.train.elastic.group_steps import SharedMetrics
+from karvan.train.group_steps import SharedMetrics
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 

@@ -207,7 +207,7 @@ def _cpu_limit() -> float | None:
 
 
 def _bf16(folder: Path) -> Iterator[Finding]:
-    from karvan.train.step.precision import fast_bf16
+    from karvan.train.precision import fast_bf16
 
     if fast_bf16():
         yield Finding("bf16 on the CPU", "ok", "native instructions")
@@ -223,7 +223,7 @@ def _bf16(folder: Path) -> Iterator[Finding]:
 def _gpu(folder: Path) -> Iterator[Finding]:
     import torch
 
-    from karvan.distributed.settings import missing_cuda
+    from karvan.distributed.connection import missing_cuda
 
     triton, why = _triton()
     if not torch.cuda.is_available():

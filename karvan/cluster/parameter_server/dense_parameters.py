@@ -41,9 +41,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from karvan.cluster.parameter_server.done_once import AnswerWindow
-from karvan.dense.optimizer_spec import describe, make_optimizer, rate_of
-from karvan.dense.step_policies import Answer, AsyncPolicy, Policy
-from karvan.dense.tensors import Array, all_finite, dense_tensor, expect_gradients, expect_number
+from karvan.dense.steps import (
+    Answer,
+    Array,
+    AsyncPolicy,
+    Policy,
+    all_finite,
+    dense_tensor,
+    expect_gradients,
+    expect_number,
+)
+from karvan.dense.wire_format import describe, make_optimizer, rate_of
 from karvan.protocol.parameter_server import ANSWERS, OPTIMIZER, WAITING
 from karvan.protocol.values import NUMBER
 

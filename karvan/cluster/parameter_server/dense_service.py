@@ -22,7 +22,7 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
-from karvan.dense.step_policies import AsyncPolicy, Policy, SyncPolicy
+from karvan.dense.steps import AsyncPolicy, Policy, SyncPolicy
 from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
 from karvan.job.sync_modes import DenseSettings
 from karvan.protocol import parameter_server as protocol

@@ -33,7 +33,7 @@ from karvan.cluster.parameter_server.batches import Batches, expect_same_tables,
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
 from karvan.cluster.parameter_server.done_once import AnswerWindow
 from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, RowUpdates, WholePush
-from karvan.dense.tensors import dense_tensor
+from karvan.dense.steps import dense_tensor
 from karvan.dense.wire_format import tensors_of
 from karvan.protocol import parameter_server as protocol
 from karvan.wire import Message, RefusedError, Request

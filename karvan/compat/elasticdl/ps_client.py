@@ -28,10 +28,8 @@ from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.layers import initialiser_of
 from karvan.compat.unsupported import UnsupportedError
-from karvan.dense.optimizer_spec import describe
-from karvan.dense.remote import DenseServerProxy, owner_of_parameter, split_state
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.dense.remote import DenseServerProxy, first_state, owner_of_parameter, split_state
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.job.sync_modes import ASYNC, DenseSettings
@@ -135,14 +133,8 @@ class PSClient:
         model: a module, or its parameters by name; their order is that of lists of gradients.
         """
         parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
-        state = {
-            "version": 0,
-            "optimizer": describe(optimizer),
-            "parameters": {name: _tensor(value) for name, value in parameters.items()},
-            "slots": {name: {} for name in parameters},
-            "waiting": [],
-            "answers": {},
-        }
+        tensors = {name: _tensor(value) for name, value in parameters.items()}
+        state = {**first_state(optimizer, tensors), "slots": {name: {} for name in parameters}}
         for server, share in zip(self._servers, split_state(state, len(self._servers)), strict=True):
             server.load_state(share, first=True)
         self._names = list(parameters)

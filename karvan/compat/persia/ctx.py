@@ -39,7 +39,7 @@ from karvan.embedding.optim.base import SparseOptimizer
 from karvan.job.roles import Role
 from karvan.presets import persia
 from karvan.train import EvalContext, TrainContext
-from karvan.train.step.device_placement import device_of
+from karvan.train.device_placement import device_of
 
 __all__ = [
     "BaseCtx",

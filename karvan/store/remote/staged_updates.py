@@ -1,6 +1,6 @@
 """`StagedUpdates`: in an elastic run, updates are staged at the servers until their step is committed.
 
-The program's side is `karvan.distributed.step_commits`: it says which step updates belong to, finds
+The program's side is `karvan.distributed.parameter_servers`: it says which step updates belong to, finds
 what was staged, and commits. Here gradients are sent, and held until the commit, so that they can be sent
 again if the step is dropped. For the bound on staleness a batch is in flight until its step is committed.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from karvan.distributed.step_commits import StepCommits
+from karvan.distributed.parameter_servers import StepCommits
 from karvan.native import _native
 from karvan.store.remote.servers import ServerBatches, ServerLookup
 from karvan.store.remote.staleness_window import Countdown, StalenessWindow

@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.distributed import Connection
-from karvan.distributed.step_commits import StepCommits
+from karvan.distributed.parameter_servers import StepCommits
 from karvan.native import _native
 from karvan.outages import is_temporary
 from karvan.protocol import parameter_server as protocol

@@ -19,7 +19,7 @@ from torch import zeros
 import karvan as kv
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.dense.wire_format import state_message, tensors_message, tensors_of
-from karvan.distributed.step_commits import OwnCommits
+from karvan.distributed.parameter_servers import OwnCommits
 from karvan.store.messages import hashes_of, owners_of
 from karvan.wire import RefusedError, Server
 

@@ -8,20 +8,17 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from cluster_helpers import Processes, serving
 from elastic_trainers import ElasticTrainer, connection_of, in_memory
 from forked_programs import ForkedProgram
 from support_paths import support_path
 
 import karvan as kv
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.environment import ServerLoss
 from karvan.job.sync_modes import ASYNC, DenseSettings
-from karvan.train.elastic.group_steps import Agreement, Contribution, JointStep
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
-from karvan.train.step.precision import make_precision
+from karvan.train.group_steps import committed_step
+from karvan.train.leased_work import Agreement, Contribution
 from karvan.wire import RefusedError
 
 STEPS, BATCHES = 4, 3
@@ -118,10 +115,9 @@ def test_survivors_fence_a_member_off_before_they_ask_how_far_it_came(join):
         survivor, zombie = join(addresses, 0), join(addresses, 1)
         its = zombie.stage(1, 1)
         its.wait()
-        precision = make_precision("fp32", torch.device("cpu"), [survivor.engine])
-        update = OptimizerStep(None, survivor.sparse, OptimizerStepSettings(), precision)
-        joint = JointStep(None, update, survivor.connection.servers)
-        assert joint.missed(1, lost={1}) is None  # so the survivors decide against the step
+        assert (
+            committed_step(survivor.commits, 1, lost={1}) is None
+        )  # so the survivors decide against the step
         zombie.commits.commit(1, [its.part], 1.0)
         with pytest.raises(RefusedError, match="got member 1, fenced off by the others"):
             zombie.commits.flush()

@@ -12,8 +12,7 @@ import torch
 from sharded_programs import FEATURES, global_batch, loss_of, optimizer_of, part_of
 
 import karvan as kv
-from karvan.distributed.connection import Connection
-from karvan.distributed.settings import ConnectionSettings
+from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.sync_modes import MODES
 from karvan.store.remote.store import RemoteStore
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import karvan as kv
 from karvan import distributed
-from karvan.train.step.data_parallel import PowerSGDReduction
+from karvan.train.data_parallel import PowerSGDReduction
 
 POWER = {"rank": 1, "start_step": 0}
 

@@ -15,8 +15,8 @@ from karvan.embedding import HashStack
 from karvan.store.cuda.sharded import ShardedCudaStore, make_transport
 from karvan.store.cuda.store import CudaStore
 from karvan.store.memory import MemoryStore
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
-from karvan.train.step.precision import Precision
+from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings
+from karvan.train.precision import Precision
 
 FEATURES = {
     "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),

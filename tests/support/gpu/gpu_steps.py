@@ -9,13 +9,12 @@ from torch.nn import functional
 
 import karvan as kv
 from karvan.store.cuda.store import CudaStore
+from karvan.train.data_parallel import Parallel
+from karvan.train.device_placement import make_placement
 from karvan.train.epoch import Accumulation
-from karvan.train.step.data_parallel import Parallel
-from karvan.train.step.device_placement import make_placement
-from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
-from karvan.train.step.precision import make_precision
-from karvan.train.step.step_outcomes import StepOutcomes
-from karvan.train.step.step_routine import StepRoutine
+from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
+from karvan.train.precision import make_precision
+from karvan.train.step_routine import StepOutcomes, StepRoutine
 from karvan.train.types import same
 
 DIMS = {"user": 8, "item": 16, "tags": 4}

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import karvan as kv
-from karvan.train.elastic.async_fit import AsyncFit
+from karvan.train.async_fit import AsyncFit
 
 data, checkpoints, notes = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 epochs = int(sys.argv[4])

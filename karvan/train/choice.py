@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -13,32 +15,23 @@ from karvan.activity import TRAINERS, activity
 from karvan.data.kafka import KafkaReader
 from karvan.data.leased_data import LeasedData, SharedData
 from karvan.data.streams import Stream
-from karvan.data.task_records import BatchError, TakenRecords, blaming, named_error
+from karvan.data.task_records import BatchError, blaming, named_error
 from karvan.data.work_client import WorkClient
 from karvan.distributed.elastic import ElasticGroup
 from karvan.job.environment import JobEnvironment
 from karvan.ragged import Batch
+from karvan.train.assembly import TrainerParts
+from karvan.train.async_fit import AsyncFit
 from karvan.train.callbacks import TrainerView
-from karvan.train.elastic.async_fit import AsyncFit
-from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.leased_work import LeasedFeed, TakenBatch, WorkSettings
+from karvan.train.elastic_fit import ElasticFit
 from karvan.train.evaluation import Predictor
+from karvan.train.feed import FedBatch
 from karvan.train.fit import Begin, Fit
-from karvan.train.step.optimizer_step import engines_of
+from karvan.train.leased_work import LeasedFeed, LeasedFit, WorkSettings
+from karvan.train.optimizer_step import engines_of
 from karvan.train.stopping import Goal, is_terminated
-from karvan.train.trainer_parts import TrainerParts
 from karvan.train.types import PredictedRecords, Prediction
 from karvan.wire import Security
-
-# `LeasedPrediction`: a prediction whose records the trainers of a job lease, task by task.
-#
-# Every record is predicted by one trainer. What it yields is acknowledged when its caller asks for the next
-# prediction, or when the iterator ends. If a trainer dies before, another one predicts the same batch:
-# batches never have records of two tasks, so they are the same whoever predicts them.
-#
-# Nobody leaves before all records are acknowledged, because those of another trainer may come back. Trainers
-# agree on nothing else, and wait for nobody, with one exception: one that was started again is in a fit that
-# the others have finished, and gets the state of training from them between two of their batches.
 
 _log = logging.getLogger("karvan.train")
 
@@ -59,27 +52,37 @@ class NoFit:
         """Nobody waits."""
 
 
+@dataclass(eq=False)
 class LeasedPrediction:
-    """One prediction of the program."""
+    """One prediction of the program.
 
-    def __init__(
-        self, parts: TrainerParts, group: ElasticGroup, data: SharedData, client: WorkClient, host: FitHost
-    ) -> None:
-        self._runs = parts.setup.runs
-        self._evaluator = parts.evaluator
-        self._group = group
-        self._data = data
-        self._client = client
-        self._host = host
-        self._number = group.calls.begin_prediction()
-        self._plan = data.prediction_plan()
-        batches = [-(-records // data.batch_size) for _, records in data.parts if records]
+    Every record is predicted by one trainer. What it yields is acknowledged when its caller asks for the next
+    prediction, or when the iterator ends. If a trainer dies before, another one predicts the same batch:
+    batches never have records of two tasks, so they are the same whoever predicts them.
+
+    Nobody leaves before all records are acknowledged, because those of another trainer may come back.
+    Trainers agree on nothing else, and wait for nobody, with one exception: one that was started again is in
+    a fit that the others have finished, and gets the state of training from them between two of their
+    batches.
+    """
+
+    parts: TrainerParts
+    group: ElasticGroup
+    data: SharedData
+    client: WorkClient
+    host: FitHost
+
+    def __post_init__(self) -> None:
+        self.group.calls.last += 1
+        self._number = self.group.calls.last
+        self._plan = self.data.prediction_plan()
+        batches = [-(-records // self.data.batch_size) for _, records in self.data.parts if records]
         self._before = [0, *accumulate(batches)]  # batches, by the place of a part
         self._predicted = False
 
     def predictions(self, columns: Iterable[str]) -> Generator[Prediction, None, None]:
         """Those of this trainer, until all trainers have predicted all records."""
-        calls = self._group.calls
+        calls = self.group.calls
         if is_terminated():
             _log.warning("SIGTERM has ended the training of this program, so it predicts nothing more.")
             return
@@ -92,32 +95,33 @@ class LeasedPrediction:
         try:
             if self._number >= calls.passed:
                 self._begin()
-                yield from self._predict(self._evaluator.predictor(columns))
+                yield from self._predict(self.parts.evaluator.predictor(columns))
         finally:
             calls.predicts = False
-            self._client.close()
+            self.client.close()
 
     def _begin(self) -> None:
-        parts, size = self._data.parts, self._plan.records_per_task
-        while not self._client.begin_prediction(self._number, parts, size):
-            self._host.welcome(self._number)
+        parts, size = self.data.parts, self._plan.records_per_task
+        while not self.client.begin_prediction(self._number, parts, size):
+            self.host.welcome(self._number)
             with activity.waiting(TRAINERS):
                 time.sleep(_IDLE)
 
     def _predict(self, predictor: Predictor) -> Generator[Prediction, None, None]:
-        loader = self._data.lease_prediction(self._client, self._number)
-        place = partial(self._runs.placement.place, training=False)
-        feed = LeasedFeed(loader, place, self._runs.prefetch)
+        loader = self.data.lease_prediction(self.client, self._number)
+        place = partial(self.parts.setup.runs.placement.place, training=False)
+        feed = LeasedFeed(loader, place, self.parts.setup.runs.prefetch)
         try:
             while not feed.ended:
-                self._host.welcome(self._number)
-                batch = self._take(feed)
+                self.host.welcome(self._number)
+                with self._naming():
+                    batch = feed.take(lambda: self.group.waiting)
                 if batch is None:
                     with activity.waiting(TRAINERS):
                         time.sleep(_IDLE)
                     continue
                 yield self._prediction(predictor, batch)
-                if self._client.acknowledge(batch.done):
+                if self.client.acknowledge(batch.done):
                     _log.warning(
                         "This trainer did not answer for too long, so others were given records of its "
                         "prediction."
@@ -126,27 +130,23 @@ class LeasedPrediction:
             feed.close()
         predictor.end()
 
-    def _take(self, feed: LeasedFeed) -> TakenBatch | None:
-        try:
-            return feed.take(lambda: self._group.waiting)
-        except BatchError as failed:
-            raise self._named(failed) from failed.__cause__
-
-    def _prediction(self, predictor: Predictor, batch: TakenBatch) -> Prediction:
-        try:
-            with blaming(batch.records):
-                output = predictor.output(batch.batch)
-        except BatchError as failed:
-            raise self._named(failed) from failed.__cause__
+    def _prediction(self, predictor: Predictor, batch: FedBatch) -> Prediction:
+        with self._naming(), blaming(batch.records):
+            output = predictor.output(batch.batch)
         self._predicted = True
         (records,) = batch.records
-        return predictor.prediction(batch.batch, output).of(self._records(records))
+        task, count = records.lease.task, len(records.places)
+        start = task.first + int(records.places[0])
+        number = self._before[self._plan.place_of(task.number)] + start // self.data.batch_size
+        return predictor.prediction(batch.batch, output).of(PredictedRecords(number, task.path, start, count))
 
-    def _records(self, records: TakenRecords) -> PredictedRecords:
-        task, first = records.lease.task, int(records.places[0])
-        start = task.first + first
-        number = self._before[self._plan.place_of(task.number)] + start // self._data.batch_size
-        return PredictedRecords(number, task.path, start, len(records.places))
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """An error of a batch names the record that raises it."""
+        try:
+            yield
+        except BatchError as failed:
+            raise self._named(failed) from failed.__cause__
 
     def _named(self, failed: BatchError) -> BaseException:
         """The error of a batch, with the record that raises it; as it is if every record raises one."""
@@ -154,9 +154,11 @@ class LeasedPrediction:
         assert error is not None
 
         def check(batch: Batch) -> None:
-            self._evaluator.predictor(()).output(self._runs.placement.place(batch, training=False))
+            self.parts.evaluator.predictor(()).output(
+                self.parts.setup.runs.placement.place(batch, training=False)
+            )
 
-        bad = self._data.search(in_order=True).find(failed.records, [check])
+        bad = self.data.search(in_order=True).find(failed.records, [check])
         if bad.every and not self._predicted:
             return error
         return named_error(error, failed.records, bad.record)
@@ -194,14 +196,15 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     client = _connect(connection.group)
     limits = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in limits.items() if n is not None})
+    fit = LeasedFit(parts, connection.group, leased, client, work)
     if not connection.settings.mode.dense_on_servers:
-        return ElasticFit(trainer, parts, leased, goal, begin, client, work)
+        return ElasticFit(trainer, fit, goal, begin)
     if job.global_batches is not None:
         raise ValueError(
             f"global_batches={job.global_batches} makes steps of all trainers together, but in mode async "
             "each trains on its own: expected none, or mode sync."
         )
-    return AsyncFit(trainer, parts, leased, goal, begin, client, work)
+    return AsyncFit(trainer, fit, goal, begin)
 
 
 def make_predictions(
@@ -223,7 +226,7 @@ def host_of(fit: Fit, before: FitHost) -> FitHost:
 
 
 def _connect(group: ElasticGroup) -> WorkClient:
-    return WorkClient(JobEnvironment.read().master, group.process, Security.from_environment())
+    return WorkClient(JobEnvironment.read().master, group.client.process, Security.from_environment())
 
 
 def require_leased(data: object) -> LeasedData:

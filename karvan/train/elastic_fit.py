@@ -32,53 +32,42 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from karvan.checkpoint.format.state_tree import pack, unpack
-from karvan.data.leased_data import LeasedData, SharedData
+from karvan.checkpoint.state_tree import pack, unpack
+from karvan.data.leased_data import SharedData
 from karvan.data.task_records import records_done
-from karvan.data.work_client import WorkClient
 from karvan.distributed import RankError
-from karvan.distributed.elastic import ElasticGroup, Standing, Standings
-from karvan.exit_codes import note_training
+from karvan.distributed.elastic import Standing, Standings
+from karvan.errors import note_training
 from karvan.ragged import Batch
+from karvan.train import dataset, train_state
 from karvan.train.callbacks import TrainerView
-from karvan.train.elastic.group_steps import Agreement, GroupSteps
-from karvan.train.elastic.leased_work import FitSteps, LeasedFit, WorkSettings
+from karvan.train.dataset import FinishedData
 from karvan.train.evaluation import EvaluationSums
 from karvan.train.fit import Begin, Fit, check_fit
-from karvan.train.reporting.reporter import Reporter
-from karvan.train.reporting.results import FitResult
-from karvan.train.state import dataset, train_state
-from karvan.train.state.dataset import FinishedData
-from karvan.train.state.gathering import set_random_state
-from karvan.train.state.saving import check_choice, owned_folder
+from karvan.train.group_steps import GroupSteps
+from karvan.train.leased_work import Agreement, FitSteps, LeasedFit
+from karvan.train.reporter import Reporter
+from karvan.train.results import FitResult, set_random_state
+from karvan.train.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
-from karvan.train.trainer_parts import TrainerParts
-
-# `LeasedEvaluation`: an evaluation whose records the trainers of a round lease, task by task.
-#
-# A slow trainer evaluates fewer records. A trainer keeps the leases of what it has evaluated until all have
-# added up their results. So if one dies before, its tasks, and only these, are leased by the others, who have
-# kept their own results.
 
 
 class LeasedEvaluations:
-    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated."""
+    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated.
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        client: WorkClient,
-        group: ElasticGroup,
-        evaluate: Callable[[Iterable[Any]], dict[str, float]],
-    ) -> None:
-        self._parts = parts
-        self._client = client
-        self._group = group
+    A slow trainer evaluates fewer records. A trainer keeps the leases of what it has evaluated until all have
+    added up their results. So if one dies before, its tasks, and only these, are leased by the others, who
+    have kept their own results.
+    """
+
+    def __init__(self, fit: LeasedFit, evaluate: Callable[[Iterable[Any]], dict[str, float]]) -> None:
+        self._parts = fit.parts
+        self._client = fit.client
+        self._group = fit.group
         self._evaluate = evaluate
         self._current: tuple[int, EvaluationSums] | None = None  # its number, and what was evaluated
         self._done: dict[int, int] = {}  # records of leased tasks, by token
@@ -128,21 +117,14 @@ class ElasticFit(Fit):
     def __init__(
         self,
         trainer: TrainerView,
-        parts: TrainerParts,
-        data: LeasedData,
+        leased: LeasedFit,
         goal: Goal,
         begin: Begin,
-        client: WorkClient,
-        work: WorkSettings,
     ) -> None:
-        super().__init__(trainer, parts, data, goal, begin)
-        group = parts.connection.group
-        assert group is not None
-        self._group: ElasticGroup = group
-        self._evaluations = LeasedEvaluations(parts, client, group, trainer.evaluate)
-        self._leased = LeasedFit(parts, group, data, client, work, self._stopping.asked)
-        self._client = client
-        self._spec = partial(data.spec, work.most_tries, work.skip_bad_records)
+        super().__init__(trainer, leased.parts, leased.data, goal, begin)
+        self._leased = leased
+        self._group = leased.group
+        self._evaluations = LeasedEvaluations(leased, trainer.evaluate)
         self._stack = ExitStack()
         self.begun = False  # whether this trainer has the state of training
         self._first = False  # whether it has reported, saved and acknowledged for all
@@ -168,11 +150,12 @@ class ElasticFit(Fit):
             self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
             newest = parts.saver.latest()
             drops = newest is None or dataset.drops_rest(newest, self._identity, self._how.drop_unfinished)
-            self._client.open(self._spec(), drops)
+            spec = self._leased.data.spec(self._leased.work.most_tries, self._leased.work.skip_bad_records)
+            self._leased.client.open(spec, drops)
             self._transforms.use(self._data, self._goal.eval_data)
             self._steps = self._make_steps()
             stack.callback(self._group.dissolve)
-            stack.callback(self._steps.work.close)
+            stack.callback(self._steps.close)
             try:
                 while self._result is None:
                     self._go_on()
@@ -278,7 +261,7 @@ class ElasticFit(Fit):
 
     def _begin_alone(self) -> None:
         super()._begin_alone()
-        self._steps.work.restore(None)
+        self._steps.restore(None)
 
     def _begin_training(self) -> None:
         parts = self._parts
@@ -300,18 +283,18 @@ class ElasticFit(Fit):
     def _own_folder(self) -> None:
         """Take the folder of checkpoints over from the last trainer that saved, should it still run."""
         folder, connection = self._parts.saver.folder, self._parts.connection
-        self._stack.enter_context(owned_folder(folder, connection, self._group.name))
+        self._stack.enter_context(owned_folder(folder, connection, self._group.client.group))
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         super()._load(saved, other)
         if other:
-            self._steps.work.restore(None)
+            self._steps.restore(None)
         if self._evaluation_due:
             self._todo.append("evaluate")
 
     def _load_position(self, saved: Mapping[str, Any], random: Any) -> None:
         set_random_state(random)
-        self._steps.work.restore(saved.get("work"))
+        self._steps.restore(saved.get("work"))
 
     def _everything(self) -> dict[str, Any]:
         """What another trainer needs to train with this one."""
@@ -323,7 +306,7 @@ class ElasticFit(Fit):
             "last": self._last,
             "unsaved": self._unsaved,
             "saved_first": self._saved_first,
-            "seed": self._steps.work.seed,
+            "seed": self._steps.seed,
         }
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
@@ -335,7 +318,7 @@ class ElasticFit(Fit):
         self._todo, self._actions = list(everything["todo"]), everything["actions"]
         self._last, self._unsaved = everything["last"], everything["unsaved"]
         self._saved_first = everything["saved_first"]
-        self._steps.work.seed = everything["seed"]
+        self._steps.seed = everything["seed"]
         self._past = tuple(FinishedData(**finished) for finished in everything["past"])
         self._begin_training()
 
@@ -377,10 +360,7 @@ class ElasticFit(Fit):
 
     def _plan_evaluation(self) -> None:
         """Evaluate next; before the first time all that was trained is saved, in case it fails."""
-        if not self._saved_first and self._unsaved and self._parts.saver.folder is not None:
-            self._todo.append("save")
-        self._saved_first = True
-        self._todo.append("evaluate")
+        self._todo += ["save", "evaluate"] if self._saves_first() else ["evaluate"]
 
     # Steps
 
@@ -401,7 +381,7 @@ class ElasticFit(Fit):
             if counts.step % self._reporter.period == 0:
                 self._todo.append("report")
             elif self._first and self._reporter.shows(counts.step):
-                self._reporter.show({name: metric.compute() for name, metric in parts.metrics.items()})
+                self._reporter.show(parts.metric_values())
             if self._goal.evaluates_after_step(counts):
                 self._plan_evaluation()
             saves = parts.saver.due_by_steps(counts.step) or any(
@@ -430,7 +410,7 @@ class ElasticFit(Fit):
 
     def _leave(self) -> None:
         """Leave the others, who continue: the records that were leased and not trained return."""
-        self._steps.work.leave()
+        self._steps.leave()
         self._group.leave()
         self._result = self._make_result("terminate", None, {})
 
@@ -438,7 +418,7 @@ class ElasticFit(Fit):
         parts, counts = self._parts, self._counts
         if not counts.batches:
             raise ValueError(f"Epoch {counts.epoch} must have at least one batch, but the data gave none.")
-        parts.schedule.after_epoch()
+        parts.schedule.after("epoch")
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._unsaved = True
             self._plan_evaluation()
@@ -454,7 +434,7 @@ class ElasticFit(Fit):
     def _training_metrics(self) -> dict[str, float]:
         """The metrics of training so far; a collective, so that no trainer is two actions behind another."""
         self._group.channel.barrier()
-        return {name: metric.compute() for name, metric in self._parts.metrics.items()}
+        return self._parts.metric_values()
 
     def _complete_report(self, metrics: Mapping[str, float]) -> None:
         if self._first:
@@ -479,9 +459,9 @@ class ElasticFit(Fit):
         shared: dict[str, Any] = {}
         if self._first:
             finished = self._has_all() or self._parts.stop_request.final
-            with self._steps.work.export() if finished else nullcontext():
+            with self._steps.export() if finished else nullcontext():
                 shared["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
-            shared["bad_records"] = self._steps.work.bad_records()
+            shared["bad_records"] = self._steps.bad_records()
         first = self._group.channel.gather_json(shared)[0]
         return {**first, "metrics": self._training_metrics()}
 
@@ -505,7 +485,7 @@ class ElasticFit(Fit):
             **self._transforms.state(),
             "position": None,
             "epoch_random": None,
-            "work": self._steps.work.position(),
+            "work": self._steps.position(),
             "evaluation_due": self._evaluation_due,
             "data": self._data_state(),
         }

@@ -1,24 +1,29 @@
-"""One optimizer step: the gradients of some batches averaged, clipped, checked, and applied or skipped."""
+"""One optimizer step: the gradients of some batches averaged, clipped, checked, and applied or skipped.
+
+What is frozen (`Frozen`), which optimizers there are, and their learning rates (`Schedule`) are here, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from karvan.argument_checks import check_integers
-from karvan.dense.step_policies import LocalDense, Outcome
-from karvan.dense.tensors import all_finite, largest_magnitude
+from karvan.dense.steps import LocalDense, Outcome, all_finite, largest_magnitude
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.embedding.admission import ReadOnly
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.torch_internals import has_step_hooks
-from karvan.train.step.precision import Precision
+from karvan.train.precision import Precision
 
 # Tables and parameters that a fit does not change.
 
@@ -59,9 +64,6 @@ class Frozen:
         self.tables = [table for table in tables if chosen(table)]
         self.parameters = {name: parameter for name, parameter in parameters.items() if chosen(parameter)}
 
-    def __bool__(self) -> bool:
-        return bool(self.tables or self.parameters)
-
     def forget(self) -> None:
         """Drop the gradients of what is frozen, which no optimizer uses."""
         for parameter in self.parameters.values():
@@ -72,8 +74,7 @@ class Frozen:
 
 def tables_of(model: nn.Module) -> list[TableHandle]:
     """The tables of all engines of a model."""
-    engines = [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
-    return [table for engine in engines for table in engine.tables()]
+    return [table for engine in engines_of(model) for table in engine.tables()]
 
 
 def is_read_only(table: TableHandle) -> bool:
@@ -81,11 +82,11 @@ def is_read_only(table: TableHandle) -> bool:
     return table.spec.admit == ReadOnly().native()
 
 
-def names_text(names: Iterable[str], most: int = 8) -> str:
+def names_text(names: Iterable[str]) -> str:
     """Some names as text: the first ones, and how many more there are."""
     listed = list(dict.fromkeys(names))
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return (", ".join(listed[:most]) or "none") + more
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return (", ".join(listed[:8]) or "none") + more
 
 
 def _names_of(model: nn.Module) -> dict[int, list[str]]:
@@ -142,6 +143,7 @@ class OptimizerStepSettings:
                 raise ValueError(f"{name} must be above 0 or None, got {value}.")
 
 
+@dataclass(eq=False)
 class OptimizerStep:
     """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing.
 
@@ -149,45 +151,34 @@ class OptimizerStep:
     starts.
     """
 
-    def __init__(
-        self,
-        dense: torch.optim.Optimizer | None,
-        sparse: SparseOptimizer | None,
-        settings: OptimizerStepSettings,
-        precision: Precision,
-        stepping: LocalDense | None = None,
-        frozen: Frozen | None = None,
-    ) -> None:
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        if dense is not None:
-            self.optimizers["dense"] = dense
-        if sparse is not None:
-            self.optimizers["sparse"] = sparse
-        self._dense = dense
-        self._sparse = sparse
-        self._settings = settings
-        self._precision = precision
-        self._stepping = stepping or LocalDense(dense)
-        self._frozen = frozen
-        self._checks = settings.nonfinite != "apply" or precision.always_checks
-        # A sparse optimizer skips, and counts, the tables whose gradients are not finite by itself.
-        self._checks_rows = self._checks and (settings.nonfinite != "skip_tables" or precision.always_checks)
+    dense: torch.optim.Optimizer | None
+    sparse: SparseOptimizer | None
+    settings: OptimizerStepSettings
+    precision: Precision
+    stepping: LocalDense | None = None  # by default in this process
+    frozen: Frozen | None = None
 
-    @property
-    def sparse(self) -> SparseOptimizer | None:
-        """The optimizer of rows."""
-        return self._sparse
+    def __post_init__(self) -> None:
+        given = {"dense": self.dense, "sparse": self.sparse}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            name: optimizer for name, optimizer in given.items() if optimizer is not None
+        }
+        self._stepping = self.stepping or LocalDense(self.dense)
+        always, nonfinite = self.precision.always_checks, self.settings.nonfinite
+        self._checks = nonfinite != "apply" or always
+        # A sparse optimizer skips, and counts, the tables whose gradients are not finite by itself.
+        self._checks_rows = self._checks and (nonfinite != "skip_tables" or always)
 
     def forget(self) -> None:
         """Drop pending gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
-        if self._frozen:
-            self._frozen.forget()
+        if self.frozen is not None:
+            self.frozen.forget()
 
     def backward(self, loss: Tensor, divisor: float) -> None:
         """Add the gradients of one of a step's batches, divided by their number or its equivalent."""
-        torch.autograd.backward(self._precision.scale(loss if divisor == 1 else loss / divisor))
+        torch.autograd.backward(self.precision.scale(loss if divisor == 1 else loss / divisor))
 
     def apply(self) -> bool | None:
         """Make the step, unless gradients are not finite; whether it was made, None if servers reject it.
@@ -201,9 +192,9 @@ class OptimizerStep:
         if finite:
             self._clip()
             outcome = self._stepping.step()
-        if outcome == "accepted" and self._sparse is not None:
-            self._sparse.step()
-        self._precision.update()
+        if outcome == "accepted" and self.sparse is not None:
+            self.sparse.step()
+        self.precision.update()
         self.forget()
         return None if outcome == "rejected" else outcome == "accepted"
 
@@ -213,10 +204,10 @@ class OptimizerStep:
         None if the host has to decide: see `apply`. Nothing has changed then. The host continues without the
         answer, so the steps of tables count a step that is skipped; those of the dense optimizer do not.
         """
-        raises = self._settings.nonfinite == "raise" and not self._precision.always_checks
+        raises = self.settings.nonfinite == "raise" and not self.precision.always_checks
         if not self._checks_rows or raises or not self._stepping.skips_on_device:
             return None
-        of_rows = [] if self._sparse is None else self._sparse.late_gradients()
+        of_rows = [] if self.sparse is None else self.sparse.late_gradients()
         if of_rows is None:
             return None
         gradients = [gradient for gradient in (*self._gradients(), *of_rows) if gradient.numel()]
@@ -226,21 +217,21 @@ class OptimizerStep:
             return None
         largest = largest_magnitude(gradients)
         found_inf = (largest - largest != 0).float()  # an infinity less itself is NaN, which is not 0
-        if self._sparse is not None:
-            self._sparse.skip_if(found_inf)
-        self._precision.unscale_late(self._dense, found_inf)
+        if self.sparse is not None:
+            self.sparse.skip_if(found_inf)
+        self.precision.unscale_late(self.dense, found_inf)
         self._clip()
         self._stepping.step_unless(found_inf)
-        if self._sparse is not None:
-            self._sparse.step()
-        self._precision.update()
+        if self.sparse is not None:
+            self.sparse.step()
+        self.precision.update()
         self.forget()
         return found_inf == 0
 
     def unscale(self) -> bool:
         """Undo the scale of mixed precision; whether the gradients that were computed are finite."""
-        sparse_finite = not self._checks_rows or self._sparse is None or self._sparse.gradients_finite()
-        self._precision.unscale(self._dense, sparse_finite)
+        sparse_finite = not self._checks_rows or self.sparse is None or self.sparse.gradients_finite()
+        self.precision.unscale(self.dense, sparse_finite)
         return sparse_finite and (not self._checks or all_finite(self._gradients()))
 
     def stage_rows(self) -> list[str]:
@@ -248,26 +239,26 @@ class OptimizerStep:
 
         The steps of the tables are counted when it is certain that the step is made: see `count_tables`.
         """
-        if self._sparse is None:
+        if self.sparse is None:
             return []
-        before = self._sparse.table_steps()
-        self._sparse.step()
-        tables = [name for name, step in self._sparse.table_steps().items() if step != before[name]]
-        self._sparse.set_table_steps(before)
+        before = self.sparse.table_steps()
+        self.sparse.step()
+        tables = [name for name, step in self.sparse.table_steps().items() if step != before[name]]
+        self.sparse.set_table_steps(before)
         return tables
 
     def count_tables(self, tables: Collection[str]) -> None:
         """A step was made that has gradients for rows of these tables."""
-        if self._sparse is not None:
-            steps = self._sparse.table_steps()
-            self._sparse.set_table_steps({name: step + (name in tables) for name, step in steps.items()})
+        if self.sparse is not None:
+            steps = self.sparse.table_steps()
+            self.sparse.set_table_steps({name: step + (name in tables) for name, step in steps.items()})
 
     def finish(self, applied: bool) -> None:
         """Make a dense step with the gradients that trainers have agreed on, or skip it."""
         if applied:
             self._clip()
             self._stepping.step()
-        self._precision.update()
+        self.precision.update()
         self.forget()
 
     def pass_over(self) -> bool:
@@ -280,21 +271,21 @@ class OptimizerStep:
     @property
     def tables(self) -> list[TableHandle]:
         """The tables that are updated."""
-        return [] if self._sparse is None else self._sparse.tables
+        return [] if self.sparse is None else self.sparse.tables
 
     def parameters(self) -> list[Tensor]:
         """The parameters that are updated."""
-        groups = [] if self._dense is None else self._dense.param_groups
+        groups = [] if self.dense is None else self.dense.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     def _clip(self) -> None:
-        if self._settings.clip_value is not None:
-            clip_grad_value_(self.parameters(), self._settings.clip_value)
-        if self._settings.clip_norm is not None:
-            clip_grad_norm_(self.parameters(), self._settings.clip_norm)
+        if self.settings.clip_value is not None:
+            clip_grad_value_(self.parameters(), self.settings.clip_value)
+        if self.settings.clip_norm is not None:
+            clip_grad_norm_(self.parameters(), self.settings.clip_norm)
 
 
 DenseOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -390,3 +381,122 @@ def make_sparse(
 def engines_of(model: nn.Module) -> list[EmbeddingEngine]:
     """The engines in a model, each once."""
     return [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
+
+
+Maker: TypeAlias = Callable[[Optimizer], LRScheduler]
+Given: TypeAlias = LRScheduler | Maker
+Schedulers: TypeAlias = Given | Iterable[Given] | Mapping[str, Given] | None
+
+_EXAMPLE = (
+    "a function of an optimizer that makes a torch scheduler, such as "
+    "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)"
+)
+
+
+class Schedule:
+    """All schedulers of a Trainer; they advance after every step that was taken, or after every epoch.
+
+    A function is called with every optimizer, dense and sparse, and makes a scheduler for it. A mapping with
+    "dense" and "sparse" has one for each. A scheduler object is used as it is. ReduceLROnPlateau advances
+    after every evaluation of a fit instead, by its loss.
+
+    """
+
+    def __init__(self, schedulers: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:
+        if per not in ("step", "epoch"):
+            raise ValueError(f"schedule_per must be 'step' or 'epoch', got {per!r}.")
+        self._per = per
+        self._schedulers = list(_make(schedulers, optimizers))
+        for scheduler in self._schedulers:
+            if not isinstance(scheduler, LRScheduler):
+                raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
+            if not any(scheduler.optimizer is optimizer for optimizer in optimizers.values()):
+                raise ValueError(
+                    "scheduler expects schedulers of this Trainer's optimizers, but the "
+                    f"{type(scheduler).__name__} changes the learning rates of another optimizer: give it "
+                    "a function."
+                )
+
+    @property
+    def metric(self) -> str | None:
+        """The metric of evaluations by which a scheduler decides, if there is one."""
+        follows = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+        return "loss" if follows else None
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """An evaluation is over: schedulers that wait for one follow its loss."""
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(metrics["loss"])
+
+    def after(self, moment: str) -> None:
+        """A "step" was taken, or an "epoch" ended."""
+        for scheduler in self._schedulers if moment == self._per else ():
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for checkpoints."""
+        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        states = state["schedulers"]
+        if len(states) != len(self._schedulers):
+            raise ValueError(
+                f"The checkpoint has {len(states)} schedulers, but this Trainer has {len(self._schedulers)}."
+            )
+        for scheduler, its in zip(self._schedulers, states, strict=True):
+            # MultiStepLR has its milestones in a Counter, and a checkpoint has only plain dicts.
+            counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
+            scheduler.load_state_dict({k: Counter(v) if k in counters else v for k, v in its.items()})
+
+    def use_initial_rates(self) -> None:
+        """Continue from the initial learning rates that the optimizers have now."""
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):  # it has none, and reduces whatever there is
+                continue
+            scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+
+
+def _make(schedulers: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
+    if schedulers is None:
+        return []
+    if isinstance(schedulers, Mapping):
+        if unknown := sorted(set(schedulers) - set(optimizers)):
+            raise ValueError(
+                f"There is no optimizer for the scheduler of {', '.join(map(repr, unknown))}; "
+                f"there are: {', '.join(map(repr, optimizers))}."
+            )
+        return [_one(its, optimizers[name]) for name, its in schedulers.items()]
+    if isinstance(schedulers, LRScheduler):
+        return [schedulers]
+    if callable(schedulers):
+        return [_one(schedulers, optimizer) for optimizer in optimizers.values()]
+    if isinstance(schedulers, str) or not isinstance(schedulers, Iterable):
+        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(schedulers)}.")
+    listed = list(schedulers)
+    if any(isinstance(item, list | tuple) for item in listed):  # which may contain itself
+        raise TypeError(f"scheduler expects {_EXAMPLE}, or a list of them, got a list within a list.")
+    return [scheduler for item in listed for scheduler in _make(item, optimizers)]
+
+
+def _one(scheduler: Given, optimizer: Optimizer) -> Any:
+    if isinstance(scheduler, LRScheduler):
+        return scheduler
+    if not callable(scheduler):
+        raise TypeError(f"scheduler expects {_EXAMPLE}, got {_text_of(scheduler)}.")
+    try:
+        return scheduler(optimizer)
+    except TypeError as error:
+        name = getattr(scheduler, "__name__", type(scheduler).__name__)
+        if not isinstance(scheduler, type):
+            raise
+        raise TypeError(
+            f"scheduler expects a function of an optimizer, but {name} needs more: {error}. Give it "
+            f"lambda optimizer: {name}(optimizer, …)."
+        ) from error
+
+
+def _text_of(value: object) -> str:
+    return repr(value) if isinstance(value, str | int | float) else type(value).__name__

@@ -19,35 +19,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from itertools import compress
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data.task_records import blaming
 from karvan.dense.remote import ElasticDense
-from karvan.distributed.step_commits import OwnCommits, SentCommit, Tally
+from karvan.distributed.parameter_servers import OwnCommits, SentCommit, Tally
 from karvan.exit_codes import note_training
 from karvan.outages import mark
-from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.group_steps import Agreement, Contribution
-from karvan.train.elastic.leased_work import FitSteps, LeasedFit, TakenBatch
+from karvan.train.elastic_fit import ElasticFit
+from karvan.train.feed import FedBatch
+from karvan.train.leased_work import Agreement, FitSteps, LeasedFit
 from karvan.train.reporting.results import StepLogs, TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
-
-# `OwnSteps`: the batches that a trainer trains on its own, in mode async, and what it needs of the others.
-#
-# A batch is the unit: its gradients of rows and of dense parameters are staged at the servers, and the
-# trainer commits them there, with the records that are done by it. What servers have committed is trained,
-# and nothing else is. The trainer reports these records to the master behind the batch, and every commit has
-# those that the master may not know. So whoever finds that a trainer is gone learns from the servers what it
-# has trained, and reports it before others get the rest of its records.
-#
-# `TrainedBatches` counts: a step is as many batches as there are trainers, whoever computes them, as with a
-# fixed number of trainers. So `log_every`, `checkpoint_every`, `eval_every`, `max_steps` and schedules mean
-# the same. Servers add up the batches of all trainers, so that each of them knows the step without asking
-# others.
 
 
 class TrainedBatch(NamedTuple):
@@ -59,16 +48,15 @@ class TrainedBatch(NamedTuple):
     taken: bool
 
 
+@dataclass
 class TrainedBatches:
-    """How many batches and steps all trainers have made, by the tally of the servers."""
+    """How many batches and steps all trainers have made, by the tally of the servers.
 
-    def __init__(self) -> None:
-        self.counted: dict[str, int] = {}  # of the tally
-        self.left = 0  # batches that make no whole step yet
+    counted: the tally so far. left: batches that make no whole step yet.
+    """
 
-    def begin(self, tally: Mapping[str, int]) -> None:
-        """Count from here on."""
-        self.counted, self.left = dict(tally), 0
+    counted: dict[str, int] = field(default_factory=dict)
+    left: int = 0
 
     def advance(self, tally: Mapping[str, int], world: int) -> tuple[int, dict[str, int]]:
         """The steps and counts that are new; world: how many trainers there were meanwhile.
@@ -85,38 +73,30 @@ class TrainedBatches:
         leaving, self.left = self.left, 0
         return 1 if leaving else 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a trainer that joins needs."""
-        return {"counted": dict(self.counted), "left": self.left}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as the trainer whose state this is."""
-        self.counted, self.left = dict(state["counted"]), state["left"]
-
 
 class OwnSteps(FitSteps):
-    """The batches of one trainer in one fit."""
+    """The batches of one trainer in one fit.
+
+    A batch is the unit: its gradients of rows and of dense parameters are staged at the servers, and the
+    trainer commits them there, with the records that are done by it. What servers have committed is trained,
+    and nothing else is. The trainer reports these records to the master behind the batch, and every commit
+    has those that the master may not know. So whoever finds that a trainer is gone learns from the servers
+    what it has trained, and reports it before others get the rest of its records.
+
+    `TrainedBatches` counts: a step is as many batches as there are trainers, whoever computes them, as with a
+    fixed number of trainers. So `log_every`, `checkpoint_every`, `eval_every`, `max_steps` and schedules mean
+    the same. Servers add up the batches of all trainers, so that each of them knows the step without asking
+    others.
+    """
 
     def __init__(self, fit: LeasedFit) -> None:
         super().__init__(fit)
-        servers = fit.parts.connection.servers
-        assert servers is not None
-        assert isinstance(servers.commits, OwnCommits)
-        self._commits = servers.commits
+        assert isinstance(self._commits, OwnCommits)
+        self.commits = self._commits
         self._sent: tuple[SentCommit, int, dict[int, int]] | None = None  # with its number and records
         self._unconfirmed: dict[int, dict[int, int]] = {}  # records that the master may not know, by number
         self.left_metrics: list[Any] = []  # states of those that left at the last meeting
-        self._world = 1  # how many trainers the round had in which batches were trained last
-
-    @property
-    def number(self) -> int:
-        """That of this trainer's last batch in the run; 0 before the first."""
-        return self._commits.step
-
-    @property
-    def ended(self) -> bool:
-        """Whether all records of the epoch are done, by whomever."""
-        return self._batches.ended
+        self.world = 1  # how many trainers the round had in which batches were trained last
 
     # Batches
 
@@ -125,21 +105,21 @@ class OwnSteps(FitSteps):
         assert self._sent is None
         return self._train_batch(0, self._train)
 
-    def _train(self, batch: TakenBatch) -> TrainedBatch:
+    def _train(self, batch: FedBatch) -> TrainedBatch:
         parts, routine = self._parts, self._parts.setup.routine
         step = self._begin_batch(batch)
-        number = self._commits.begin_own()
+        number = self.commits.begin_own()
         parts.setup.dense.fresh()
         with blaming(batch.records):
             losses = routine.gradients(step, parts.loss, parts.metrics, parts.count)
-        self.work.bad.computed = True
+        self.bad.computed = True
         made_step = bool(routine.apply(step))
-        done, confirmed = batch.done, self.work.records.confirmed
+        done, confirmed = batch.done, self.records.confirmed
         self._unconfirmed = {step: its for step, its in self._unconfirmed.items() if step > confirmed}
         self._unconfirmed[number] = done
         counts = {"samples": batch.samples, "skipped": int(not made_step)}
         ahead = {str(token): n for _, its in sorted(self._unconfirmed.items()) for token, n in its.items()}
-        self._sent = self._commits.commit_own(counts, ahead), number, done
+        self._sent = self.commits.commit_own(counts, ahead), number, done
         return TrainedBatch(batch.batch, batch.samples, losses.means(), made_step)
 
     def finish(self) -> Tally | None:
@@ -149,12 +129,8 @@ class OwnSteps(FitSteps):
         sent, number, records = self._sent
         tally = sent.wait()
         self._sent = None
-        self.work.records.add(number, records, report=True)
+        self.records.add(number, records, report=True)
         return tally
-
-    def ask(self, meeting: int = 0) -> Tally:
-        """The tally; see `OwnCommits.ask`."""
-        return self._commits.ask(meeting)
 
     # Meetings
 
@@ -162,73 +138,45 @@ class OwnSteps(FitSteps):
         """Meet all others, between two batches of everyone; a collective. save: a checkpoint is due."""
         self._complete()
         self.left_metrics = []
-        stop = self._parts.stop_request.reason
-        contribution = Contribution(
-            member=self._group.member,
-            ended=self._batches.ended,
-            stop=None if stop == "terminate" else stop,
-            save=save,
-            leaves=stop == "terminate",
-        )
         channel = self._group.channel
-        answers = channel.gather_json(asdict(contribution))
-        agreement = Agreement(0, tuple(Contribution(**answer) for answer in answers))
+        agreement = Agreement.gather(channel, 0, self._contribution(save=save))
         if len({contribution.leaves for contribution in agreement.contributions}) == 2:
             self.left_metrics = self._gather_left(agreement)
-        tally = channel.gather_json(self.ask().counts if channel.rank == 0 else None)[0]
+        tally = channel.gather_json(self.commits.ask().counts if channel.rank == 0 else None)[0]
         return {"agreement": agreement.as_json(), "tally": tally, "world": channel.world_size}
 
     def _gather_left(self, agreement: Agreement) -> list[Any]:
         """The states of metrics of those that leave; a collective."""
-        channel, leaves = (
-            self._group.channel,
-            [contribution.leaves for contribution in agreement.contributions],
-        )
-        metrics = self._parts.metrics if leaves[channel.rank] else {}
-        states = gather_state(channel, {name: metric.state() for name, metric in metrics.items()})
-        return [state for state, leaves_group in zip(states, leaves, strict=True) if leaves_group]
+        leaves = [contribution.leaves for contribution in agreement.contributions]
+        mine = self._parts.metric_states() if leaves[self._group.rank] else {}
+        return list(compress(gather_state(self._group.channel, mine), leaves))
 
     def _complete(self) -> None:
         """All batches of this trainer are committed everywhere, and the master knows their records."""
         self.finish()
-        self.work.records.flush()
+        self.records.flush()
 
     def regrouped(self) -> None:
         """Another round has begun: this trainer comes to it between two batches, and says so to servers."""
         self._complete()
-        self._commits.members(self._group.round.number)
+        self.commits.members(self._group.round.number)
 
     def missed(self) -> dict[str, Any]:
         """Settle what trainers that are gone have done; the result of a meeting, about all batches so far."""
         for member in self._gone():
-            acknowledged = self._commits.settle(member)
+            acknowledged = self.commits.settle(member)
             if acknowledged:
-                self.work.acknowledge({int(token): done for token, done in acknowledged.items()})
-        return {"agreement": None, "tally": self.ask().counts, "world": self._world}
+                self.acknowledge({int(token): done for token, done in acknowledged.items()})
+        return {"agreement": None, "tally": self.commits.ask().counts, "world": self.world}
 
-    def settle(self) -> None:
-        """It is settled what trainers that are gone have done: others get the rest of it; rank 0."""
-        self.abandon()
-        self._group.settle()
-
-    def abandon(self) -> None:
-        """Servers and embedding workers forget trainers that are gone."""
-        gone_members = self._gone()
-        for member in gone_members:
-            self._commits.abandon(member)
-        self._parts.connection.abandon(gone_members)
-
+    @override
     def _gone(self) -> list[int]:
         """All trainers that are not in the round any more.
 
         Servers know those that have trained, also in rounds of which this trainer has not heard.
         """
         now = self._group.round
-        return sorted({*self._commits.members(now.number), *self._group.gone} - {*now.members})
-
-    def begin_round(self) -> None:
-        """The round trains from now on."""
-        self._world = self._group.world_size
+        return sorted({*self.commits.members(now.number), *self._group.gone} - {*now.members})
 
 
 _IDLE = 0.02  # seconds between two questions for a batch, while others work on the last records of an epoch
@@ -248,12 +196,12 @@ class AsyncFit(ElasticFit):
 
     def _regroup(self) -> None:
         super()._regroup()
-        self._own_steps.begin_round()
+        self._own_steps.world = self._group.world_size
 
     def _begin_run(self) -> None:
         self._own_steps.abandon()  # those who had the state of training, if there were any
-        trained = self._own_steps.ask()
-        if trained.batches and self._parts.saver.newest_step() is None and not self._own_steps.number:
+        trained = self._own_steps.commits.ask()
+        if trained.batches and self._parts.saver.newest_step() is None and not self._own_steps.commits.step:
             raise mark(
                 RuntimeError(
                     f"All trainers that have trained the first {trained.batches} batches of the job are "
@@ -263,7 +211,7 @@ class AsyncFit(ElasticFit):
                 temporary=True,
             )
         super()._begin_run()
-        self._batches.begin(trained.counts)
+        self._batches = TrainedBatches(dict(trained.counts))
         self._met = self._counts.step
 
     def _begin_training(self) -> None:
@@ -273,13 +221,13 @@ class AsyncFit(ElasticFit):
         super()._begin_training()
 
     def _everything(self) -> dict[str, Any]:
-        return {**super()._everything(), "batches": self._batches.state_dict(), "met": self._met}
+        return {**super()._everything(), "batches": asdict(self._batches), "met": self._met}
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
         super()._receive(everything)
         for metric in self._parts.metrics.values():  # they are of one's own batches
             metric.reset()
-        self._batches.load_state_dict(everything["batches"])
+        self._batches = TrainedBatches(**everything["batches"])
         self._met = everything["met"]
 
     # Training alone
@@ -305,7 +253,7 @@ class AsyncFit(ElasticFit):
                 return True
             else:
                 time.sleep(_IDLE)
-                self._note_tally(asked := self._own_steps.ask())
+                self._note_tally(asked := self._own_steps.commits.ask())
                 if self._meeting_due(asked):
                     return True
         return False
@@ -313,7 +261,7 @@ class AsyncFit(ElasticFit):
     def _meeting_due(self, tally: Tally | None) -> bool:
         saves = self._first and self._parts.saver.due_by_time()
         if saves or self._parts.stop_request.reason is not None:
-            self._own_steps.ask(meeting=self._actions + 1)
+            self._own_steps.commits.ask(meeting=self._actions + 1)
             return True
         asked = tally is not None and tally.meeting > self._actions
         return asked or self._has_all() or bool(self._due_since_meeting())
@@ -350,13 +298,9 @@ class AsyncFit(ElasticFit):
         if self._first and step > before:
             parts.progress.step(step)
             if step // self._reporter.period > before // self._reporter.period:
-                self._reporter.training(self._own_metrics())
+                self._reporter.training(parts.metric_values())
             elif self._reporter.shows(step):
-                self._reporter.show(self._own_metrics())
-
-    def _own_metrics(self) -> dict[str, float]:
-        """The metrics of the batches of this trainer."""
-        return {name: metric.compute() for name, metric in self._parts.metrics.items()}
+                self._reporter.show(parts.metric_values())
 
     def _count(self, tally: Mapping[str, int], world: int) -> None:
         steps, new = self._batches.advance(tally, world)
@@ -371,7 +315,7 @@ class AsyncFit(ElasticFit):
         self._counts.step += steps
         self._trained += steps
         for _ in range(steps):
-            self._parts.schedule.after_step()
+            self._parts.schedule.after("step")
 
     # Meetings
 
@@ -395,9 +339,7 @@ class AsyncFit(ElasticFit):
     def _take_over(self, agreement: Agreement) -> None:
         """The first one that stays counts the batches of those that leave in its metrics."""
         states, self._own_steps.left_metrics = self._own_steps.left_metrics, []
-        stays = next(
-            (contribution.member for contribution in agreement.contributions if not contribution.leaves), None
-        )
+        stays = next((said.member for said in agreement.contributions if not said.leaves), None)
         if states and self._group.member == stays:
             for name, metric in self._parts.metrics.items():
                 metric.load_state(
@@ -417,8 +359,7 @@ class AsyncFit(ElasticFit):
         return self._reporter.metrics()
 
     def _save_together(self) -> None:
-        states = {name: metric.state() for name, metric in self._parts.metrics.items()}
-        self._metric_states = gather_state(self._group.channel, states)
+        self._metric_states = gather_state(self._group.channel, self._parts.metric_states())
 
     def _trained_state(self) -> dict[str, Any]:
         state = super()._trained_state()

@@ -21,7 +21,7 @@ from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, IndexedRows, NestedRagged, Padded, Ragged
 from karvan.train.losses import Check, no_check
-from karvan.train.step.optimizer_step import engines_of
+from karvan.train.optimizer_step import engines_of
 from karvan.train.types import Pair, as_batch, same
 
 _log = logging.getLogger("karvan.train")
@@ -36,7 +36,7 @@ class Placement:
     ) -> None:
         self._call = prepare
         self._engines = engines
-        self._check = check
+        self.check = check  # of labels and weights
         self._checks_first = prepare is same  # otherwise it may make the labels
 
     def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -46,37 +46,34 @@ class Placement:
         """
         return nullcontext
 
-    @property
-    def check(self) -> Check:
-        """What checks labels and weights."""
-        return self._check
-
     def checked_by(self, data: Any) -> AbstractContextManager[Any]:
         """Within it, data whose batches arrive on a GPU checks labels before they do: a check there waits."""
         check_batches = getattr(data, "check_batches", None)
         if check_batches is None or not self._checks_first:
             return nullcontext()
-        checked: AbstractContextManager[Any] = check_batches(self._check)
+        checked: AbstractContextManager[Any] = check_batches(self.check)
         return checked
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
         """Move a batch and prepare it, for training or for an evaluation; runs on the feed's thread.
 
-        Labels of a batch for training are checked here, where it costs the step no time.
+        Labels of a batch for training are checked here, where it costs the step no time; before it is moved,
+        unless the preparation may make them: a check on a GPU waits.
         """
         batch = as_batch(batch)
-        return self._prepare(batch, training, self._needs_check(batch, training))
-
-    def _needs_check(self, batch: Any, training: bool | None) -> bool:
-        return bool(training) and self._check not in getattr(batch, "checks", ())
-
-    def _prepare(self, batch: Any, training: bool | None, checks: bool) -> Any:
-        prepared = as_batch(self._call(batch))
-        if checks:
-            self._check(prepared)
+        checks = bool(training) and self.check not in getattr(batch, "checks", ())
+        if checks and self._checks_first:
+            self.check(batch)
+        prepared = as_batch(self._call(self._moved(batch)))
+        if checks and not self._checks_first:
+            self.check(prepared)
         for engine in self._engines:
             engine.prepare(prepared, training=training)
         return prepared
+
+    def _moved(self, batch: Any) -> Any:
+        """The batch with its columns where they are needed."""
+        return batch
 
     def forget(self) -> None:
         """Drop batches that were prepared for training and will not be used."""
@@ -128,18 +125,15 @@ class CudaPlacement(Placement):
         if current != self._stream and not _on_cpu(batch):  # outside of a feed: it may not be ready yet
             self._stream.wait_stream(current)
         with self._on_stream():
-            checks = self._needs_check(batch, training)
-            if checks and self._checks_first:  # on the CPU, as a rule, so that nothing waits for the GPU
-                self._check(batch)
-            # The data may have copied it to the device already; not for columns that the CPU needs.
-            is_placed = isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host
-            placed = batch if is_placed else self._moved(batch)
-            prepared = self._prepare(placed, training, checks=checks and not self._checks_first)
+            prepared = super().place(batch, training)
             self._placed[id(prepared)] = self._stream.record_event()
             return prepared
 
+    @override
     def _moved(self, batch: Any) -> Any:
-        """The batch with its columns where they are needed."""
+        # The data may have copied it to the device already; not for columns that the CPU needs.
+        if isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host:
+            return batch
         device_columns = {name: entry for name, entry in batch.items() if name not in self._host}
         moved = copy_columns(device_columns, self._device)
         columns = {

@@ -21,23 +21,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from karvan.dense.communication import DenseCommunication, PowerSGD
+from karvan.dense.communication import DenseCommunication, PowerSGD, average
 from karvan.distributed import Connection
 from karvan.train.losses import nothing_of
 from karvan.train.types import model_input
-
-# How DistributedDataParallel averages the gradients of all ranks: hooks for its buckets of gradients.
-#
-# torch has such hooks (torch.distributed.algorithms.ddp_comm_hooks), from which these differ:
-#
-# - They work over gloo as over NCCL. torch refuses its bf16 hook on CPUs. PowerSGD starts collectives where
-#   another one ends, in threads of gloo, so that with two buckets ranks may start them in different orders.
-#   Here the backward pass waits until a bucket is averaged.
-# - Gradients in 16 bits are added up in float32, in the order of ranks, and not in 16 bits.
-# - What PowerSGD remembers is saved by parameter in checkpoints, so that a fit that resumes has the
-#   bits of one that was never stopped. A step that is skipped leaves no trace there: otherwise a NaN, once
-#   remembered, would be in all later gradients.
-
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,8 +51,22 @@ class Reduction:
 
 
 class _Hook(Reduction, ABC):
+    """A hook of DistributedDataParallel for its buckets of gradients.
+
+    torch has such hooks (torch.distributed.algorithms.ddp_comm_hooks), from which these differ:
+
+    - They work over gloo as over NCCL. torch refuses its bf16 hook on CPUs. PowerSGD starts collectives where
+      another one ends, in threads of gloo, so that with two buckets ranks may start them in different orders.
+      Here the backward pass waits until a bucket is averaged.
+    - Gradients in 16 bits are added up in float32, in the order of ranks, and not in 16 bits.
+    - What PowerSGD remembers is saved by parameter in checkpoints, so that a fit that resumes has the bits of
+      one that was never stopped. A step that is skipped leaves no trace there: otherwise a NaN, once
+      remembered, would be in all later gradients.
+    """
+
     @override
     def register(self, model: DistributedDataParallel) -> None:
+        # Torch refuses annotations of a hook that are strings; a lambda has none.
         model.register_comm_hook(None, lambda state, bucket: self._reduced(bucket))
 
     def _reduced(self, bucket: GradBucket) -> Future[Tensor]:
@@ -130,17 +131,14 @@ class PowerSGDReduction(_Hook):
     def _compress(self, bucket: GradBucket) -> None:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         gradients = dict(zip(names, bucket.gradients(), strict=True))
-        matrices = {
-            name: self._whole(name, gradient)
-            for name, gradient in gradients.items()
-            if self._rank_of(gradient)
-        }
+        large = [(name, gradient) for name, gradient in gradients.items() if self._rank_of(gradient)]
+        matrices = {name: self._whole(name, gradient) for name, gradient in large}
         plain = [gradient for name, gradient in gradients.items() if name not in matrices]
         lefts = [matrix @ self._start(name, matrix) for name, matrix in matrices.items()]
-        _average([*plain, *lefts])
+        average([*plain, *lefts], [dist.get_world_size()] * (len(plain) + len(lefts)))
         lefts = [_orthonormal(factor) for factor in lefts]
         right = [matrix.T @ basis for matrix, basis in zip(matrices.values(), lefts, strict=True)]
-        _average(right)
+        average(right, [dist.get_world_size()] * len(right))
         for (name, whole), basis, factor in zip(matrices.items(), lefts, right, strict=True):
             sent = basis @ factor.T
             self._factors[name], self._errors[name] = factor, whole - sent
@@ -197,9 +195,8 @@ class PowerSGDReduction(_Hook):
         if len(saved) == dist.get_world_size():
             self._errors = dict(saved[rank])
         else:
-            self._errors = {
-                name: torch.stack([errors[name] for errors in saved]).mean(0) for name in saved[0]
-            }
+            stacks = {name: torch.stack([errors[name] for errors in saved]) for name in saved[0]}
+            self._errors = {name: stack.mean(0) for name, stack in stacks.items()}
         self._factors = dict(state.get("factors", {}))
 
 
@@ -207,15 +204,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """A basis of what columns span; also of columns that are 0 or alike."""
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
-
-
-def _average(values: Sequence[Tensor]) -> None:
-    """Replace values by their means over all ranks, in one message."""
-    flat = torch.cat([value.reshape(-1) for value in values])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for value, part in zip(values, torch.split(flat, [value.numel() for value in values]), strict=True):
-        value.copy_(part.view(value.shape))
 
 
 def make_reduction(communication: DenseCommunication, model: nn.Module) -> Reduction:
@@ -312,14 +300,10 @@ class _Rehearsal(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> Any:
-        if batch is None:
-            return (
-                torch.stack(
-                    [parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad]
-                ).sum()
-                * 0
-            )
-        return self.model(batch)
+        if batch is not None:
+            return self.model(batch)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack([parameter.sum() for parameter in trained]).sum() * 0
 
 
 def make_parallel(model: nn.Module, connection: Connection, communication: DenseCommunication) -> Parallel:

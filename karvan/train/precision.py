@@ -84,10 +84,10 @@ def _explained_dtypes(inner: AbstractContextManager[Any]) -> Iterator[None]:
 class Autocast(Precision):
     """bf16: products of matrices in bf16, the rest as autocast decides."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+    name = "bf16"
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._dtype = dtype
-        self.name = "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
         self._slow = device.type == "cpu" and not fast_bf16()
         if self._slow:
             warnings.warn(
@@ -103,7 +103,7 @@ class Autocast(Precision):
 
     @override
     def forward(self) -> AbstractContextManager[Any]:
-        return _explained_dtypes(torch.autocast(self._device.type, self._dtype))
+        return _explained_dtypes(torch.autocast(self._device.type, torch.bfloat16))
 
 
 class ScaledLoss(Precision):

@@ -1,1 +1,0 @@
-"""Training by trainers that come and go, without losing a record or a step."""

@@ -1,1 +1,0 @@
-"""One optimizer step: precision, devices, accumulation, schedules."""
