@@ -18,8 +18,8 @@ from karvan.batch_slicing import rows_of, values_of
 from karvan.distributed.collectives import RankHeartbeats
 from karvan.features.feature import Feature
 from karvan.features.ops.base import ChainStep, OpCall, run
+from karvan.features.ops.fitted import FittedOp, RunningStatistics
 from karvan.features.ops.numbers import Log1p
-from karvan.features.running_moments import FittedOp, RunningStatistics
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
 
 # Columns that a batch lacks, for features with `missing="empty"`: as if no sample had a value.

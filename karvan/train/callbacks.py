@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from karvan.dense.step_policies import LocalDense
 from karvan.distributed import Connection
 from karvan.public_names import publish
-from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.results import FitResult, StepLogs
 from karvan.train.types import Loss, MetricLike, Prediction
 
 _log = logging.getLogger("karvan.train")

@@ -20,18 +20,16 @@ from karvan.checkpoint import Checkpoint
 from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
+from karvan.train import dataset, train_state
 from karvan.train.callbacks import TrainerView
+from karvan.train.dataset import FinishedData, Transforms
 from karvan.train.epoch import Epoch
 from karvan.train.feed import FedBatch
 from karvan.train.losses import SampleChecks
 from karvan.train.preflight import NeededMetrics
-from karvan.train.reporting.reporter import Reporter, show_banner
-from karvan.train.reporting.results import FitResult, ReportWindow, StepLogs, TrainingCounts
-from karvan.train.state import dataset, train_state
-from karvan.train.state.dataset import FinishedData
-from karvan.train.state.gathering import set_random_state
-from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
-from karvan.train.state.transforms import Transforms
+from karvan.train.reporter import Reporter, show_banner
+from karvan.train.results import FitResult, ReportWindow, StepLogs, TrainingCounts, set_random_state
+from karvan.train.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.step.step_outcomes import StepOutcomes
 from karvan.train.step.step_routine import see_nothing
 from karvan.train.stopping import Goal, Stopping

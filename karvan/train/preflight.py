@@ -25,8 +25,8 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
+from karvan.train.loggers import Logger
 from karvan.train.losses import ColumnLoss, Sum
-from karvan.train.reporting.loggers import Logger
 from karvan.train.step.optimizer_step import (
     Frozen,
     OptimizerStep,

@@ -27,21 +27,20 @@ from karvan.monitor.run_history import run_of
 from karvan.notebook import Display, html_table, in_notebook
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
+from karvan.train.dataset import Transforms, remaining
 from karvan.train.elastic.choice import FitHost, NoFit, host_of, make_fit, make_predictions
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin, check_fit
+from karvan.train.loggers import History, Logger, LoggerGroup
 from karvan.train.losses import SampleChecks
 from karvan.train.preflight import check_data, check_trainer
-from karvan.train.reporting.loggers import History, Logger, LoggerGroup
-from karvan.train.reporting.progress import NoProgress, make_progress
-from karvan.train.reporting.results import FitResult, ReportWindow, TrainingCounts
-from karvan.train.state.dataset import remaining
-from karvan.train.state.saving import SaveSettings, make_saver
-from karvan.train.state.train_state import check_fits
-from karvan.train.state.transforms import Transforms
+from karvan.train.progress import NoProgress, make_progress
+from karvan.train.results import FitResult, ReportWindow, TrainingCounts
+from karvan.train.saving import SaveSettings, make_saver
 from karvan.train.step.lr_schedule import Schedule, Schedulers
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
 from karvan.train.stopping import Goal, StopRequest
+from karvan.train.train_state import check_fits
 from karvan.train.trainer_parts import RunProgress, TrainerParts
 from karvan.train.types import Loss, MetricLike, Prediction, same
 

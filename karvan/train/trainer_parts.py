@@ -14,10 +14,10 @@ from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
 from karvan.train.callbacks import Callbacks
 from karvan.train.evaluation import Evaluator
-from karvan.train.reporting.loggers import LoggerGroup
-from karvan.train.reporting.progress import NoProgress
-from karvan.train.reporting.results import ReportWindow, TrainingCounts
-from karvan.train.state.saving import NoSaver
+from karvan.train.loggers import LoggerGroup
+from karvan.train.progress import NoProgress
+from karvan.train.results import ReportWindow, TrainingCounts
+from karvan.train.saving import NoSaver
 from karvan.train.step.lr_schedule import Schedule
 from karvan.train.stopping import StopRequest
 from karvan.train.types import Loss, MetricLike

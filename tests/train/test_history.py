@@ -14,7 +14,7 @@ from train_helpers import StopAt, batches, trainer
 
 import karvan as kv
 from karvan.train import Report
-from karvan.train.reporting.loggers import FILE, History
+from karvan.train.loggers import FILE, History
 
 
 def run(folder=None, stop_at=None, **options):

@@ -25,8 +25,8 @@ from karvan.compat.elasticdl.readers import FeedStep, open_data, parse_params
 from karvan.distributed import current
 from karvan.job.environment import JobEnvironment
 from karvan.metrics import Mean, Metric
-from karvan.train.prediction_files import write_predictions
-from karvan.train.reporting.loggers import TensorBoardLogger
+from karvan.train.evaluation import write_predictions
+from karvan.train.loggers import TensorBoardLogger
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.trainer import Trainer
 from karvan.train.types import Pair, samples_of

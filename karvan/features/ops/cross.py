@@ -11,8 +11,7 @@ from torch import Tensor
 
 from karvan import ids, kernels
 from karvan.batch_slicing import as_offsets, offsets_from, rows_of, values_of
-from karvan.features.ops.base import Op, RowOp, expect_ids
-from karvan.features.ops.layout import as_ragged, check_rows, describe, keep, row_numbers
+from karvan.features.ops.base import Op, RowOp, as_ragged, check_rows, describe, expect_ids, keep, row_numbers
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
 
 

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
-from karvan.features.ops.base import RowOp, expect_text
-from karvan.features.ops.layout import describe, describe_for_ids, is_text, keep, row_numbers
+from karvan.features.ops.base import (
+    RowOp,
+    describe,
+    describe_for_ids,
+    expect_text,
+    is_text,
+    keep,
+    row_numbers,
+)
 from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 
 if TYPE_CHECKING:

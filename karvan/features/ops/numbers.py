@@ -22,14 +22,16 @@ from karvan.features.ops.base import (
     GroupElementOp,
     Number,
     Op,
+    describe,
     expect_numbers,
+    flat_values,
     floats,
     in_type_of,
     repeated,
+    with_values,
     without_nan,
 )
-from karvan.features.ops.layout import describe, flat_values, with_values
-from karvan.features.running_moments import FittedOp, Moments, RunningStatistics
+from karvan.features.ops.fitted import FittedOp, Moments, RunningStatistics
 from karvan.native import _native
 from karvan.ragged import Entry, OptionalRagged, Ragged
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
-from karvan.features.ops.base import Number, RowOp
-from karvan.features.ops.layout import (
+from karvan.features.ops.base import (
+    Number,
+    RowOp,
     as_ragged,
     check_rows,
     describe,

@@ -13,15 +13,20 @@ from typing_extensions import override
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from
-from karvan.features.ops.base import ElementOp, GroupRowOp, Op, RowOp, expect_text, spread
-from karvan.features.ops.layout import (
+from karvan.features.ops.base import (
+    ElementOp,
+    GroupRowOp,
+    Op,
+    RowOp,
     check_rows,
     describe,
     describe_for_lists,
+    expect_text,
     is_text,
     keep,
     kind_of,
     row_numbers,
+    spread,
     take,
 )
 from karvan.ragged import Entry, NestedRagged, Ragged

@@ -33,8 +33,7 @@ from karvan.outages import mark
 from karvan.train.elastic.elastic_fit import ElasticFit
 from karvan.train.elastic.group_steps import Agreement, Contribution
 from karvan.train.elastic.leased_work import FitSteps, LeasedFit, TakenBatch
-from karvan.train.reporting.results import StepLogs, TrainingCounts
-from karvan.train.state.gathering import gather_state, joined
+from karvan.train.results import StepLogs, TrainingCounts, gather_state, joined
 
 # `OwnSteps`: the batches that a trainer trains on its own, in mode async, and what it needs of the others.
 #

@@ -46,17 +46,16 @@ from karvan.distributed import RankError
 from karvan.distributed.elastic import ElasticGroup, Standing, Standings
 from karvan.exit_codes import note_training
 from karvan.ragged import Batch
+from karvan.train import dataset, train_state
 from karvan.train.callbacks import TrainerView
+from karvan.train.dataset import FinishedData
 from karvan.train.elastic.group_steps import Agreement, GroupSteps
 from karvan.train.elastic.leased_work import FitSteps, LeasedFit, WorkSettings
 from karvan.train.evaluation import EvaluationSums
 from karvan.train.fit import Begin, Fit, check_fit
-from karvan.train.reporting.reporter import Reporter
-from karvan.train.reporting.results import FitResult
-from karvan.train.state import dataset, train_state
-from karvan.train.state.dataset import FinishedData
-from karvan.train.state.gathering import set_random_state
-from karvan.train.state.saving import check_choice, owned_folder
+from karvan.train.reporter import Reporter
+from karvan.train.results import FitResult, set_random_state
+from karvan.train.saving import check_choice, owned_folder
 from karvan.train.stopping import Goal
 from karvan.train.trainer_parts import TrainerParts
 

@@ -25,7 +25,7 @@ from karvan.distributed.parameter_servers import Servers
 from karvan.distributed.step_commits import StagedPart, StepCommits
 from karvan.metrics.base import Metric
 from karvan.train.elastic.leased_work import FitSteps, LeasedFit, StepPlan, TakenBatch
-from karvan.train.state.gathering import gather_state, require_merge, seed_random
+from karvan.train.results import gather_state, require_merge, seed_random
 from karvan.train.step.data_parallel import flat_gradients, set_gradients
 from karvan.train.step.optimizer_step import OptimizerStep
 from karvan.train.types import MetricLike

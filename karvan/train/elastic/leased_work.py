@@ -31,7 +31,7 @@ from karvan.ragged import Batch
 from karvan.train.evaluation import evaluating
 from karvan.train.feed import FedBatch
 from karvan.train.losses import check_of
-from karvan.train.state.gathering import same_random_state_afterwards
+from karvan.train.results import same_random_state_afterwards
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.step.step_routine import StepBatches
 from karvan.train.trainer_parts import TrainerParts

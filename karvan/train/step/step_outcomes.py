@@ -19,7 +19,7 @@ from torch import Tensor
 from karvan.ragged import NestedRagged, Padded, Ragged
 
 if TYPE_CHECKING:
-    from karvan.train.reporting.results import TrainingCounts
+    from karvan.train.results import TrainingCounts
 
 
 # Steps that are skipped because a gradient is not finite: which columns may be why, when it is an error.

@@ -14,7 +14,7 @@ from torch import nn
 
 import karvan as kv
 from karvan import distributed
-from karvan.train.state.saving import NoSaver
+from karvan.train.saving import NoSaver
 
 SIZES = {0: [6, 6, 6, 6, 3], 1: [6, 6, 2], 2: []}  # rows of each rank's batches; the last rank has none
 

@@ -21,7 +21,7 @@ from karvan.checkpoint.object_store.files import fetch, upload
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import plain_path, shown
 from karvan.public_names import publish
-from karvan.train.reporting.results import Report
+from karvan.train.results import Report
 
 __all__ = ["TensorBoardLogger", "CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup"]
 
@@ -357,4 +357,4 @@ class History(Logger):
         return pandas.DataFrame(rows, columns=columns)
 
 
-publish("karvan.train.reporting.loggers")
+publish("karvan.train.loggers")

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from karvan.checkpoint.checkpoint import ORIGIN, TABLE_STEPS
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
-from karvan.train.reporting.results import TrainingCounts
-from karvan.train.state.gathering import gather_state, joined, random_state
+from karvan.train.results import TrainingCounts, gather_state, joined, random_state
 from karvan.train.step.optimizer_step import names_text
 from karvan.train.trainer_parts import TrainerParts
 

@@ -18,9 +18,8 @@ from karvan.distributed import Connection
 from karvan.durations import duration_text
 from karvan.job.checkpoint_url import shown
 from karvan.job.environment import JobEnvironment
-from karvan.train.reporting.progress import memory_bytes, memory_owner
-from karvan.train.reporting.results import FitResult, Report
-from karvan.train.state.gathering import merged, summed
+from karvan.train.progress import memory_bytes, memory_owner
+from karvan.train.results import FitResult, Report, merged, summed
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.trainer_parts import TrainerParts
 
