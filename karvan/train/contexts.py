@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from karvan import checkpoint as checkpoints
 from karvan import distributed
-from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
+from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.pending_save import Report, no_report
 from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.distributed import Connection
@@ -50,7 +49,7 @@ from karvan.train.results import (
     set_random_state,
     summed,
 )
-from karvan.train.saving import FailedSaves, SaveSettings, Snapshot, is_outage, own_together
+from karvan.train.saving import FolderSaves, SaveSettings, Snapshot, is_outage, own_together
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
 from karvan.train.step.step_outcomes import StepOutcomes
@@ -330,126 +329,61 @@ class InferContext(EvalContext):
 
 
 class ContextSaves:
-    """Saves snapshots into folders, and counts failures for each folder."""
+    """Saves snapshots into folders, each of which belongs to this process while `training`."""
 
     def __init__(self, settings: SaveSettings, connection: Connection) -> None:
         self._settings = settings
         self._connection = connection
-        self._runs: dict[Path, _Run] = {}
+        self._folders: dict[Path, FolderSaves] = {}
         self._owned: dict[Path, Ownership | None] = {}
-        self.training = False  # whether this process takes ownership of the folders that it saves to
+        self.training = False
 
     def save(
         self, folder: str | os.PathLike[str] | Checkpoints, snapshot: Snapshot, *, block: bool
     ) -> Pending:
         """Save a snapshot; it is written in the background unless `block`."""
-        return self._run_of(folder).save(snapshot, block=block)
-
-    def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> _Run:
         named = folder.folder if isinstance(folder, Checkpoints) else folder
         path = Path(os.path.abspath(local_path(named)))
         if self.training and path not in self._owned:
             self._owned[path] = own_together(path, self._connection)
-        run = self._runs.get(path)
-        if run is None or (isinstance(folder, Checkpoints) and run.checkpoints is not folder):
+        saves = self._folders.get(path)
+        if saves is None or (isinstance(folder, Checkpoints) and saves.checkpoints is not folder):
             checkpoints = folder if isinstance(folder, Checkpoints) else Checkpoints(path)
-            self._runs[path] = _Run(checkpoints, FailedSaves(self._settings, self._connection))
-        return self._runs[path]
+            saves = self._folders[path] = FolderSaves(checkpoints, self._settings, self._connection)
+        return saves.save(snapshot, block=block)
 
     def wait(self) -> None:
         """Wait until everything is written; raise an error that is not tolerated."""
-        for run in self._runs.values():
-            run.wait()
+        for saves in self._folders.values():
+            saves.wait()
+
+    def finish(self, step: int) -> None:
+        """Wait, and repeat a last save that failed; `step` is the current step of training."""
+        for saves in self._folders.values():
+            saves.settle()
+            if saves.newest is None or saves.error is None:
+                continue
+            if saves.newest.step != step or not is_outage(saves.error):
+                raise saves.error
+            saves.repeat(saves.newest)
 
     def release(self) -> None:
         """Release the folders."""
         self.training = False
         owned, self._owned = self._owned, {}
-        for checkpoint in owned.values():
-            if checkpoint is not None:
-                checkpoint.release()
-
-    def finish(self, step: int) -> None:
-        """Wait, and repeat a last save that failed; `step` is the current step of training."""
-        for run in self._runs.values():
-            run.finish(step)
+        for ownership in owned.values():
+            if ownership is not None:
+                ownership.release()
 
 
-class _Run:
-    """The saves into one folder."""
+class ContextData:
+    """Which data the loaders of a `TrainContext` read, and where they are in it."""
 
-    def __init__(self, checkpoints: Checkpoints, failures: FailedSaves) -> None:
-        self.checkpoints = checkpoints
-        self._failures = failures
-        self._pending: Pending | None = None
-        self._snapshot: Snapshot | None = None  # of the newest save, until it is complete
-        self._error: BaseException | None = None  # why that failed
-
-    def save(self, snapshot: Snapshot, *, block: bool) -> Pending:
-        self.wait()
-        block = block or self._failures.is_last_chance
-        pending = self._begin(snapshot, self._failures.reporter(self.checkpoints.folder))
-        if block or pending.done():
-            self.wait()
-        return pending
-
-    def _begin(self, snapshot: Snapshot, report: Report) -> Pending:
-        step, state, model, metrics = snapshot
-        self._snapshot = snapshot
-        try:
-            pending = self.checkpoints.save(step, state, model, metrics=metrics, report=report)
-        except CheckpointError as error:
-            if not is_outage(error):
-                raise
-            if self._failures.connection.rank == 0:
-                report(step, error)
-            pending = Pending.failed(step, error)
-        self._pending = pending
-        return pending
-
-    def wait(self) -> None:
-        """Wait for the save in flight; a failure that is not tolerated is raised."""
-        if (error := self._settle()) is not None:
-            assert self._snapshot is not None
-            self._failures.failed(self._snapshot.step, self.checkpoints.folder, error)
-
-    def _settle(self) -> BaseException | None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        pending.join()
-        self._error = pending.error
-        if pending.error is None:
-            self._failures.succeeded()
-            self._snapshot = None
-        pending.acknowledge()
-        return pending.error
-
-    def finish(self, step: int) -> None:
-        self._settle()
-        snapshot, error = self._snapshot, self._error
-        if snapshot is None or error is None:
-            return
-        folder = self.checkpoints.folder
-        if snapshot.step != step or not is_outage(error):
-            raise error
-
-        def attempt() -> BaseException | None:
-            self._begin(snapshot, no_report)
-            return self._settle()
-
-        self._failures.repeat(step, folder, attempt)
-
-
-class ContextState:
-    """The progress of training in a custom loop; a `TrainContext` has one."""
-
-    def __init__(self, setup: TrainingSetup, saves: ContextSaves) -> None:
-        self.counts = TrainingCounts()
+    def __init__(self, setup: TrainingSetup, counts: TrainingCounts) -> None:
         self.transforms = Transforms()
         self.epoch: Epoch | None = None  # of the loader that was used last
         self._setup = setup
-        self._model = setup.runs.model
+        self._counts = counts
         self._connection = setup.runs.connection
         self._data: Any = None  # of that loader
         self._saved: Mapping[str, Any] | None = None  # where the next loader continues
@@ -460,88 +394,54 @@ class ContextState:
         self._before: FinishedData | None = None  # how the data of `_identity` was, if it is one of them
         self._data_begin = (0, 0)  # epoch and step
         self._drop_unfinished = False  # as passed to `load`
-        self._saves = saves
 
     def begin_epoch(self, data: Iterable[Any], name: str | None) -> Epoch:
         """The epoch of the next loader of data: a new one, or the rest of one."""
+        runs = self._setup.runs
         self.transforms.use(data)
         self.transforms.match_loaders()
-        self.transforms.require_fitted(self._model)
+        self.transforms.require_fitted(runs.model)
         same_data = data is self._data and isinstance(data, Positioned)
         if self._saved is None and same_data and self.epoch is not None:
             return self.epoch
         name, self._data_name = self._data_name if name is None else name, None
         if self._loaded is not None:
-            if self._is_other(self._loaded, data, name, self._drop_unfinished):
-                self._begin_data()
+            if self.is_other(self._loaded, data, name, self._drop_unfinished):
+                self.begin()
         elif data is not self._data:
-            self._change_data(dataset.identify(data, name, self._connection))
+            self._change(dataset.identify(data, name, self._connection))
         if self._saved is None:
-            self.counts.batches = 0
-        runs = self._setup.runs
-        self.transforms.require_equal(self._connection.main, self._model)
-        epoch = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.prefetch)
+            self._counts.batches = 0
+        self.transforms.require_equal(self._connection.main, runs.model)
+        self.epoch = Epoch(
+            data, self._connection, runs.placement, self._setup.passes, self._counts, runs.prefetch
+        )
         self._data = data
         if self._saved is not None:
-            epoch.load(self._saved, random_state(), self._drop_unfinished)
+            self.epoch.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None
-        self.epoch = epoch
-        return epoch
+        return self.epoch
 
-    def save(
-        self,
-        folder: str | os.PathLike[str] | Checkpoints,
-        extra: Mapping[str, Any] | None,
-        metrics: Mapping[str, float] | None,
-        block: bool,
-    ) -> Pending:
-        """Write a checkpoint of model, optimizers and the program's own state."""
-        self._setup.dense.take()
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of the data."""
         data: dict[str, Any] = {"position": None, "epoch_random": None}
         if self.epoch is not None:
             data = self.epoch.state()
-        finished = self.counts.batches == 0 and (self.counts.epoch > 0 or self._identity is None)
+        finished = self._counts.batches == 0 and (self._counts.epoch > 0 or self._identity is None)
         data["data"] = dataset.state_of(self._identity, finished, past=self._past)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
-        start = {"metrics": {}, "window": ReportWindow().state_dict()}
-        state = {
-            **train_state.take_trained(self._setup, self.counts, start),
-            **data,
-            **self.transforms.state(),
-            "scheduler": {"schedulers": []},
-            "callbacks": {},
-            "extra": dict(extra or {}),
-        }
-        return self._saves.save(folder, Snapshot(self.counts.step, state, self._model, metrics), block=block)
+        return {**data, **self.transforms.state()}
 
     def load(
-        self,
-        checkpoint: str | os.PathLike[str] | Checkpoint,
-        data: Iterable[Any] | None,
-        data_name: str | None,
-        drop_unfinished: bool,
-    ) -> dict[str, Any]:
-        """Restore what a checkpoint has."""
-        self._saves.wait()
-
-        def load(checkpoint_: Checkpoint) -> tuple[dict[str, Any], bool]:
-            is_other = data is not None and self._is_other(checkpoint_, data, data_name, drop_unfinished)
-            self._setup.update.forget()
-            return checkpoint_.load(self._model), is_other
-
-        resumed, (saved, other) = checkpoints.resume_at(checkpoint, load)
-        train_state.restore_trained(self._setup, self.counts, saved)
+        self, saved: Mapping[str, Any], checkpoint: Checkpoint, name: str | None, drop_unfinished: bool
+    ) -> None:
+        """The next loader continues where a checkpoint was saved, with the data of this name."""
         self.transforms.load(saved)
-        set_random_state(train_state.random_of(self._connection, saved))
-        self._setup.dense.begin()
-        self._saved, self._loaded, self._data_name = saved, resumed, data_name
+        self._saved, self._loaded, self._data_name = saved, checkpoint, name
         self._drop_unfinished = drop_unfinished
-        if other:
-            self._begin_data()
-        return dict(saved.get("extra", {}))
 
-    def _is_other(self, checkpoint_: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
+    def is_other(self, checkpoint_: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
         """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
         self._identity = dataset.identify(data, name, self._connection)
         record = dataset.record_of(checkpoint_)
@@ -551,25 +451,23 @@ class ContextState:
             self._before = dataset.trained_before(record, self._identity) if other else None
         return other
 
-    def _begin_data(self) -> None:
+    def begin(self) -> None:
         """The next loader has new data, to which the position of the checkpoint's data does not apply."""
-        dataset.begin_data(self.counts, self._before)
-        self._data_begin = (self.counts.epoch, self.counts.step)
+        dataset.begin_data(self._counts, self._before)
+        self._data_begin = (self._counts.epoch, self._counts.step)
         self._saved = self._loaded = None
 
-    def _change_data(self, identity: Identity | None) -> None:
+    def _change(self, identity: Identity | None) -> None:
         """The next loader has this data; data before it counts as trained if its loader has ended."""
-        data_identity, (epoch, step) = self._identity, self._data_begin
+        before, (epoch, step) = self._identity, self._data_begin
         self._identity = identity
-        if data_identity is not None and identity is not None and data_identity.id == identity.id:
+        if before is not None and identity is not None and before.id == identity.id:
             return
-        epochs = self.counts.epoch - epoch
-        if data_identity is not None and not data_identity.grows and epochs > 0 and self.counts.batches == 0:
-            newest = FinishedData(
-                data_identity.id, data_identity.label, self.counts.step, epochs, self.counts.step - step
-            )
+        counts, epochs = self._counts, self._counts.epoch - epoch
+        if before is not None and not before.grows and epochs > 0 and counts.batches == 0:
+            newest = FinishedData(before.id, before.label, counts.step, epochs, counts.step - step)
             self._past = with_newest(self._past, newest)
-        self._data_begin = (self.counts.epoch, self.counts.step)
+        self._data_begin = (counts.epoch, counts.step)
 
 
 # The steps of a custom loop: a forward and a backward for each batch, the last of which applies the step.
@@ -834,15 +732,15 @@ class TrainContext:
             must_train=True,
         )
         self._runs = runs
-        self._state = ContextState(self._setup, self._saves)
-        self._steps = ContextSteps(self._setup, self._state.counts, raises=nonfinite == "raise")
+        self.counts = TrainingCounts()
+        self._data = ContextData(self._setup, self.counts)
+        self._steps = ContextSteps(self._setup, self.counts, raises=nonfinite == "raise")
         self.model = runs.model
         self.device = runs.device
         self.connection = runs.connection
         self.precision = runs.precision
         self.update = self._setup.update
         self.dense = self._setup.dense
-        self.counts = self._state.counts
         self._label = label
         self._entered = False
         self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration that the loop holds
@@ -904,8 +802,8 @@ class TrainContext:
 
     def _leave(self, error: BaseException | None) -> None:
         if (batches := self._iteration()) is not None:
-            if error is not None and self._state.epoch is not None:
-                self._state.epoch.abandon(error)
+            if error is not None and self._data.epoch is not None:
+                self._data.epoch.abandon(error)
             batches.close()
         self._steps.forget()
         if error is None:
@@ -944,7 +842,7 @@ class TrainContext:
         return batches
 
     def _epoch(self, data: Iterable[Any], name: str | None) -> Generator[Any, None, None]:
-        epoch = self._state.begin_epoch(data, name)
+        epoch = self._data.begin_epoch(data, name)
         yield from self._steps.batches(epoch, required_values(data, names_of(self._label)))
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
@@ -987,7 +885,7 @@ class TrainContext:
         """
         self._require("eval")
         self.dense.settle()
-        return EvalContext.of(self._runs, self._state.transforms, self._label)
+        return EvalContext.of(self._runs, self._data.transforms, self._label)
 
     def save(
         self,
@@ -1021,7 +919,16 @@ class TrainContext:
         if self.in_step:
             raise RuntimeError("save was called in the middle of a step: expected it after its backward.")
         self._steps.settle()
-        return self._state.save(folder, extra, metrics, block)
+        self.dense.take()
+        rank_state = {"metrics": {}, "window": ReportWindow().state_dict()}
+        state = {
+            **train_state.take_trained(self._setup, self.counts, rank_state),
+            **self._data.state(),
+            "scheduler": {"schedulers": []},
+            "callbacks": {},
+            "extra": dict(extra or {}),
+        }
+        return self._saves.save(folder, Snapshot(self.step, state, self.model, metrics), block=block)
 
     def load(
         self,
@@ -1054,7 +961,21 @@ class TrainContext:
         if self._iteration() is not None or self.in_step:
             raise RuntimeError("load was called inside of a loop over a loader: expected it before or after.")
         self._steps.settle()
-        return self._state.load(checkpoint, data, data_name, drop_unfinished)
+        self._saves.wait()
+
+        def read(checkpoint_: Checkpoint) -> tuple[dict[str, Any], bool]:
+            is_other = data is not None and self._data.is_other(checkpoint_, data, data_name, drop_unfinished)
+            self.update.forget()
+            return checkpoint_.load(self.model), is_other
+
+        resumed, (saved, other) = checkpoints.resume_at(checkpoint, read)
+        train_state.restore_trained(self._setup, self.counts, saved)
+        self._data.load(saved, resumed, data_name, drop_unfinished)
+        set_random_state(train_state.random_of(self.connection, saved))
+        self.dense.begin()
+        if other:
+            self._data.begin()
+        return dict(saved.get("extra", {}))
 
     def sizes(self) -> dict[str, int]:
         """Count the rows of each table, over all ranks or servers together.
