@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,31 +104,18 @@ def check_rows(entry: Entry) -> None:
 
     On a GPU wrong offsets stop the device instead, so that right ones do not wait for it.
     """
-    if not isinstance(entry, Tensor) and kernels.on_gpu(entry.values):
-        _check_on_gpu(entry)
-    elif isinstance(entry, Ragged):
-        if entry.offsets is not None and _broken(entry.offsets, entry.values.shape[0]):
-            entry.validate()
-    elif isinstance(entry, NestedRagged):
-        if _broken(entry.inner, entry.values.shape[0]):
-            entry.lists().validate()
-        lists = entry.inner[1:]
-        if _broken(entry.outer, lists.shape[0]):
-            Ragged(lists, entry.outer).validate()
-
-
-def _check_on_gpu(entry: Ragged | NestedRagged) -> None:
-    from karvan.kernels.rows import check_offsets
-
+    levels: list[tuple[Tensor, int]] = []
     if isinstance(entry, NestedRagged):
-        check_offsets(entry.inner, entry.values.shape[0], whole=True)
-        check_offsets(entry.outer, entry.inner.shape[0] - 1, whole=True)
-    elif entry.offsets is not None:
-        check_offsets(entry.offsets, entry.values.shape[0], whole=True)
+        levels = [(entry.inner, entry.values.shape[0]), (entry.outer, entry.inner.shape[0] - 1)]
+    elif isinstance(entry, Ragged) and entry.offsets is not None:
+        levels = [(entry.offsets, entry.values.shape[0])]
+    for offsets, count in levels:
+        if kernels.on_gpu(values_of(entry)):
+            from karvan.kernels.rows import check_offsets
 
-
-def _broken(offsets: Tensor, count: int) -> bool:
-    return bool((offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != count))
+            check_offsets(offsets, count, whole=True)
+        elif bool((offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != count)):
+            Ragged(offsets.new_empty(count), offsets).validate()
 
 
 def as_ragged(entry: Ragged | Tensor) -> Ragged:
@@ -145,17 +132,6 @@ def row_numbers(lengths: Tensor, total: int) -> Tensor:
     """The row number of each value."""
     rows = torch.arange(lengths.shape[0], device=lengths.device)
     return torch.repeat_interleave(rows, lengths, output_size=total)
-
-
-def take(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of the values of all slices, in order, and the offsets of the slices among them.
-
-    On a GPU this waits for it: the size of the result depends on the lengths.
-    """
-    offsets = offsets_from(lengths)
-    total = int(offsets[-1])
-    shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
-    return shift + torch.arange(total, device=starts.device), offsets
 
 
 def keep(entry: Ragged, mask: Tensor) -> Ragged:
@@ -323,7 +299,7 @@ class Op(ChainStep):
 
     @classmethod
     @abstractmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Run steps of equal keys at once.
 
         Args:
@@ -411,7 +387,7 @@ class GroupElementOp(Op):
         return self
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Compute the values of all entries as one tensor, and split the result."""
         entries = [entry for (entry,) in arguments]
         flat = [flat_values(entry) for entry in entries]
@@ -426,7 +402,7 @@ class GroupElementOp(Op):
 
     @classmethod
     @abstractmethod
-    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Self], values: Tensor, counts: Sequence[int]) -> Tensor:
         """New values of several ops, the first `counts[0]` of them for the first op, and so on."""
 
 
@@ -475,7 +451,7 @@ class ElementOp(GroupElementOp):
         """
 
     @classmethod
-    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Self], values: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute the values of several steps, with their parameters as tensors.
 
         Args:
@@ -486,10 +462,8 @@ class ElementOp(GroupElementOp):
         Returns:
             As many values.
         """
-        element_ops = [op for op in ops if isinstance(op, ElementOp)]
-        return element_ops[0].compute(
-            values, *spread([op.parameters(values.dtype) for op in element_ops], counts, values)
-        )
+        parameters = [op.parameters(values.dtype) for op in ops]
+        return ops[0].compute(values, *spread(parameters, counts, values))
 
 
 class GroupRowOp(Op):
@@ -500,7 +474,7 @@ class GroupRowOp(Op):
         return (self, *map(kind_of, entries))
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Computes the rows of all entries as one entry, and splits the result.
 
         To split ragged rows on a GPU is to wait for it, so ops that need not wait run one after the other.
@@ -516,7 +490,7 @@ class GroupRowOp(Op):
 
     @classmethod
     @abstractmethod
-    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+    def run_joined(cls, ops: Sequence[Self], joined: list[Entry], counts: list[int]) -> Entry:
         """New rows of several ops whose entries have been joined."""
 
 
@@ -550,7 +524,7 @@ class RowOp(GroupRowOp):
         """
 
     @classmethod
-    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+    def run_joined(cls, ops: Sequence[Self], joined: list[Entry], counts: list[int]) -> Entry:
         """Compute new rows of several equal steps whose entries have been joined.
 
         Args:
@@ -561,8 +535,17 @@ class RowOp(GroupRowOp):
         Returns:
             An entry of as many rows.
         """
-        assert isinstance(ops[0], RowOp)
         return ops[0].run_rows(*joined)
+
+
+EntryKind = TypeVar("EntryKind", bound=Ragged | NestedRagged)
+
+
+def sole(kind: type[EntryKind], entries: tuple[Entry, ...]) -> EntryKind:
+    """The only argument of a step, which `check` has found to be of this kind."""
+    (entry,) = entries
+    assert isinstance(entry, kind)
+    return entry
 
 
 def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -156,10 +156,9 @@ class HashStack(Op):
         return (self, values_of(entries[0]).device)
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """One hash of all ids; every length becomes `rounds` times what it was."""
         op = ops[0]
-        assert isinstance(op, HashStack)
         flat = [values_of(entry).reshape(-1) for (entry,) in arguments]
         hashes = ids.hash_stack(torch.cat(flat), op.rounds, op.size)
         parts = torch.split(hashes, [part.shape[0] for part in flat])
@@ -211,10 +210,9 @@ class StringOp(Op):
         """An id for each item, which is a string or the eight bytes of an id."""
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """All items in one Ragged of bytes."""
         op = ops[0]
-        assert isinstance(op, StringOp)
         entries = [entry for (entry,) in arguments]
         items = [items_of(entry) for entry in entries]
         joined = join_rows([Ragged(item.values, as_offsets(item)) for item in items])

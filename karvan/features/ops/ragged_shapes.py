@@ -21,6 +21,7 @@ from karvan.features.ops.base import (
     is_text,
     keep,
     row_numbers,
+    sole,
 )
 from karvan.ragged import Entry, NestedRagged, Ragged
 
@@ -51,7 +52,7 @@ class ToRagged(RowOp):
         check_rows(entry)
         if isinstance(entry, Tensor) and entry.dim() > 3:
             raise ValueError(f"expected a Tensor of at most 3 dimensions, but received {describe(entry)}.")
-        if self.pad is not None and entry_depth(entry) > 1:
+        if self.pad is not None and values_of(as_ragged(entry)).dim() > 1:
             raise ValueError(f"expected plain values to compare with pad, but received {describe(entry)}.")
 
     def run_rows(self, *entries: Entry) -> Entry:
@@ -73,11 +74,6 @@ def _up_to_the_last(ragged: Ragged, solid: Tensor) -> Tensor:
     before, offsets = offsets_from(solid.to(torch.int64)), as_offsets(ragged)
     row = row_numbers(offsets.diff(), solid.shape[0])
     return before[offsets[row + 1]] > before[:-1]
-
-
-def entry_depth(entry: Ragged | Tensor) -> int:
-    """The dimensions of a value in a row, plus one."""
-    return values_of(as_ragged(entry)).dim()
 
 
 @dataclass(frozen=True)
@@ -122,8 +118,7 @@ class ToDense(RowOp):
             raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:
             raise ValueError("expected a Ragged without weights, because a Tensor cannot carry them.")
-        if isinstance(self.fill, float) and not entry.values.is_floating_point():
-            raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.fill}.")
+        _expect_fitting(self.fill, entry)
         check_rows(entry)
 
     def run_rows(self, *entries: Entry) -> Entry:
@@ -133,9 +128,8 @@ class ToDense(RowOp):
             assert isinstance(self.length, tuple)
             lists = self._dense(entry.lists(), self.length[1])
             return self._dense(Ragged(lists, entry.outer), self.length[0])
-        assert isinstance(entry, Ragged)
         assert isinstance(self.length, int)
-        return self._dense(entry, self.length)
+        return self._dense(sole(Ragged, entries), self.length)
 
     def _dense(self, entry: Ragged, length: int) -> Tensor:
         offsets, total = as_offsets(entry), entry.values.shape[0]
@@ -152,6 +146,17 @@ class ToDense(RowOp):
         return result.index_put((row[fits], column[fits]), entry.values[fits])
 
 
+def _expect_lists(entry: Entry) -> None:
+    if not isinstance(entry, NestedRagged):
+        raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
+    check_rows(entry)
+
+
+def _expect_fitting(value: Number, entry: Ragged | NestedRagged) -> None:
+    if isinstance(value, float) and not entry.values.is_floating_point():
+        raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {value}.")
+
+
 @dataclass(frozen=True)
 class Flatten(RowOp):
     """Lists of lists as one list a row; a row's strings become one string."""
@@ -161,15 +166,11 @@ class Flatten(RowOp):
 
     def check(self, *entries: Entry) -> None:
         """Lists of lists."""
-        (entry,) = entries
-        if not isinstance(entry, NestedRagged):
-            raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
-        check_rows(entry)
+        _expect_lists(*entries)
 
     def run_rows(self, *entries: Entry) -> Entry:
         """The values stay where they are."""
-        (entry,) = entries
-        assert isinstance(entry, NestedRagged)
+        entry = sole(NestedRagged, entries)
         return Ragged(entry.values, entry.inner[entry.outer])
 
 
@@ -186,15 +187,11 @@ class FillLists(RowOp):
 
     def check(self, *entries: Entry) -> None:
         """Lists of lists."""
-        (entry,) = entries
-        if not isinstance(entry, NestedRagged):
-            raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
-        check_rows(entry)
+        _expect_lists(*entries)
 
     def run_rows(self, *entries: Entry) -> Entry:
         """Sets the size of each list at its place among all places; on a GPU this waits for it."""
-        (entry,) = entries
-        assert isinstance(entry, NestedRagged)
+        entry = sole(NestedRagged, entries)
         lengths = entry.outer.diff()
         longest = int(lengths.max()) if entry.rows else 0
         if longest > self.length:
@@ -222,14 +219,12 @@ class FillEmpty(RowOp):
         (entry,) = entries
         if not isinstance(entry, Ragged) or is_text(entry) or entry.values.dim() != 1:
             raise TypeError(f"expected a Ragged of numbers or ids, but received {describe_for_lists(entry)}.")
-        if isinstance(self.value, float) and not entry.values.is_floating_point():
-            raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.value}.")
+        _expect_fitting(self.value, entry)
         check_rows(entry)
 
     def run_rows(self, *entries: Entry) -> Entry:
         """Shifts each value by the number of empty rows before it."""
-        (entry,) = entries
-        assert isinstance(entry, Ragged)
+        entry = sole(Ragged, entries)
         if entry.offsets is None:
             return entry
         lengths = entry.offsets.diff()
