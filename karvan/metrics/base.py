@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from karvan.ragged import Ragged
 State: TypeAlias = dict[str, Tensor]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Metric(ABC):
     """The base class of metrics: a number about scores and labels, gathered batch by batch.
 
@@ -37,23 +39,17 @@ class Metric(ABC):
         3.0
     """
 
+    label: str | None = None
+    output: str | None = None
+    weight: str | None = None
+    logits: bool = True
+
     higher_is_better: ClassVar[bool]
     short_name: ClassVar[str]  # its name in reports unless a config names it; stored in histories
     label_is_of_loss = False  # whether a Trainer has set it; another Trainer then sets it anew
-    group: str | None = None  # the column by which samples are grouped, for metrics of groups
+    group = cast(str | None, None)  # the column by which samples are grouped; metrics of groups have a field
 
-    def __init__(
-        self,
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-    ) -> None:
-        self.label = label
-        self.output = output
-        self.weight = weight
-        self.logits = logits
+    def __post_init__(self) -> None:
         self.reset()
 
     def __init_subclass__(cls) -> None:
@@ -263,8 +259,6 @@ def set_labels(metrics: Mapping[str, Any], loss: Any) -> None:
         [metric.label], metric.label_is_of_loss = labels, True
 
 
-# Metrics that divide one sum by another.
-
 # Metrics that are a ratio of two sums over samples.
 
 
@@ -317,23 +311,14 @@ class WeightedMean(RatioOfSums):
         """The number of each sample."""
 
 
+@dataclass(eq=False, repr=False)
 class MeanDistance(WeightedMean):
     """The mean of a distance between score and label; scores are numbers unless `logits=True`."""
 
-    def __init__(
-        self,
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = False,
-    ) -> None:
-        super().__init__(label=label, output=output, weight=weight, logits=logits)
+    logits: bool = field(default=False, kw_only=True)
 
 
-# The mean of a number, such as a loss.
-
-
+@dataclass(eq=False, repr=False)
 class Mean(WeightedMean):
     """The weighted mean of the numbers added, such as losses of a loop of your own.
 
@@ -351,8 +336,8 @@ class Mean(WeightedMean):
         0.625
     """
 
-    def __init__(self, *, output: str | None = None, weight: str | None = None) -> None:
-        super().__init__(output=output, weight=weight, logits=False)
+    label: str | None = field(default=None, init=False)
+    logits: bool = field(default=False, init=False)
 
     def update(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> None:
         """Add the model's output, weighted if a weight was named."""
@@ -372,9 +357,7 @@ class Mean(WeightedMean):
         return scores
 
 
-# Accuracy of yes or no, and of classes.
-
-
+@dataclass(eq=False, repr=False)
 class Accuracy(WeightedMean):
     """The fraction of samples with a score that agrees with the label.
 
@@ -393,25 +376,15 @@ class Accuracy(WeightedMean):
         0.5
     """
 
+    threshold: float = 0.5
     higher_is_better = True
-
-    def __init__(
-        self,
-        threshold: float = 0.5,
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-    ) -> None:
-        super().__init__(label=label, output=output, weight=weight, logits=logits)
-        self.threshold = threshold
 
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         right = ((scores >= self.threshold) == (labels >= 0.5)).double()
         return right + 0 * scores  # a score that is NaN is neither right nor wrong
 
 
+@dataclass(eq=False, repr=False)
 class ClassAccuracy(WeightedMean):
     """The fraction of samples with a class among the highest scores, (samples, classes).
 
@@ -435,15 +408,14 @@ class ClassAccuracy(WeightedMean):
         0.5
     """
 
+    top: int = 1
+    logits: bool = field(default=False, init=False)
     higher_is_better = True
 
-    def __init__(
-        self, top: int = 1, *, label: str | None = None, output: str | None = None, weight: str | None = None
-    ) -> None:
-        if top < 1:
-            raise ValueError(f"ClassAccuracy expects top of at least 1, got {top}.")
-        super().__init__(label=label, output=output, weight=weight, logits=False)
-        self.top = top
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise ValueError(f"ClassAccuracy expects top of at least 1, got {self.top}.")
+        super().__post_init__()
 
     @torch.no_grad()
     def add(
@@ -478,9 +450,6 @@ class ClassAccuracy(WeightedMean):
         return None
 
 
-# Calibration.
-
-
 class Calibration(RatioOfSums):
     """The sum of predictions over the sum of labels: 1 is ideal, above it predictions are too high.
 
@@ -504,9 +473,6 @@ class Calibration(RatioOfSums):
 
     def _terms(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return scores, labels
-
-
-# Logarithmic loss.
 
 
 _EPSILON = torch.finfo(torch.float64).eps
@@ -538,9 +504,6 @@ class BinaryCrossEntropy(WeightedMean):
         return softplus(logits, threshold=40) - labels * logits
 
 
-# Mean absolute error.
-
-
 class MeanAbsoluteError(MeanDistance):
     """The mean of |score - label|; with `logits=True`, of probabilities.
 
@@ -561,9 +524,6 @@ class MeanAbsoluteError(MeanDistance):
 
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         return (scores - labels).abs()
-
-
-# Mean squared error.
 
 
 class MeanSquaredError(MeanDistance):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from karvan.metrics.base import Metric, State, check_state
 from karvan.native import _native
 
-_Piece: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+_Piece: TypeAlias = tuple[Tensor, ...]  # groups, scores, labels, weights
 
 
 class Samples:
@@ -38,11 +38,10 @@ class Samples:
                 for t in (groups, scores, labels, weights)
             )
             copied = torch.cuda.current_stream(scores.device).record_event()
-            self._in_flight.append(((piece[0], piece[1], piece[2], piece[3]), copied))
+            self._in_flight.append((piece, copied))
             return
         # Always a copy: the tensors may be views of memory that is reused.
-        piece = tuple(t.clone() for t in (groups, scores, labels, weights))
-        self._pieces.append((piece[0], piece[1], piece[2], piece[3]))
+        self._pieces.append(tuple(t.clone() for t in (groups, scores, labels, weights)))
 
     def _collect(self, wait: bool) -> None:
         """Take over the copies that have ended; wait: all of them."""
@@ -53,8 +52,7 @@ class Samples:
             elif not copied.query():  # type: ignore[no-untyped-call]
                 return
             self._in_flight.popleft()
-            groups, scores, labels, weights = (torch.empty_like(t).copy_(t) for t in pinned)
-            self._pieces.append((groups, scores, labels, weights))
+            self._pieces.append(tuple(torch.empty_like(t).copy_(t) for t in pinned))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without copies in flight, for copies of a metric."""
@@ -64,9 +62,11 @@ class Samples:
     def state(self) -> State:
         """Everything as four tensors."""
         self._collect(wait=True)
-        self._join()
-        groups, scores, labels, weights = self._pieces[0]
-        return {"groups": groups, "scores": scores, "labels": labels, "weights": weights}
+        if len(self._pieces) != 1:
+            empty = torch.zeros(0, dtype=torch.float64)
+            pieces = [(empty.long(), empty, empty, empty), *self._pieces]
+            self._pieces = [tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))]
+        return dict(zip(("groups", "scores", "labels", "weights"), self._pieces[0], strict=True))
 
     def merge(self, metric: Metric, state: Mapping[str, Tensor]) -> None:
         """Add another's samples."""
@@ -77,13 +77,6 @@ class Samples:
         self.add(
             state["scores"].double(), state["labels"].double(), state["weights"].double(), state["groups"]
         )
-
-    def _join(self) -> None:
-        if len(self._pieces) != 1:
-            empty = torch.zeros(0, dtype=torch.float64)
-            pieces = [(empty.long(), empty, empty, empty), *self._pieces]
-            groups, scores, labels, weights = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-            self._pieces = [(groups, scores, labels, weights)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +152,10 @@ def auc_of_groups(ranking: Ranking) -> tuple[Tensor, Tensor]:
     return torch.where(pairs > 0, 1 - sums / pairs, float("nan")), ranking.by_group(ranking.weights)
 
 
-# Area under the ROC curve.
-
-
 _LIMIT = 20.0  # logits beyond it share the outermost bins
 
 
+@dataclass(eq=False, repr=False)
 class AUC(Metric):
     """The chance that a positive sample has a higher score than a negative one; ties count a half.
 
@@ -193,24 +184,14 @@ class AUC(Metric):
         0.5
     """
 
+    bins: int = 2**16
+    exact: bool = False
     higher_is_better = True
-    _counts: Tensor  # positives, negatives and invalid samples of each bin
 
-    def __init__(
-        self,
-        bins: int = 2**16,
-        exact: bool = False,
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-    ) -> None:
-        if bins < 2:
-            raise ValueError(f"AUC expects at least 2 bins, got {bins}.")
-        self.bins = bins
-        self.exact = exact
-        super().__init__(label=label, output=output, weight=weight, logits=logits)
+    def __post_init__(self) -> None:
+        if self.bins < 2:
+            raise ValueError(f"AUC expects at least 2 bins, got {self.bins}.")
+        super().__post_init__()
 
     def _add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
         if self.exact:
@@ -258,6 +239,7 @@ class AUC(Metric):
     def reset(self) -> None:
         """Forget all samples."""
         self._samples = Samples()
+        # Positives, negatives and invalid samples of each bin.
         self._counts = torch.zeros(3, 0 if self.exact else self.bins + 2, dtype=torch.float64)
 
     def state(self) -> State:
@@ -312,18 +294,6 @@ class Grouped(Metric):
 
     higher_is_better = True
 
-    def __init__(
-        self,
-        group: str = "user",
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-    ) -> None:
-        super().__init__(label=label, output=output, weight=weight, logits=logits)
-        self.group = group
-
     def _add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
         if groups is None:
             raise ValueError(f"{type(self).__name__}.add expects groups, one for each score, got None.")
@@ -373,26 +343,20 @@ class Grouped(Metric):
         self._samples.merge(self, state)
 
 
+@dataclass(eq=False, repr=False)
 class TopK(Grouped):
     """A mean over groups of a number about the `k` highest scores of each.
 
     Groups count the same, or as the mean weight of their samples where a weight is named.
     """
 
-    def __init__(
-        self,
-        k: int = 10,
-        group: str = "user",
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-    ) -> None:
-        if k < 1:
-            raise ValueError(f"{type(self).__name__} expects k of at least 1, got {k}.")
-        super().__init__(group, label=label, output=output, weight=weight, logits=logits)
-        self.k = k
+    k: int = 10
+    group: str = "user"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"{type(self).__name__} expects k of at least 1, got {self.k}.")
+        super().__post_init__()
 
     def _by_group(self, ranking: Ranking) -> tuple[Tensor, Tensor]:
         sizes = ranking.by_group(torch.ones_like(ranking.scores))
@@ -403,12 +367,7 @@ class TopK(Grouped):
         """Each group's number, NaN where it has none."""
 
 
-# AUC within groups.
-
-
-_WEIGHTINGS = ("impressions", "clicks")
-
-
+@dataclass(eq=False, repr=False)
 class GAUC(Grouped):
     """The mean AUC of groups, usually users, weighted by their impressions.
 
@@ -439,29 +398,19 @@ class GAUC(Grouped):
         0.5
     """
 
-    def __init__(
-        self,
-        group: str = "user",
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-        weighting: str = "impressions",
-    ) -> None:
-        if weighting not in _WEIGHTINGS:
-            raise ValueError(f"GAUC expects weighting 'impressions' or 'clicks', got {weighting!r}.")
-        super().__init__(group, label=label, output=output, weight=weight, logits=logits)
-        self.weighting = weighting
+    group: str = "user"
+    weighting: str = field(default="impressions", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("impressions", "clicks"):
+            raise ValueError(f"GAUC expects weighting 'impressions' or 'clicks', got {self.weighting!r}.")
+        super().__post_init__()
 
     def _by_group(self, ranking: Ranking) -> tuple[Tensor, Tensor]:
         values, impressions = auc_of_groups(ranking)
         if self.weighting == "impressions":
             return values, impressions
         return values, ranking.by_group(ranking.weights * ranking.labels)
-
-
-# Hit rate.
 
 
 class HitRate(TopK):
@@ -510,9 +459,6 @@ class HitRate(TopK):
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:
     return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-
-
-# Normalised discounted cumulative gain.
 
 
 class NDCG(TopK):

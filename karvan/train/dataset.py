@@ -189,15 +189,13 @@ def is_other(
     record: Record | None, identity: Identity | None, checkpoint: Checkpoint, drop_unfinished: bool
 ) -> bool:
     """Whether data is not the checkpoint's; an error if the checkpoint's was not trained to its end."""
-    saved_identity = None if record is None else record.identity
-    if record is None or (None if saved_identity is None else saved_identity.id) == (
-        None if identity is None else identity.id
-    ):
+    if record is None or (record.identity and record.identity.id) == (identity and identity.id):
         return False
     if record.finished:
         return True
-    before = "data without an identity" if saved_identity is None else saved_identity.label
-    now = "data without an identity" if identity is None else identity.label
+    before, now = (
+        "data without an identity" if it is None else it.label for it in (record.identity, identity)
+    )
     if drop_unfinished:
         _log.warning("The rest of %s is dropped. %s", before, record.left)
         return True
@@ -332,8 +330,7 @@ class Transforms:
         self._found: dict[str, Transform] = {}
         self._streamed: dict[str, Any] = {}  # states of transforms in other processes
         self._asked: list[object] = []  # data that has been asked for such states
-        self._saved: dict[str, Any] = {}
-        self._loaded = False
+        self._saved: dict[str, Any] | None = None  # those of the checkpoint that was loaded
         self.use(*data)
 
     @property
@@ -387,7 +384,7 @@ class Transforms:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load the statistics in the state of a checkpoint into the transforms, and compare the columns."""
         self.require_columns(saved)
-        self._saved, self._loaded = dict(saved.get(KEY, {})), True
+        self._saved = dict(saved.get(KEY, {}))
         names = {**self._found, **self._streamed}
         missing = [name for name in names if name not in self._saved]
         unused = [name for name in self._saved if name not in names]
@@ -407,7 +404,7 @@ class Transforms:
 
     def _give(self, name: str) -> None:
         """Load the statistics of one name; those of other processes must be equal."""
-        if not self._loaded:
+        if self._saved is None:
             return
         if name not in self._saved:
             self._warn_of_unknown(name)
@@ -453,7 +450,7 @@ class Transforms:
     def state(self) -> dict[str, Any]:
         """The state for checkpoints."""
         states = {name: transform.state_dict() for name, transform in self._found.items()}
-        return {KEY: {**self._saved, **self._streamed, **states}, **self._column_state()}
+        return {KEY: {**(self._saved or {}), **self._streamed, **states}, **self._column_state()}
 
     def _column_state(self) -> dict[str, Any]:
         return {COLUMNS: {name: list(kind) for name, kind in self.columns.items()}}

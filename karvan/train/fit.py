@@ -397,7 +397,7 @@ class Fit:
 
     def _save(self) -> None:
         if self._first:
-            self._parts.saver.save(*self._snapshot())
+            self._parts.saver.save(self._snapshot())
         self._note_save()
 
     def _note_save(self) -> None:

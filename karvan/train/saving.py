@@ -310,9 +310,7 @@ class NoSaver:
         """Whether it is time to save by the clock; the caller will save, so the interval starts again."""
         return False
 
-    def save(
-        self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
-    ) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """Capture the current state, and write it in the background."""
 
     def wait(self) -> None:
@@ -324,7 +322,7 @@ class NoSaver:
         take: gives the current snapshot; used if the state is `unsaved`, or if the save in flight fails.
         """
         if unsaved:
-            self.save(*take())
+            self.save(take())
         return None
 
 
@@ -396,13 +394,11 @@ class Saver(NoSaver):
         return seconds is not None and self._clock() >= self._last + seconds
 
     @override
-    def save(
-        self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
-    ) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """A failure of the save before, or of this one, may be tolerated."""
         self._last = self._clock()
-        self._saves.save(Snapshot(step, state, model, metrics))
-        self._model = model
+        self._saves.save(snapshot)
+        self._model = snapshot.model
 
     @override
     def wait(self) -> None:

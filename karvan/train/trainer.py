@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from karvan.argument_checks import check_counts, check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find, warm_start
@@ -35,6 +34,7 @@ from karvan.train.loggers import History, Logger, LoggerGroup
 from karvan.train.losses import SampleChecks
 from karvan.train.preflight import check_data, check_trainer
 from karvan.train.progress import NoProgress, make_progress
+from karvan.train.reporter import described
 from karvan.train.results import FitResult, ReportWindow, TrainingCounts
 from karvan.train.saving import SaveSettings, make_saver
 from karvan.train.step.lr_schedule import Schedule, Schedulers
@@ -43,57 +43,6 @@ from karvan.train.stopping import Goal, StopRequest
 from karvan.train.train_state import check_fits
 from karvan.train.trainer_parts import RunProgress, TrainerParts
 from karvan.train.types import Loss, MetricLike, Prediction, same
-
-# A short description of a Trainer, for `repr`, without calls to other ranks or servers.
-
-
-_MANY = 8  # names in a line
-
-
-def describe(parts: TrainerParts) -> str:
-    """What it trains, how, and how far it is."""
-    body = "".join(f"  {name}: {text}\n" for name, text in described(parts).items())
-    return f"Trainer(\n{body})"
-
-
-def described(parts: TrainerParts) -> dict[str, str]:
-    """The same as texts by name."""
-    model, counts = parts.model, parts.counts
-    tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    where = parts.connection
-    lines = {
-        "model": f"{type(model).__name__}, {parameters:,} parameters, on {parts.setup.runs.device}",
-        "tables": _listed(tables),
-        "loss": _one_line(parts.loss),
-        **{
-            f"{name}_optimizer": _optimizer(optimizer)
-            for name, optimizer in parts.setup.update.optimizers.items()
-        },
-        "metrics": _listed(list(parts.metrics)),
-        "checkpoints": "" if parts.saver.folder is None else shown(parts.saver.folder),
-        "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
-        "progress": f"step {counts.step:,}, {counts.epoch} epoch{'s' * (counts.epoch != 1)}, "
-        f"{counts.samples:,} samples",
-    }
-    return {name: text for name, text in lines.items() if text}
-
-
-def _optimizer(optimizer: Optimizer) -> str:
-    group = optimizer.param_groups[0]
-    return f"{type(optimizer).__name__}(lr={float(group['lr']):g})"
-
-
-def _listed(names: list[str]) -> str:
-    more = f", and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(names[:_MANY]) + more
-
-
-def _one_line(value: object) -> str:
-    """A name for functions, whose repr is an address."""
-    name = getattr(value, "__qualname__", None)
-    return str(name) if name else repr(value).splitlines()[0]
-
 
 _log = logging.getLogger("karvan.train")
 
@@ -280,7 +229,8 @@ class Trainer:
         self._fit_host: FitHost = NoFit()
 
     def __repr__(self) -> str:
-        return describe(self.parts())
+        lines = [f"  {word}: {text}\n" for word, text in described(self.parts()).items()]
+        return f"Trainer(\n{''.join(lines)})"
 
     def _repr_html_(self) -> str:
         return html_table("Trainer", (), described(self.parts()).items())

@@ -279,7 +279,8 @@ class Kept(NoSaver):
     def take_time(self):
         return self.times.pop(0) if self.times else False
 
-    def save(self, step, state, model, metrics):
+    def save(self, snapshot):
+        step, state, model, _ = snapshot
         self.saved.append(step)
         rows = {table.name: table.snapshot() for table in model.embeddings.tables()}
         part = {"step": step, "state": state, "rows": rows}
