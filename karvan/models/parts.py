@@ -347,13 +347,9 @@ def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = Non
         if all(t.is_cpu for t in (first, *listed)):
             return _pairs(first, *(t if t.stride(1) == 1 else t.contiguous() for t in listed))
     with torch.autocast(first.device.type, enabled=False):
-        return _with_torch(first, torch.stack(listed, 1))
-
-
-def _with_torch(first: Tensor, vectors: Tensor) -> Tensor:
-    n = vectors.shape[1]
-    row, column = torch.tril_indices(n, n, -1, device=vectors.device)
-    return torch.cat([first, torch.bmm(vectors, vectors.transpose(1, 2))[:, row, column]], 1)
+        stacked, n = torch.stack(listed, 1), len(listed)
+        row, column = torch.tril_indices(n, n, -1, device=stacked.device)
+        return torch.cat([first, torch.bmm(stacked, stacked.transpose(1, 2))[:, row, column]], 1)
 
 
 class _Pairs(torch.autograd.Function):

@@ -413,14 +413,14 @@ class ContextData:
         if self._saved is None:
             self._counts.batches = 0
         self.transforms.require_equal(self._connection.main, runs.model)
-        self.epoch = Epoch(
-            data, self._connection, runs.placement, self._setup.passes, self._counts, runs.prefetch
-        )
+        passes = self._setup.passes
+        epoch = Epoch(data, self._connection, runs.placement, passes, self._counts, runs.prefetch)
         self._data = data
         if self._saved is not None:
-            self.epoch.load(self._saved, random_state(), self._drop_unfinished)
+            epoch.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None
-        return self.epoch
+        self.epoch = epoch
+        return epoch
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has of the data."""
@@ -444,11 +444,7 @@ class ContextData:
     def is_other(self, checkpoint_: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
         """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
         self._identity = dataset.identify(data, name, self._connection)
-        record = dataset.record_of(checkpoint_)
-        other = dataset.is_other(record, self._identity, checkpoint_, drop_unfinished)
-        if record is not None:
-            self._past = record.history if other else record.past
-            self._before = dataset.trained_before(record, self._identity) if other else None
+        other, self._past, self._before = dataset.compare(checkpoint_, self._identity, drop_unfinished)
         return other
 
     def begin(self) -> None:

@@ -215,19 +215,26 @@ def drops_rest(checkpoint: Checkpoint, identity: Identity | None, drop_unfinishe
     return False
 
 
-def trained_before(record: Record | None, identity: Identity | None) -> FinishedData | None:
-    """How a run has trained data before that of its newest checkpoint; a warning if it has."""
-    if record is None or identity is None or identity.grows:
-        return None
-    before = next((finished for finished in record.history if finished.id == identity.id), None)
-    if before is not None:
-        _log.warning(
-            "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
-            before.label,
-            before.amount,
-            before.step,
-        )
-    return before
+def compare(
+    checkpoint: Checkpoint, identity: Identity | None, drop_unfinished: bool
+) -> tuple[bool, tuple[FinishedData, ...], FinishedData | None]:
+    """Whether data is other data than a checkpoint's; what the run has trained to its end before it; and how
+    it has trained this data, if that is a part of it, with a warning.
+    """
+    record = record_of(checkpoint)
+    if not is_other(record, identity, checkpoint, drop_unfinished):
+        return False, () if record is None else record.past, None
+    assert record is not None
+    before = next((past for past in record.history if identity is not None and past.id == identity.id), None)
+    if identity is None or identity.grows or before is None:
+        return True, record.history, None
+    _log.warning(
+        "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
+        before.label,
+        before.amount,
+        before.step,
+    )
+    return True, record.history, before
 
 
 def begin_data(counts: TrainingCounts, before: FinishedData | None = None) -> None:

@@ -223,12 +223,9 @@ class Fit:
 
         It is called again with an older one if this one is damaged.
         """
-        record = dataset.record_of(checkpoint)
-        other = dataset.is_other(record, self._identity, checkpoint, self._how.drop_unfinished)
-        self._past, self._before = (), None
-        if record is not None:
-            self._past = record.history if other else record.past
-            self._before = dataset.trained_before(record, self._identity) if other else None
+        other, self._past, self._before = dataset.compare(
+            checkpoint, self._identity, self._how.drop_unfinished
+        )
         self._parts.setup.update.forget()
         state = self._parts.saver.load(checkpoint, self._parts.model)
         train_state.check_fits(self._parts.model, state, shown(checkpoint.path))

@@ -129,19 +129,6 @@ def check_column(
     )
 
 
-def check_whole(loss: str, batch: AnyBatch, label: str) -> None:
-    """Raise a ValueError if a label is no whole number."""
-    labels = _labels_of(batch, label)
-    if labels is None or not labels.is_floating_point():
-        return
-    broken = labels != labels.round()
-    if bool(broken.any()):
-        raise ValueError(
-            f"Column '{label}' has labels such as {labels[broken][0].item():g}, but {loss} needs whole "
-            "numbers: the numbers of classes."
-        )
-
-
 def _labels_of(batch: AnyBatch, label: str) -> Tensor | None:
     """The labels, if there are any that can be wrong."""
     labels = _numbers_of(batch, label)
@@ -358,7 +345,12 @@ class CrossEntropy(ColumnLoss):
             (0.0, highest),
             "number classes from 0 on, as kv.Feature(…).vocabulary([…]) does",
         )
-        check_whole(type(self).__name__, batch, self.label)
+        labels = _labels_of(batch, self.label)
+        if labels is not None and labels.is_floating_point() and bool((labels != labels.round()).any()):
+            raise ValueError(
+                f"Column '{self.label}' has labels such as {labels[labels != labels.round()][0].item():g}, "
+                f"but {type(self).__name__} needs whole numbers: the numbers of classes."
+            )
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,12 @@ def as_text(entry: Entry) -> Entry:
     return with_values(entry, entry.values.view(torch.uint8))
 
 
+def strings_of(entry: Entry) -> Ragged:
+    """One row of bytes for each string of an entry of strings."""
+    assert not isinstance(entry, Tensor)
+    return entry.lists() if isinstance(entry, NestedRagged) else entry
+
+
 def describe(entry: Entry) -> str:
     """The entry as errors describe it."""
     if isinstance(entry, Tensor):
@@ -132,6 +138,12 @@ def row_numbers(lengths: Tensor, total: int) -> Tensor:
     """The row number of each value."""
     rows = torch.arange(lengths.shape[0], device=lengths.device)
     return torch.repeat_interleave(rows, lengths, output_size=total)
+
+
+def row_positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The row number of each value, and its position in that row."""
+    row = row_numbers(offsets.diff(), total)
+    return row, torch.arange(total, device=row.device) - offsets[row]
 
 
 def keep(entry: Ragged, mask: Tensor) -> Ragged:
@@ -322,7 +334,7 @@ class OpCall(NamedTuple):
 def run(jobs: Sequence[OpCall]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
-    original = [_with_text(_with_wide_ids(job)) for job in jobs]
+    original = [_accepted(job) for job in jobs]
     jobs = [_without_missing(job) for job in original]
     for i, (feature, op, arguments) in enumerate(jobs):
         try:
@@ -349,22 +361,13 @@ def _run_alone(job: OpCall) -> Entry:
         raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
 
 
-def _with_wide_ids(job: OpCall) -> OpCall:
-    """Integers of 16 and 32 bits and booleans as int64, which loses nothing; 8 bits may be text."""
-    if not any(values_of(entry).dtype in _NARROW for entry in job.arguments):
-        return job
-    return job._replace(
-        arguments=tuple(
-            with_values(entry, values_of(entry).to(torch.int64))
-            if values_of(entry).dtype in _NARROW
-            else entry
-            for entry in job.arguments
-        )
+def _accepted(job: OpCall) -> OpCall:
+    """Integers of 16 and 32 bits and booleans become int64, which loses nothing; 8 bits may be text."""
+    arguments = tuple(
+        with_values(entry, values_of(entry).to(torch.int64)) if values_of(entry).dtype in _NARROW else entry
+        for entry in job.arguments
     )
-
-
-def _with_text(job: OpCall) -> OpCall:
-    return job._replace(arguments=tuple(map(as_text, job.arguments))) if job.op.takes_text else job
+    return job._replace(arguments=tuple(map(as_text, arguments)) if job.op.takes_text else arguments)
 
 
 def _without_missing(job: OpCall) -> OpCall:

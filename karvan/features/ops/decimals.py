@@ -18,6 +18,7 @@ from karvan.features.ops.base import (
     is_text,
     keep,
     row_numbers,
+    strings_of,
 )
 from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 
@@ -57,8 +58,7 @@ class ParseIds(RowOp):
         (entry,) = entries
         if not is_text(entry):
             return entry
-        assert not isinstance(entry, Tensor)
-        strings = entry.lists() if isinstance(entry, NestedRagged) else entry
+        strings = strings_of(entry)
         offsets = as_offsets(strings)
         present = offsets.diff() > 0
         starts = offsets[:-1][present]
@@ -174,8 +174,7 @@ class ParseNumbers(RowOp):
         (entry,) = entries
         if not is_text(entry):
             return entry
-        assert not isinstance(entry, Tensor)
-        strings = entry.lists() if isinstance(entry, NestedRagged) else entry
+        strings = strings_of(entry)
         offsets = as_offsets(strings)
         present = offsets.diff() > 0
         numbers = torch.full((strings.rows,), self.default, dtype=torch.float32)

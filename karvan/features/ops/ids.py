@@ -23,6 +23,7 @@ from karvan.features.ops.base import (
     expect_ids,
     expect_text,
     is_text,
+    strings_of,
     with_values,
 )
 from karvan.ragged import Entry, NestedRagged, Ragged
@@ -226,8 +227,7 @@ def items_of(entry: Entry) -> Ragged:
     if not is_text(entry):
         flat = values_of(entry).reshape(-1)
         return Ragged(flat.view(torch.uint8), torch.arange(len(flat) + 1, device=flat.device) * 8)
-    assert not isinstance(entry, Tensor)
-    return entry.lists() if isinstance(entry, NestedRagged) else entry
+    return strings_of(entry)
 
 
 def _per_item(entry: Entry, item_ids: Tensor) -> Entry:

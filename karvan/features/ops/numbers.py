@@ -93,15 +93,10 @@ class Clip(NumberOp):
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
         """Both limits; a missing one excludes nothing."""
-        if self._whole() and not dtype.is_floating_point:
-            return (
-                INT64.min if self.low is None else self.low,
-                INT64.max if self.high is None else self.high,
-            )
-        return (
-            -math.inf if self.low is None else float(self.low),
-            math.inf if self.high is None else float(self.high),
-        )
+        whole = self._whole() and not dtype.is_floating_point
+        low = (INT64.min if whole else -math.inf) if self.low is None else self.low
+        high = (INT64.max if whole else math.inf) if self.high is None else self.high
+        return (low, high) if whole else (float(low), float(high))
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """NaN stays NaN."""

@@ -21,6 +21,7 @@ from karvan.features.ops.base import (
     is_text,
     keep,
     row_numbers,
+    row_positions,
     sole,
 )
 from karvan.ragged import Entry, NestedRagged, Ragged
@@ -137,8 +138,7 @@ class ToDense(RowOp):
             from karvan.kernels.rows import dense_rows
 
             return dense_rows(entry.values, offsets, length, self.fill, self.side == "left")
-        row = row_numbers(offsets.diff(), total)
-        column = torch.arange(total, device=row.device) - offsets[row]
+        row, column = row_positions(offsets, total)
         if self.side == "left":
             column = column - (offsets.diff() - length).clamp(min=0)[row]
         fits = (column >= 0) & (column < length)
@@ -192,16 +192,14 @@ class FillLists(RowOp):
     def run_rows(self, *entries: Entry) -> Entry:
         """Sets the size of each list at its place among all places; on a GPU this waits for it."""
         entry = sole(NestedRagged, entries)
-        lengths = entry.outer.diff()
-        longest = int(lengths.max()) if entry.rows else 0
+        longest = int(entry.outer.diff().max()) if entry.rows else 0
         if longest > self.length:
             raise ValueError(
                 f"expected rows of at most {self.length} lists, but received a row of {longest}; truncate "
                 "cuts them."
             )
         sizes = entry.inner.diff()
-        row = row_numbers(lengths, sizes.shape[0])
-        column = torch.arange(sizes.shape[0], device=row.device) - entry.outer[row]
+        row, column = row_positions(entry.outer, sizes.shape[0])
         places = sizes.new_zeros(entry.rows * self.length).index_put((row * self.length + column,), sizes)
         outer = torch.arange(entry.rows + 1, device=row.device) * self.length
         return NestedRagged(entry.values, offsets_from(places), outer)

@@ -24,6 +24,7 @@ from karvan.features.ops.base import (
     keep,
     kind_of,
     row_numbers,
+    row_positions,
     sole,
     spread,
 )
@@ -123,8 +124,7 @@ class Substring(TextOp):
         """As a slice of Python's bytes."""
         values, offsets = _parts(strings)
         lengths = offsets.diff()
-        row = row_numbers(lengths, values.shape[0])
-        position = torch.arange(values.shape[0], device=row.device) - offsets[row]
+        row, position = row_positions(offsets, values.shape[0])
         first = lengths.add(self.start).clamp(min=0)[row] if self.start < 0 else self.start
         mask = position >= first
         if self.length is not None:
@@ -274,8 +274,8 @@ def _top(entry: Ragged, limit: Tensor | int) -> Ragged:
     """The values of the largest weights of each row."""
     assert entry.offsets is not None
     assert entry.weights is not None
-    lengths, count = entry.offsets.diff(), entry.values.shape[0]
-    row = row_numbers(lengths, count)
+    count = entry.values.shape[0]
+    row = row_numbers(entry.offsets.diff(), count)
     order = torch.argsort(entry.weights.detach(), descending=True, stable=True)
     order = order[torch.argsort(row[order], stable=True)]
     rank = torch.arange(count, device=row.device) - entry.offsets[row]  # of the sorted values
