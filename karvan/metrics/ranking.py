@@ -186,6 +186,7 @@ class AUC(Metric):
 
     bins: int = 2**16
     exact: bool = False
+    _counts: Tensor = field(init=False)  # positives, negatives and invalid samples of each bin
     higher_is_better = True
 
     def __post_init__(self) -> None:
@@ -239,7 +240,6 @@ class AUC(Metric):
     def reset(self) -> None:
         """Forget all samples."""
         self._samples = Samples()
-        # Positives, negatives and invalid samples of each bin.
         self._counts = torch.zeros(3, 0 if self.exact else self.bins + 2, dtype=torch.float64)
 
     def state(self) -> State:

@@ -170,7 +170,8 @@ class Trainer:
         check_trainer(
             model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, loggers, prepare, checkpoints
         )
-        set_labels(metrics or {}, loss)
+        self.metrics = dict(metrics or {})
+        set_labels(self.metrics, loss)
         if log_every is not None and log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
@@ -181,7 +182,7 @@ class Trainer:
             device=device,
             prefetch=prefetch,
             prepare=prepare,
-            check=SampleChecks(loss, (metrics or {}).values()),
+            check=SampleChecks(loss, self.metrics.values()),
         )
         self.setup = make_training_setup(
             runs,
@@ -200,7 +201,6 @@ class Trainer:
         self.update = self.setup.update
         self.dense = self.setup.dense
         self.loss = loss
-        self.metrics = dict(metrics or {})
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.nonfinite = nonfinite
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
