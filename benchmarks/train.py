@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import karvan as kv
 from karvan.data.formats import criteo
-from karvan.models.interaction import pairwise_dots
+from karvan.models.parts import pairwise_dots
 from karvan.train.precision import Precision, fast_bf16
 
 BATCH, DIM = 4096, 16

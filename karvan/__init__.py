@@ -20,8 +20,16 @@ if TYPE_CHECKING:
     from karvan.features import Feature, FeatureEngine
     from karvan.ragged import Batch, Ragged
     from karvan.threads import get_num_threads, set_num_threads
-    from karvan.train import EvalContext, InferContext, TrainContext, Trainer, TrainingJob, callbacks, losses
-    from karvan.train.reporting import loggers
+    from karvan.train import (
+        EvalContext,
+        InferContext,
+        TrainContext,
+        Trainer,
+        TrainingJob,
+        callbacks,
+        loggers,
+        losses,
+    )
 
 __version__ = "0.1.0"
 
@@ -72,7 +80,6 @@ publish(
         "karvan.features": "Feature FeatureEngine",
         "karvan.ragged": "Batch Ragged",
         "karvan.threads": "get_num_threads set_num_threads",
-        "karvan.train": "EvalContext InferContext TrainContext Trainer TrainingJob callbacks losses",
-        "karvan.train.reporting": "loggers",
+        "karvan.train": "EvalContext InferContext TrainContext Trainer TrainingJob callbacks loggers losses",
     },
 )

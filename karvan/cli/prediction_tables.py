@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from karvan.cli.errors import CommandError
 from karvan.files import replacing
-from karvan.train import Prediction, prediction_files
+from karvan.train import Prediction, evaluation
 
 
 class TableFile:
@@ -69,6 +69,6 @@ def open_table(out: str) -> Iterator[TableFile]:
 def record_batch(prediction: Prediction, *, sigmoid: bool = False) -> pa.RecordBatch:
     """The columns of a batch, followed by the model's outputs."""
     try:
-        return prediction_files.record_batch(prediction, sigmoid=sigmoid)
+        return evaluation.record_batch(prediction, sigmoid=sigmoid)
     except ValueError as error:
         raise CommandError(str(error)) from None

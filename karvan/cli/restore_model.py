@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
     """Load a checkpoint, or the newest one of a run's folder; without a path, of the job's own run."""
     from karvan.checkpoint import CheckpointError, find
-    from karvan.train.state.transforms import Transforms
+    from karvan.train.dataset import Transforms
 
     folder = path if path is not None else job.trainer.saver.folder
     if folder is None:

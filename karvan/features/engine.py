@@ -18,8 +18,8 @@ from karvan.batch_slicing import rows_of, values_of
 from karvan.distributed.collectives import RankHeartbeats
 from karvan.features.feature import Feature
 from karvan.features.ops.base import ChainStep, OpCall, run
+from karvan.features.ops.fitted import FittedOp, RunningStatistics
 from karvan.features.ops.numbers import Log1p
-from karvan.features.running_moments import FittedOp, RunningStatistics
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
 
 # Columns that a batch lacks, for features with `missing="empty"`: as if no sample had a value.
@@ -74,13 +74,6 @@ def rows_like(batch: Mapping[str, Entry]) -> Tensor | None:
 
 
 _LONGEST = 32  # values of a setting that are written out; longer ones become a digest
-
-
-def describe_chain(columns: Iterable[str], steps: Iterable[ChainStep]) -> str:
-    """What a chain starts from, and its steps, for example `price.clip(0, 10).log1p()`."""
-    names = list(columns)
-    start = names[0] if len(names) == 1 else f"({', '.join(names)})"
-    return ".".join([start, *map(describe_step, steps)])
 
 
 def describe_step(step: ChainStep) -> str:
@@ -141,7 +134,10 @@ def gather_statistics(
                 )
             for name, value in entries(batch).items():
                 for entry in value:
-                    _add(name, statistics[name], entry)
+                    try:
+                        statistics[name].add(entry)
+                    except (TypeError, ValueError) as error:
+                        raise type(error)(f"Feature '{name}', fit: {error}") from None
             rounds.still_working()
     except distributed.RankError:
         raise  # other ranks no longer respond
@@ -172,13 +168,6 @@ def gather_statistics(
         if rank != channel.rank:
             for name, state in result["states"].items():
                 statistics[name].merge(state)
-
-
-def _add(name: str, statistics: RunningStatistics, entry: Entry) -> None:
-    try:
-        statistics.add(entry)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"Feature '{name}', fit: {error}") from None
 
 
 # The order of the steps of all chains, in which many equal steps run together.
@@ -533,7 +522,8 @@ class FeatureEngine(nn.Module):
             f"[{self._steps_of(self._sources[column])}]" if self._sources.get(column) in others else column
             for column in feature.columns or (name,)
         ]
-        return describe_chain(columns, ops[:count])
+        start = columns[0] if len(columns) == 1 else f"({', '.join(columns)})"
+        return ".".join([start, *map(describe_step, ops[:count])])  # such as `price.clip(0, 10).log1p()`
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take the statistics of another engine with the same features and steps.

@@ -10,12 +10,11 @@ from os import PathLike
 from karvan.features.ops.base import ChainStep, Number
 from karvan.features.ops.cross import Concat, Cross
 from karvan.features.ops.decimals import ParseIds, ParseNumbers, ToText
-from karvan.features.ops.hashing import Hash
-from karvan.features.ops.ids import DropSign, HashStack, Mod, MultiHash, Prefix
+from karvan.features.ops.fitted import Vocabulary, words_from_file
+from karvan.features.ops.ids import DropSign, Hash, HashStack, Mod, MultiHash, Prefix
 from karvan.features.ops.numbers import Bucketize, Clip, FillMissing, Log, Log1p, Normalise, Round, ToIds
 from karvan.features.ops.ragged_shapes import FillEmpty, FillLists, Flatten, ToDense, ToRagged
 from karvan.features.ops.strings import Lower, Split, Strip, Substring, Truncate, Upper
-from karvan.features.ops.vocabulary import Vocabulary, words_from_file
 from karvan.ids import check_hash
 
 

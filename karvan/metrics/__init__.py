@@ -1,9 +1,6 @@
 """Metrics, updated batch by batch and merged over ranks: `metrics={"auc": kv.metrics.AUC()}` of a Trainer."""
 
-from karvan.metrics.base import Metric, State
-from karvan.metrics.grouped import GAUC, NDCG, HitRate
-from karvan.metrics.ranking import AUC
-from karvan.metrics.ratios import (
+from karvan.metrics.base import (
     Accuracy,
     BinaryCrossEntropy,
     Calibration,
@@ -11,7 +8,10 @@ from karvan.metrics.ratios import (
     Mean,
     MeanAbsoluteError,
     MeanSquaredError,
+    Metric,
+    State,
 )
+from karvan.metrics.ranking import AUC, GAUC, NDCG, HitRate
 from karvan.public_names import publish
 
 __all__ = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from karvan.metrics.base import Metric, State, check_state
 from karvan.native import _native
 
-_Piece: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+_Piece: TypeAlias = tuple[Tensor, ...]  # groups, scores, labels, weights
 
 
 class Samples:
@@ -37,11 +38,10 @@ class Samples:
                 for t in (groups, scores, labels, weights)
             )
             copied = torch.cuda.current_stream(scores.device).record_event()
-            self._in_flight.append(((piece[0], piece[1], piece[2], piece[3]), copied))
+            self._in_flight.append((piece, copied))
             return
         # Always a copy: the tensors may be views of memory that is reused.
-        piece = tuple(t.clone() for t in (groups, scores, labels, weights))
-        self._pieces.append((piece[0], piece[1], piece[2], piece[3]))
+        self._pieces.append(tuple(t.clone() for t in (groups, scores, labels, weights)))
 
     def _collect(self, wait: bool) -> None:
         """Take over the copies that have ended; wait: all of them."""
@@ -52,8 +52,7 @@ class Samples:
             elif not copied.query():  # type: ignore[no-untyped-call]
                 return
             self._in_flight.popleft()
-            groups, scores, labels, weights = (torch.empty_like(t).copy_(t) for t in pinned)
-            self._pieces.append((groups, scores, labels, weights))
+            self._pieces.append(tuple(torch.empty_like(t).copy_(t) for t in pinned))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without copies in flight, for copies of a metric."""
@@ -63,9 +62,11 @@ class Samples:
     def state(self) -> State:
         """Everything as four tensors."""
         self._collect(wait=True)
-        self._join()
-        groups, scores, labels, weights = self._pieces[0]
-        return {"groups": groups, "scores": scores, "labels": labels, "weights": weights}
+        if len(self._pieces) != 1:
+            empty = torch.zeros(0, dtype=torch.float64)
+            pieces = [(empty.long(), empty, empty, empty), *self._pieces]
+            self._pieces = [tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))]
+        return dict(zip(("groups", "scores", "labels", "weights"), self._pieces[0], strict=True))
 
     def merge(self, metric: Metric, state: Mapping[str, Tensor]) -> None:
         """Add another's samples."""
@@ -76,13 +77,6 @@ class Samples:
         self.add(
             state["scores"].double(), state["labels"].double(), state["weights"].double(), state["groups"]
         )
-
-    def _join(self) -> None:
-        if len(self._pieces) != 1:
-            empty = torch.zeros(0, dtype=torch.float64)
-            pieces = [(empty.long(), empty, empty, empty), *self._pieces]
-            groups, scores, labels, weights = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-            self._pieces = [(groups, scores, labels, weights)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +152,10 @@ def auc_of_groups(ranking: Ranking) -> tuple[Tensor, Tensor]:
     return torch.where(pairs > 0, 1 - sums / pairs, float("nan")), ranking.by_group(ranking.weights)
 
 
-# Area under the ROC curve.
-
-
 _LIMIT = 20.0  # logits beyond it share the outermost bins
 
 
+@dataclass(eq=False, repr=False)
 class AUC(Metric):
     """The chance that a positive sample has a higher score than a negative one; ties count a half.
 
@@ -192,24 +184,15 @@ class AUC(Metric):
         0.5
     """
 
+    bins: int = 2**16
+    exact: bool = False
+    _counts: Tensor = field(init=False)  # positives, negatives and invalid samples of each bin
     higher_is_better = True
-    _counts: Tensor  # positives, negatives and invalid samples of each bin
 
-    def __init__(
-        self,
-        bins: int = 2**16,
-        exact: bool = False,
-        *,
-        label: str | None = None,
-        output: str | None = None,
-        weight: str | None = None,
-        logits: bool = True,
-    ) -> None:
-        if bins < 2:
-            raise ValueError(f"AUC expects at least 2 bins, got {bins}.")
-        self.bins = bins
-        self.exact = exact
-        super().__init__(label=label, output=output, weight=weight, logits=logits)
+    def __post_init__(self) -> None:
+        if self.bins < 2:
+            raise ValueError(f"AUC expects at least 2 bins, got {self.bins}.")
+        super().__post_init__()
 
     def _add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
         if self.exact:
@@ -301,3 +284,226 @@ def count_scores(scores: Tensor, labels: Tensor, weights: Tensor | None, counts:
     counts[0].index_add_(0, index, clicks)
     counts[1].index_add_(0, index, others)
     counts[2].index_add_(0, index, (~probabilities).double())
+
+
+# Metrics that are a mean over groups of samples.
+
+
+class Grouped(Metric):
+    """A weighted mean over groups, which `group` names in the batch: integers, one for each sample."""
+
+    higher_is_better = True
+
+    def _add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
+        if groups is None:
+            raise ValueError(f"{type(self).__name__}.add expects groups, one for each score, got None.")
+        self._samples.add(scores, labels, weights, groups)
+
+    @abstractmethod
+    def _by_group(self, ranking: Ranking) -> tuple[Tensor, Tensor]:
+        """Each group's number, NaN where it has none, and its weight in the mean."""
+
+    def compute(self) -> float:
+        """The mean over the groups that have a number; NaN if there are none."""
+        total, weight = self.totals()
+        return total / weight if weight else float("nan")
+
+    def totals(self) -> tuple[float, float]:
+        """The sum of weight times number over the groups that have a number, and of their weights.
+
+        Sums of several metrics add up to those of all their groups, where groups of the same name stay apart.
+        """
+        state = self._samples.state()
+        if bool(state["scores"].isnan().any()):
+            return float("nan"), float("nan")
+        values, weights = self._by_group(Ranking.of(state))
+        valid = ~values.isnan()
+        return float((values[valid] * weights[valid]).sum()), float(weights[valid].sum())
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return Ranking.of(self._samples.state()).groups
+
+    @property
+    def undefined_groups(self) -> int:
+        """How many of them have no number and are skipped in the mean."""
+        return int(self._by_group(Ranking.of(self._samples.state()))[0].isnan().sum())
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._samples = Samples()
+
+    def state(self) -> State:
+        """All samples."""
+        return self._samples.state()
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add another's samples."""
+        self._samples.merge(self, state)
+
+
+@dataclass(eq=False, repr=False)
+class TopK(Grouped):
+    """A mean over groups of a number about the `k` highest scores of each.
+
+    Groups count the same, or as the mean weight of their samples where a weight is named.
+    """
+
+    k: int = 10
+    group: str = "user"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"{type(self).__name__} expects k of at least 1, got {self.k}.")
+        super().__post_init__()
+
+    def _by_group(self, ranking: Ranking) -> tuple[Tensor, Tensor]:
+        sizes = ranking.by_group(torch.ones_like(ranking.scores))
+        return self._values(ranking), ranking.by_group(ranking.weights) / sizes
+
+    @abstractmethod
+    def _values(self, ranking: Ranking) -> Tensor:
+        """Each group's number, NaN where it has none."""
+
+
+@dataclass(eq=False, repr=False)
+class GAUC(Grouped):
+    """The mean AUC of groups, usually users, weighted by their impressions.
+
+    A group is one group wherever its samples come from: other batches, other ranks. A group with only one
+    class has no AUC: the mean skips it, and `undefined_groups` counts it. It is exact: all samples are stored
+    until `reset()`, 32 bytes each.
+
+    Args:
+        group: The column of groups in the batch, such as users: integers, one for each sample.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights in the batch; by default every sample counts 1.
+        logits: Whether the model gives logits, which become probabilities.
+        weighting: What weights a group: "impressions", the sum of its weights; or "clicks", the sum of weight
+            times label, as in RecIS.
+
+    Raises:
+        ValueError: `weighting` is unknown.
+
+    Example:
+        >>> gauc = kv.metrics.GAUC(group="user")
+        >>> batch = {
+        ...     "user": torch.tensor([1, 1, 2, 2]),
+        ...     "label": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        ... }
+        >>> gauc.update(torch.tensor([2.0, 1.0, -1.0, 1.0]), batch)
+        >>> gauc.compute()
+        0.5
+    """
+
+    group: str = "user"
+    weighting: str = field(default="impressions", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("impressions", "clicks"):
+            raise ValueError(f"GAUC expects weighting 'impressions' or 'clicks', got {self.weighting!r}.")
+        super().__post_init__()
+
+    def _by_group(self, ranking: Ranking) -> tuple[Tensor, Tensor]:
+        values, impressions = auc_of_groups(ranking)
+        if self.weighting == "impressions":
+            return values, impressions
+        return values, ranking.by_group(ranking.weights * ranking.labels)
+
+
+class HitRate(TopK):
+    """The fraction of groups with a positive sample among their `k` highest scores.
+
+    Where equal scores are on both sides of rank k, a group counts with the probability of a hit in random
+    order. A group without a positive sample is skipped, and `undefined_groups` counts it.
+
+    Args:
+        k: How many of the highest scores of a group count.
+        group: The column of groups in the batch, such as users: integers, one for each sample.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights; a group counts as their mean. By default groups count the same.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Raises:
+        ValueError: `k` is below 1.
+
+    Example:
+        >>> hits = kv.metrics.HitRate(k=1, group="user")
+        >>> batch = {
+        ...     "user": torch.tensor([1, 1, 2, 2]),
+        ...     "label": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        ... }
+        >>> hits.update(torch.tensor([2.0, 1.0, -1.0, 1.0]), batch)
+        >>> hits.compute()
+        0.5
+    """
+
+    def _values(self, ranking: Ranking) -> Tensor:
+        positive = (ranking.labels > 0).double()
+        sizes = ranking.by_run(torch.ones_like(positive))
+        hits = ranking.by_run(positive)
+        draws = (self.k - ranking.rank_of_run).clamp(min=0).double().minimum(sizes)
+        # No hit among `draws` drawn out of `sizes`, of which `hits` are positive: C(m-r, s) / C(m, s).
+        misses = sizes - hits
+        possible = draws <= misses
+        missed = torch.where(
+            possible, torch.exp(_log_choose(misses, draws.minimum(misses)) - _log_choose(sizes, draws)), 0.0
+        )
+        none = torch.ones(ranking.groups, dtype=torch.float64)
+        none.scatter_reduce_(0, ranking.group_of_run, missed, "prod")
+        return torch.where(ranking.by_group(positive) > 0, 1 - none, float("nan"))
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+
+
+class NDCG(TopK):
+    """The mean NDCG@k of groups: labels are gains, rank r (from 1) is discounted by log2(r + 1).
+
+    As in scikit-learn, samples with equal scores share their ranks. A group without a positive label is
+    skipped, and `undefined_groups` counts it.
+
+    Args:
+        k: How many of the highest scores of a group count.
+        group: The column of groups in the batch, such as users: integers, one for each sample.
+        label: The column of labels in the batch. By default the one of a Trainer's loss, otherwise "label".
+        output: The name of the scores in the model's output; None if that is a tensor itself.
+        weight: A column of weights; a group counts as their mean. By default groups count the same.
+        logits: Whether the model gives logits, which become probabilities.
+
+    Raises:
+        ValueError: `k` is below 1.
+
+    Example:
+        >>> ndcg = kv.metrics.NDCG(k=2, group="user")
+        >>> batch = {
+        ...     "user": torch.tensor([1, 1, 1]),
+        ...     "label": torch.tensor([1.0, 0.0, 0.0]),
+        ... }
+        >>> ndcg.update(torch.tensor([0.5, 2.0, -1.0]), batch)
+        >>> round(ndcg.compute(), 4)
+        0.6309
+    """
+
+    def _values(self, ranking: Ranking) -> Tensor:
+        ideal = Ranking.of(
+            {
+                "groups": ranking.group,
+                "scores": ranking.labels,
+                "labels": ranking.labels,
+                "weights": ranking.weights,
+            }
+        )
+        best = self._gain(ideal)
+        return torch.where(best > 0, self._gain(ranking) / best, float("nan"))
+
+    def _gain(self, ranking: Ranking) -> Tensor:
+        rank = torch.arange(len(ranking.scores)) - ranking.start[ranking.group]
+        discount = torch.where(rank < self.k, 1 / torch.log2(rank.double() + 2), 0.0)
+        sizes = ranking.by_run(torch.ones_like(ranking.scores))
+        shared = ranking.by_run(discount) / sizes
+        return ranking.by_group(ranking.labels * shared[ranking.run])

@@ -7,8 +7,8 @@ from karvan.models.dcn import DCN
 from karvan.models.deepfm import DeepFM
 from karvan.models.din import DIN
 from karvan.models.dlrm import DLRM
-from karvan.models.interaction import pairwise_dots
 from karvan.models.mmoe import MMoE
+from karvan.models.parts import pairwise_dots
 from karvan.models.wide_deep import WideDeep
 from karvan.public_names import publish
 

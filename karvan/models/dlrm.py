@@ -8,8 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine
-from karvan.models.interaction import pairwise_dots
-from karvan.models.parts import Names, Numbers, Tables, mlp, names_in, tables_of
+from karvan.models.parts import Names, Numbers, Tables, mlp, names_in, pairwise_dots, tables_of
 
 
 class DLRM(nn.Module):

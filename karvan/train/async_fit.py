@@ -30,13 +30,11 @@ from karvan.activity import activity
 from karvan.data.task_records import blaming
 from karvan.dense.remote import ElasticDense
 from karvan.distributed.parameter_servers import OwnCommits, SentCommit, Tally
-from karvan.exit_codes import note_training
-from karvan.outages import mark
+from karvan.errors import mark, note_training
 from karvan.train.elastic_fit import ElasticFit
 from karvan.train.feed import FedBatch
 from karvan.train.leased_work import Agreement, FitSteps, LeasedFit
-from karvan.train.reporting.results import StepLogs, TrainingCounts
-from karvan.train.state.gathering import gather_state, joined
+from karvan.train.results import StepLogs, TrainingCounts, gather_state, joined
 
 
 class TrainedBatch(NamedTuple):

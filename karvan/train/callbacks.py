@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from karvan.dense.steps import LocalDense
 from karvan.distributed import Connection
 from karvan.public_names import publish
-from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.results import FitResult, StepLogs
 from karvan.train.types import Loss, MetricLike, Prediction
 
 _log = logging.getLogger("karvan.train")
@@ -323,16 +323,18 @@ class EMA(Callback):
         Yields:
             Nothing.
         """
-        averaged = {name: parameter.data for name, parameter in _trained(model) if name in self._averages}
-        for name, parameter in _trained(model):
-            if name in averaged:
-                parameter.data = self._averages[name].to(parameter.device)
+        averaged = self._averaged_parameters(model)
+        values = [parameter.data for parameter, _ in averaged]
+        for parameter, average in averaged:
+            parameter.data = average.to(parameter.device)
         try:
             yield
         finally:
-            for name, parameter in _trained(model):
-                if name in averaged:
-                    parameter.data = averaged[name]
+            for (parameter, _), value in zip(averaged, values, strict=True):
+                parameter.data = value
+
+    def _averaged_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(part, self._averages[name]) for name, part in _trained(model) if name in self._averages]
 
     def copy_to(self, model: nn.Module) -> None:
         """Replace the parameters of a model by the averages, for programs that use the model without the
@@ -341,9 +343,8 @@ class EMA(Callback):
         Args:
             model: The model of the Trainer.
         """
-        for name, parameter in _trained(model):
-            if name in self._averages:
-                parameter.data.copy_(self._averages[name])
+        for parameter, average in self._averaged_parameters(model):
+            parameter.data.copy_(average)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages."""

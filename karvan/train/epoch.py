@@ -17,12 +17,11 @@ from typing import Any
 from karvan.argument_checks import check_integers
 from karvan.data.loading.rank_shares import kind_of, mismatch
 from karvan.distributed import Connection
-from karvan.exit_codes import note_training
+from karvan.errors import note_training
+from karvan.train.dataset import UnfinishedError
 from karvan.train.device_placement import Placement
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of
-from karvan.train.reporting.results import TrainingCounts
-from karvan.train.state.dataset import UnfinishedError
-from karvan.train.state.gathering import gather_state, random_state, set_random_state
+from karvan.train.results import TrainingCounts, gather_state, random_state, set_random_state
 from karvan.train.types import Positioned, samples_of
 
 

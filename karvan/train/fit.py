@@ -20,19 +20,17 @@ from karvan.checkpoint import Checkpoint
 from karvan.data import Loader
 from karvan.job.checkpoint_url import shown
 from karvan.label_columns import required_labels
+from karvan.train import dataset, train_state
 from karvan.train.assembly import TrainerParts
 from karvan.train.callbacks import TrainerView
+from karvan.train.dataset import FinishedData, Transforms
 from karvan.train.epoch import Epoch
 from karvan.train.feed import FedBatch
 from karvan.train.losses import SampleChecks
 from karvan.train.preflight import NeededMetrics
-from karvan.train.reporting.reporter import Reporter, show_banner
-from karvan.train.reporting.results import FitResult, ReportWindow, StepLogs, TrainingCounts
-from karvan.train.state import dataset, train_state
-from karvan.train.state.dataset import FinishedData
-from karvan.train.state.gathering import set_random_state
-from karvan.train.state.saving import Snapshot, check_choice, chosen, owned_folder
-from karvan.train.state.transforms import Transforms
+from karvan.train.reporter import Reporter, show_banner
+from karvan.train.results import FitResult, ReportWindow, StepLogs, TrainingCounts, set_random_state
+from karvan.train.saving import Snapshot, check_choice, chosen, owned_folder
 from karvan.train.step_routine import StepOutcomes, see_nothing
 from karvan.train.stopping import Goal, Stopping
 
@@ -224,12 +222,9 @@ class Fit:
 
         It is called again with an older one if this one is damaged.
         """
-        record = dataset.record_of(checkpoint)
-        other = dataset.is_other(record, self._identity, checkpoint, self._how.drop_unfinished)
-        self._past, self._before = (), None
-        if record is not None:
-            self._past = record.history if other else record.past
-            self._before = dataset.trained_before(record, self._identity) if other else None
+        other, self._past, self._before = dataset.compare(
+            checkpoint, self._identity, self._how.drop_unfinished
+        )
         self._parts.setup.update.forget()
         state = self._parts.saver.load(checkpoint, self._parts.model)
         train_state.check_fits(self._parts.model, state, shown(checkpoint.path))
@@ -395,7 +390,7 @@ class Fit:
 
     def _save(self) -> None:
         if self._first:
-            self._parts.saver.save(*self._snapshot())
+            self._parts.saver.save(self._snapshot())
         self._note_save()
 
     def _note_save(self) -> None:

@@ -129,19 +129,6 @@ def check_column(
     )
 
 
-def check_whole(loss: str, batch: AnyBatch, label: str) -> None:
-    """Raise a ValueError if a label is no whole number."""
-    labels = _labels_of(batch, label)
-    if labels is None or not labels.is_floating_point():
-        return
-    broken = labels != labels.round()
-    if bool(broken.any()):
-        raise ValueError(
-            f"Column '{label}' has labels such as {labels[broken][0].item():g}, but {loss} needs whole "
-            "numbers: the numbers of classes."
-        )
-
-
 def _labels_of(batch: AnyBatch, label: str) -> Tensor | None:
     """The labels, if there are any that can be wrong."""
     labels = _numbers_of(batch, label)
@@ -200,12 +187,28 @@ class ColumnLoss(ABC):
     def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
         """The mean, computed in float32 for any precision of the output."""
         scores = _head(output, self.output).float()
-        labels = _labels(self, batch, scores)
+        labels = self._labels_beside(scores, batch)
         if self.weight is None:
             return self.mean(scores, labels)
-        losses = self.each(scores, labels)
-        weights = _column(batch, self.weight, scores)
-        return weighted_mean(losses, weights, self.weight)
+        weights = _column(batch, self.weight, labels)
+        if weights.is_cpu:  # those on a GPU were checked before they were copied: a check would wait for it
+            check_weights(weights, self.weight)
+        # 0 for a batch without any weight, and not 0 / 0.
+        least = torch.finfo(torch.float32).tiny
+        return (self.each(scores, labels) * weights).sum() / weights.sum().clamp(min=least)
+
+    def _labels_beside(self, scores: Tensor, batch: AnyBatch, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The labels, in the shape of these scores."""
+        if self.label in batch:
+            return _column(batch, self.label, scores, dtype)
+        likely = [name for name in batch if _is_binary(batch[name])] if self.label_range == (0.0, 1.0) else []
+        label, kind = likely[0] if len(likely) == 1 else "…", type(self).__name__
+        among = f" Those of 0 and 1 are: {', '.join(likely)}." if len(likely) > 1 else ""
+        raise KeyError(
+            f"There is no column '{self.label}' in the batch, which has: {listed(self.label, batch)}{among} "
+            f"Name the column of the labels: {kind}(label='{label}'), or in a config, loss: {{name: {kind}, "
+            f"label: {label}}}."
+        )
 
     label_range: ClassVar[tuple[float, float] | None] = None  # allowed labels, if limited
 
@@ -304,16 +307,14 @@ class CrossEntropy(ColumnLoss):
         if self.classes is not None and self.classes < 2:
             raise ValueError(f"CrossEntropy expects at least 2 classes, got {self.classes}.")
 
-    def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
-        """The mean, computed in float32 for any precision of the output."""
-        scores = _head(output, self.output).float()
+    def _labels_beside(self, scores: Tensor, batch: AnyBatch, dtype: torch.dtype = torch.int64) -> Tensor:
         if scores.dim() != 2 or (self.classes is not None and scores.shape[1] != self.classes):
             expected = "a logit for each class" if self.classes is None else f"{self.classes} logits"
             raise ValueError(
                 f"CrossEntropy expects {expected} and sample, as an output of shape (samples, classes), got "
                 f"{list(scores.shape)}."
             )
-        labels = _labels(self, batch, scores[:, 0], torch.int64)
+        labels = super()._labels_beside(scores[:, 0], batch, dtype)
         if (
             labels.is_cpu
             and labels.numel()
@@ -323,10 +324,11 @@ class CrossEntropy(ColumnLoss):
                 f"Column '{self.label}' has labels from {int(labels.min())} to {int(labels.max())}, but the "
                 f"model gives logits of {scores.shape[1]} classes, 0 to {scores.shape[1] - 1}."
             )
-        if self.weight is None:
-            return functional.cross_entropy(scores, labels)
-        weights = _column(batch, self.weight, scores[:, 0])
-        return weighted_mean(self.each(scores, labels), weights, self.weight)
+        return labels
+
+    def mean(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Compute the mean of the samples' losses."""
+        return functional.cross_entropy(scores, labels)
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of each sample."""
@@ -343,7 +345,12 @@ class CrossEntropy(ColumnLoss):
             (0.0, highest),
             "number classes from 0 on, as kv.Feature(…).vocabulary([…]) does",
         )
-        check_whole(type(self).__name__, batch, self.label)
+        labels = _labels_of(batch, self.label)
+        if labels is not None and labels.is_floating_point() and bool((labels != labels.round()).any()):
+            raise ValueError(
+                f"Column '{self.label}' has labels such as {labels[labels != labels.round()][0].item():g}, "
+                f"but {type(self).__name__} needs whole numbers: the numbers of classes."
+            )
 
 
 @dataclass(frozen=True)
@@ -463,16 +470,6 @@ class Sum:
         }
 
 
-def weighted_mean(losses: Tensor, weights: Tensor, column: str) -> Tensor:
-    """The weighted mean; 0 for a batch without any weight, and not 0 / 0.
-
-    Weights on the CPU are checked; those on a GPU were before they were copied, as a check would wait for it.
-    """
-    if weights.is_cpu:
-        check_weights(weights, column)
-    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
-
-
 def total(losses: Losses) -> Tensor:
     """The sum of a loss function's results."""
     if not isinstance(losses, Mapping):
@@ -522,19 +519,6 @@ def _head(output: Output, name: str | None) -> Tensor:
     if name not in output:
         raise KeyError(f"The model gives no output '{name}'; it gives: {listed(name, output)}")
     return output[name]
-
-
-def _labels(loss: ColumnLoss, batch: AnyBatch, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    if loss.label in batch:
-        return _column(batch, loss.label, like, dtype)
-    likely = [name for name in batch if _is_binary(batch[name])] if loss.label_range == (0.0, 1.0) else []
-    label, kind = likely[0] if len(likely) == 1 else "…", type(loss).__name__
-    among = f" Those of 0 and 1 are: {', '.join(likely)}." if len(likely) > 1 else ""
-    raise KeyError(
-        f"There is no column '{loss.label}' in the batch, which has: {listed(loss.label, batch)}{among} Name "
-        f"the column of the labels: {kind}(label='{label}'), or in a config, loss: {{name: {kind}, label: "
-        f"{label}}}."
-    )
 
 
 def _is_binary(column: Any) -> bool:

@@ -25,16 +25,9 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
+from karvan.train.loggers import Logger
 from karvan.train.losses import ColumnLoss, Sum
-from karvan.train.optimizer_step import (
-    Frozen,
-    OptimizerStep,
-    engines_of,
-    is_read_only,
-    names_text,
-    tables_of,
-)
-from karvan.train.reporting.loggers import Logger
+from karvan.train.optimizer_step import Frozen, OptimizerStep, engines_of, is_read_only, names_text, tables_of
 from karvan.train.stopping import check_not_terminated
 from karvan.train.types import Loss
 

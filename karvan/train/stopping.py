@@ -14,7 +14,7 @@ from typing import Any
 from karvan.argument_checks import check_integers
 from karvan.distributed import CollectiveChannel, Connection
 from karvan.train.epoch import Accumulation
-from karvan.train.reporting.results import TrainingCounts
+from karvan.train.results import TrainingCounts
 
 
 @dataclass(frozen=True)

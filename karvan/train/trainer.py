@@ -11,25 +11,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from karvan.argument_checks import check_counts, check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find, warm_start
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.dense.communication import DenseCommunication, DenseReduce
+from karvan.display import Display, html_table, in_notebook
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.metrics.base import set_labels
-from karvan.monitor.plot_page import framed, plot_page
-from karvan.monitor.run_history import run_of
-from karvan.notebook import Display, html_table, in_notebook
+from karvan.monitor.plot_page import framed, plot_page, run_of
 from karvan.train.assembly import RunProgress, TrainerParts, make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.choice import FitHost, NoFit, host_of, make_fit, make_predictions
+from karvan.train.dataset import Transforms, remaining
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin, check_fit
+from karvan.train.loggers import History, Logger, LoggerGroup
 from karvan.train.losses import SampleChecks
 from karvan.train.optimizer_step import (
     DenseOptimizer,
@@ -40,66 +40,13 @@ from karvan.train.optimizer_step import (
     engines_of,
 )
 from karvan.train.preflight import check_data, check_trainer
-from karvan.train.reporting.loggers import History, Logger, LoggerGroup
-from karvan.train.reporting.progress import NoProgress, make_progress
-from karvan.train.reporting.results import FitResult, ReportWindow, TrainingCounts
-from karvan.train.state.dataset import remaining
-from karvan.train.state.saving import SaveSettings, make_saver
-from karvan.train.state.train_state import check_fits
-from karvan.train.state.transforms import Transforms
+from karvan.train.progress import NoProgress, make_progress
+from karvan.train.reporter import described
+from karvan.train.results import FitResult, ReportWindow, TrainingCounts
+from karvan.train.saving import SaveSettings, make_saver
 from karvan.train.stopping import Goal, StopRequest
+from karvan.train.train_state import check_fits
 from karvan.train.types import Loss, MetricLike, Prediction, same
-
-# A short description of a Trainer, for `repr`, without calls to other ranks or servers.
-
-
-_MANY = 8  # names in a line
-
-
-def describe(parts: TrainerParts) -> str:
-    """What it trains, how, and how far it is."""
-    body = "".join(f"  {name}: {text}\n" for name, text in described(parts).items())
-    return f"Trainer(\n{body})"
-
-
-def described(parts: TrainerParts) -> dict[str, str]:
-    """The same as texts by name."""
-    model, counts = parts.model, parts.counts
-    tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    where = parts.connection
-    lines = {
-        "model": f"{type(model).__name__}, {parameters:,} parameters, on {parts.setup.runs.device}",
-        "tables": _listed(tables),
-        "loss": _one_line(parts.loss),
-        **{
-            f"{name}_optimizer": _optimizer(optimizer)
-            for name, optimizer in parts.setup.update.optimizers.items()
-        },
-        "metrics": _listed(list(parts.metrics)),
-        "checkpoints": "" if parts.saver.folder is None else shown(parts.saver.folder),
-        "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
-        "progress": f"step {counts.step:,}, {counts.epoch} epoch{'s' * (counts.epoch != 1)}, "
-        f"{counts.samples:,} samples",
-    }
-    return {name: text for name, text in lines.items() if text}
-
-
-def _optimizer(optimizer: Optimizer) -> str:
-    group = optimizer.param_groups[0]
-    return f"{type(optimizer).__name__}(lr={float(group['lr']):g})"
-
-
-def _listed(names: list[str]) -> str:
-    more = f", and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(names[:_MANY]) + more
-
-
-def _one_line(value: object) -> str:
-    """A name for functions, whose repr is an address."""
-    name = getattr(value, "__qualname__", None)
-    return str(name) if name else repr(value).splitlines()[0]
-
 
 _log = logging.getLogger("karvan.train")
 
@@ -227,7 +174,8 @@ class Trainer:
         check_trainer(
             model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, loggers, prepare, checkpoints
         )
-        set_labels(metrics or {}, loss)
+        self.metrics = dict(metrics or {})
+        set_labels(self.metrics, loss)
         if log_every is not None and log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
@@ -238,7 +186,7 @@ class Trainer:
             device=device,
             prefetch=prefetch,
             prepare=prepare,
-            check=SampleChecks(loss, (metrics or {}).values()),
+            check=SampleChecks(loss, self.metrics.values()),
         )
         self.setup = make_training_setup(
             runs,
@@ -257,7 +205,6 @@ class Trainer:
         self.update = self.setup.update
         self.dense = self.setup.dense
         self.loss = loss
-        self.metrics = dict(metrics or {})
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.nonfinite = nonfinite
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
@@ -286,7 +233,8 @@ class Trainer:
         self._fit_host: FitHost = NoFit()
 
     def __repr__(self) -> str:
-        return describe(self.parts())
+        lines = [f"  {word}: {text}\n" for word, text in described(self.parts()).items()]
+        return f"Trainer(\n{''.join(lines)})"
 
     def _repr_html_(self) -> str:
         return html_table("Trainer", (), described(self.parts()).items())

@@ -15,7 +15,7 @@ from support_paths import support_path
 
 import karvan as kv
 from karvan.cluster.role_process import RoleSettings
-from karvan.train.state.gathering import pack
+from karvan.train.results import pack
 
 PROGRAM = str(support_path("cluster/feature_loader.py"))
 ROWS = 60

@@ -13,7 +13,7 @@ import karvan as kv
 from karvan import distributed
 from karvan.checkpoint import Checkpoint
 from karvan.discovery.registry import Registry
-from karvan.train.reporting.loggers import JSONLinesLogger
+from karvan.train.loggers import JSONLinesLogger
 from karvan.wire import PeerLostError, RefusedError
 
 

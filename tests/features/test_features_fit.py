@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.features import Feature, FeatureEngine
-from karvan.features.running_moments import Moments
+from karvan.features.ops.fitted import Moments
 from karvan.ragged import Ragged
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from karvan.batch_slicing import as_offsets
 from karvan.features import Feature
-from karvan.features.ops.cross import cross_by_kernels
-from karvan.features.ops.strings import Truncate, truncate_by_kernels
+from karvan.features.ops.cross import cross_lists
+from karvan.features.ops.strings import Truncate, truncate
+from karvan.kernels.cross import combinations
 from karvan.kernels.rows import check_offsets, dense_rows, slices
 from karvan.ragged import Ragged
 
@@ -59,7 +60,7 @@ def test_rows_become_a_matrix(side, lengths, seed, length, dtype, width):
 def test_rows_are_cut_as_on_the_cpu(columns, side):
     entries = [ragged(lengths, i, weighted=weighted) for i, (lengths, _, weighted) in enumerate(columns)]
     ops = [Truncate(length, side, "outer") for _, length, _ in columns]
-    made = truncate_by_kernels(ops, [entry.to(DEVICE) for entry in entries])
+    made = truncate(ops, [entry.to(DEVICE) for entry in entries], [op.length for op in ops], slices)
     for op, entry, result in zip(ops, entries, made, strict=True):
         assert same(result.to("cpu"), run(Feature("x").then(op), entry))
 
@@ -72,7 +73,7 @@ def test_rows_are_cut_as_on_the_cpu(columns, side):
 )
 def test_lists_of_lists_are_cut_as_on_the_cpu(lists, length, side, level):
     op, entry = Truncate(length, side, level), nested(lists)
-    (made,) = truncate_by_kernels([op], [entry.to(DEVICE)])
+    (made,) = truncate([op], [entry.to(DEVICE)], [length], slices)
     assert same(made.to("cpu"), run(Feature("x").then(op), entry))
 
 
@@ -89,7 +90,7 @@ def test_crosses_are_those_of_the_cpu(rows, width, weighted, plain):
     names = [f"c{i}" for i in range(width)]
     correct = run(Feature("x").cross(*names), columns[0], **dict(zip(names, columns, strict=True)))
     moved = [column.to(DEVICE) for column in columns]
-    for made in cross_by_kernels([moved, moved[:width]]):
+    for made in cross_lists([moved, moved[:width]], combinations):
         assert same(Ragged(*made).to("cpu"), correct)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from karvan.models import layers
+from karvan.models import parts
 from karvan.models.parts import mlp
 
 
@@ -21,8 +21,8 @@ def test_they_have_the_numbers_of_autocast(dtype, out, monkeypatch):
     net = mlp(479, (1024, 512, 64), out).cuda()
     values = torch.randn(4096, 479, device="cuda")
     calls = []
-    real = layers.mixed_layers
-    monkeypatch.setattr(layers, "mixed_layers", lambda *given: calls.append(1) or real(*given))
+    real = parts.mixed_layers
+    monkeypatch.setattr(parts, "mixed_layers", lambda *given: calls.append(1) or real(*given))
     found = []
     for plain in (True, False):
         x = values.clone().requires_grad_()
@@ -48,7 +48,7 @@ def numbers_of(net, steps, *, graphs):
         x = torch.randn(64, 13, device="cuda", generator=generator).requires_grad_()
         net.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            output = net(x) if graphs else layers.mixed_layers(x, *net._plain_layers(), torch.bfloat16)
+            output = net(x) if graphs else parts.mixed_layers(x, *net._plain_layers(), torch.bfloat16)
         (
             output.float() * torch.linspace(-1, 1, output.numel(), device="cuda").view(output.shape)
         ).sum().backward()
@@ -90,7 +90,7 @@ def test_gradients_of_several_passes_are_summed():
         for step in range(3):
             x = torch.full((64, 13), step + 1.0, device="cuda", requires_grad=True)
             with torch.autocast("cuda", torch.bfloat16):
-                output = net(x) if graphs else layers.mixed_layers(x, *net._plain_layers(), torch.bfloat16)
+                output = net(x) if graphs else parts.mixed_layers(x, *net._plain_layers(), torch.bfloat16)
             output.sum().backward()
         found.append([parameter.grad for parameter in net.parameters()])
     for one, other in zip(*found, strict=True):
@@ -103,7 +103,7 @@ def test_two_forward_passes_before_their_backward_passes():
     xs = [torch.randn(64, 13, device="cuda", requires_grad=True) for _ in range(2)]
     with torch.autocast("cuda", torch.bfloat16):
         outputs = [net(x) for x in xs]
-        others = [layers.mixed_layers(x, *net._plain_layers(), torch.bfloat16) for x in xs]
+        others = [parts.mixed_layers(x, *net._plain_layers(), torch.bfloat16) for x in xs]
     assert [type(each.grad_fn).__name__ for each in outputs] == [
         "_GraphedLayersBackward",
         "_MixedLayersBackward",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan import kernels
-from karvan.models.interaction import pairwise_dots
+from karvan.models.parts import pairwise_dots
 
 
 def formula(vectors, first=None):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from karvan.models.layers import Layers, mixed_layers
+from karvan.models.parts import Layers, mixed_layers
 
 
 def layers_of(width, hidden, out):

@@ -21,8 +21,8 @@ from train_helpers import StopAt, batches, model, trainer
 import karvan as kv
 from karvan.train import BarProgress, PlainProgress, Report
 from karvan.train.callbacks import EarlyStopping
-from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-from karvan.train.reporting.reporter import report_period
+from karvan.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+from karvan.train.reporter import report_period
 
 
 class Moments(kv.callbacks.Callback):

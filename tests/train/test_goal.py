@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.train.epoch import Accumulation
-from karvan.train.reporting.results import TrainingCounts
+from karvan.train.results import TrainingCounts
 from karvan.train.stopping import Goal
 
 

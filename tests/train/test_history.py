@@ -14,7 +14,7 @@ from train_helpers import StopAt, batches, trainer
 
 import karvan as kv
 from karvan.train import Report
-from karvan.train.reporting.loggers import FILE, History
+from karvan.train.loggers import FILE, History, LoggerGroup
 
 
 def run(folder=None, stop_at=None, **options):
@@ -152,13 +152,14 @@ def test_any_sequence_of_crashes_and_resumes_keeps_each_step_once(tmp_path_facto
 
 def test_a_file_that_cannot_be_written_is_a_warning_and_the_history_stays_in_memory(tmp_path, caplog):
     history = History(tmp_path, writes=True)
-    history.open(0)
+    loggers = LoggerGroup([history])  # as a Trainer has it
+    loggers.open(0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         for step in (1, 2):
-            history.write(Report("train", step, 0, {"loss": 0.5}))
-        history.close()
+            loggers.write(Report("train", step, 0, {"loss": 0.5}))
+        loggers.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(history.frame().step) == [1, 2]

@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import karvan as kv
 from karvan import distributed
+from karvan.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from karvan.train.losses import collecting
-from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-from karvan.train.reporting.results import ReportWindow
+from karvan.train.results import ReportWindow
 
 
 class Model(torch.nn.Module):

@@ -146,7 +146,7 @@ def _fit(
     job: kv.TrainingJob, *, resume: bool | str, drop_unfinished: bool, new_settings: bool, quiet: bool
 ) -> kv.train.FitResult:
     from karvan.train import NoProgress
-    from karvan.train.state.dataset import UnfinishedError
+    from karvan.train.dataset import UnfinishedError
 
     if job.eval_every is not None and job.eval_data is None:
         raise CommandError("--eval-every expects data to evaluate on, but the job has none.")

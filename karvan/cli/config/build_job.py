@@ -17,7 +17,7 @@ from karvan.cli.errors import CommandError
 from karvan.data.columns.declarations import column_from_settings
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
-from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from karvan.train.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 # Finds classes by name, checks their arguments and creates them; errors name the config key.
 

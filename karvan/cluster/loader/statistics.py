@@ -32,7 +32,7 @@ from karvan.data.columns.kinds import ColumnKind
 from karvan.features import FeatureEngine
 from karvan.job.checkpoint_url import local_path
 from karvan.protocol.loader import Statistics
-from karvan.train.state.transforms import replace_statistics
+from karvan.train.dataset import replace_statistics
 from karvan.wire import Message
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.train.callbacks import Callback, TrainerView
-from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.results import FitResult, StepLogs
 
 _CALLED = (
     *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_train_batch_end"),

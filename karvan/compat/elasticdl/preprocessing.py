@@ -25,9 +25,9 @@ from karvan.compat.elasticdl.layers import Embedding
 from karvan.compat.unsupported import UnsupportedError
 from karvan.embedding import init
 from karvan.features import Feature, FeatureEngine
-from karvan.features.ops.layout import is_text as has_text
-from karvan.features.ops.layout import with_values
-from karvan.features.ops.vocabulary import words_from_file
+from karvan.features.ops.base import is_text as has_text
+from karvan.features.ops.base import with_values
+from karvan.features.ops.fitted import words_from_file
 from karvan.ragged import Entry, NestedRagged, Ragged
 
 COLUMN = "x"

@@ -17,17 +17,15 @@ from typing_extensions import override
 
 from karvan import checkpoint
 from karvan.checkpoint import Checkpoints
-from karvan.compat.elasticdl.callbacks import fit_options
-from karvan.compat.elasticdl.common import Mode
-from karvan.compat.elasticdl.contract import ContractError, FunctionNames, ModelContract
-from karvan.compat.elasticdl.layers import row_optimizer
+from karvan.compat.elasticdl.contract import ContractError, FunctionNames, Mode, ModelContract, fit_options
+from karvan.compat.elasticdl.preprocessing import row_optimizer
 from karvan.compat.elasticdl.readers import FeedStep, open_data, parse_params
 from karvan.distributed import current
 from karvan.job.environment import JobEnvironment
 from karvan.metrics import Mean, Metric
+from karvan.train.evaluation import write_predictions
+from karvan.train.loggers import TensorBoardLogger
 from karvan.train.optimizer_step import engines_of
-from karvan.train.prediction_files import write_predictions
-from karvan.train.reporting.loggers import TensorBoardLogger
 from karvan.train.trainer import Trainer
 from karvan.train.types import Pair, samples_of
 

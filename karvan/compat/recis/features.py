@@ -14,8 +14,7 @@ from karvan.compat.recis.ragged import RaggedTensor, to_karvan, to_recis
 from karvan.compat.unsupported import UnsupportedError
 from karvan.features import Feature as Chain
 from karvan.features import FeatureEngine as Engine
-from karvan.features.ops.base import Op
-from karvan.features.ops.layout import describe
+from karvan.features.ops.base import Op, describe
 from karvan.ragged import Entry, NestedRagged, Ragged
 
 

@@ -29,7 +29,7 @@ from karvan.data import Loader, merge
 from karvan.ragged import Batch
 from karvan.train import report
 from karvan.train.callbacks import Callback, TrainerView
-from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.results import FitResult, StepLogs
 
 _metrics: dict[str, Any] = {}
 _accumulated: set[str] = set()  # names of numbers that count all batches

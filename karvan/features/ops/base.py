@@ -11,25 +11,148 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, join_rows, offsets_from, rows_of, split_rows, values_of
-from karvan.features.ops.layout import (
-    as_text,
-    check_rows,
-    describe,
-    describe_for_ids,
-    flat_values,
-    is_text,
-    keep,
-    kind_of,
-    with_values,
-)
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
+
+# The layout of entries, and operations along their samples.
+#
+# Every transform works on each row separately, so one call over all rows of many features returns the same as
+# many calls. Nothing here changes its inputs; results may share memory with them.
+
+
+def flat_values(entry: Entry) -> Tensor:
+    """All values in one dimension."""
+    values = values_of(entry)
+    return values if values.dim() == 1 else values.reshape(-1)
+
+
+def with_values(entry: Entry, values: Tensor) -> Entry:
+    """The same rows and weights with other values."""
+    shape = values_of(entry).shape
+    if values.shape != shape:
+        values = values.reshape(shape)
+    if isinstance(entry, Ragged):
+        return type(entry)(values, entry.offsets, entry.weights)
+    if isinstance(entry, NestedRagged):
+        return type(entry)(values, entry.inner, entry.outer)
+    return values
+
+
+def is_text(entry: Entry) -> bool:
+    """Whether the entry holds strings: a Ragged of bytes is one a row, a NestedRagged a list of them."""
+    return not isinstance(entry, Tensor) and entry.values.dtype == torch.uint8
+
+
+def as_text(entry: Entry) -> Entry:
+    """Strings of int8, as other systems have them, as those of uint8 that steps of strings take."""
+    if isinstance(entry, Tensor) or entry.values.dtype != torch.int8:
+        return entry
+    return with_values(entry, entry.values.view(torch.uint8))
+
+
+def strings_of(entry: Entry) -> Ragged:
+    """One row of bytes for each string of an entry of strings."""
+    assert not isinstance(entry, Tensor)
+    return entry.lists() if isinstance(entry, NestedRagged) else entry
+
+
+def describe(entry: Entry) -> str:
+    """The entry as errors describe it."""
+    if isinstance(entry, Tensor):
+        return f"a Tensor of {entry.dtype} and shape {tuple(entry.shape)}"
+    kind = type(entry).__name__
+    if isinstance(entry, OptionalText):
+        return 'strings with missing values (Raw(…, default="") makes them empty)'
+    if is_text(entry):
+        return f"a {kind} of bytes (strings)"
+    weighted = " with weights" if isinstance(entry, Ragged) and entry.weights is not None else ""
+    return f"a {kind} of {entry.values.dtype}{weighted}"
+
+
+def describe_for_lists(entry: Entry) -> str:
+    """The entry as errors of steps that need lists describe it, with how to make lists."""
+    if isinstance(entry, Tensor) and entry.dim() == 1:
+        return (
+            f"{describe(entry)}, one value per sample. fill_missing(…) fills samples without a value, and "
+            "to_ragged() before this step makes lists of at most one value"
+        )
+    return describe(entry)
+
+
+def describe_for_ids(entry: Entry) -> str:
+    """The entry as errors of steps that need ids describe it, with how floats become ids."""
+    if not values_of(entry).is_floating_point():
+        return describe(entry)
+    return (
+        f"{describe(entry)}; ids are floats where some are missing, as pandas writes them, or all are: read "
+        "them with columns=[kv.data.Fixed(…, dtype=torch.int64), …]"
+    )
+
+
+def kind_of(entry: Entry) -> Hashable:
+    """What two entries must have in common to be joined."""
+    values = values_of(entry)
+    common = (type(entry).__name__, values.dtype, values.device, tuple(values.shape[1:]))
+    if isinstance(entry, Ragged):
+        weights = None if entry.weights is None else entry.weights.dtype
+        return (*common, weights, entry.offsets is None)
+    return common
+
+
+def check_rows(entry: Entry) -> None:
+    """Refuse offsets that do not tile the values; reading along them would mix rows up silently.
+
+    On a GPU wrong offsets stop the device instead, so that right ones do not wait for it.
+    """
+    levels: list[tuple[Tensor, int]] = []
+    if isinstance(entry, NestedRagged):
+        levels = [(entry.inner, entry.values.shape[0]), (entry.outer, entry.inner.shape[0] - 1)]
+    elif isinstance(entry, Ragged) and entry.offsets is not None:
+        levels = [(entry.offsets, entry.values.shape[0])]
+    for offsets, count in levels:
+        if kernels.on_gpu(values_of(entry)):
+            from karvan.kernels.rows import check_offsets
+
+            check_offsets(offsets, count, whole=True)
+        elif bool((offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != count)):
+            Ragged(offsets.new_empty(count), offsets).validate()
+
+
+def as_ragged(entry: Ragged | Tensor) -> Ragged:
+    """A tensor's rows as a Ragged: one value a row of a 1-D tensor, all columns of a 2-D one."""
+    if isinstance(entry, Ragged):
+        return entry
+    if entry.dim() == 1:
+        return Ragged(entry)
+    rows, columns = entry.shape[:2]
+    return Ragged(entry.flatten(0, 1), torch.arange(rows + 1, device=entry.device) * columns)
+
+
+def row_numbers(lengths: Tensor, total: int) -> Tensor:
+    """The row number of each value."""
+    rows = torch.arange(lengths.shape[0], device=lengths.device)
+    return torch.repeat_interleave(rows, lengths, output_size=total)
+
+
+def row_positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The row number of each value, and its position in that row."""
+    row = row_numbers(offsets.diff(), total)
+    return row, torch.arange(total, device=row.device) - offsets[row]
+
+
+def keep(entry: Ragged, mask: Tensor) -> Ragged:
+    """The values that the mask selects, in their rows."""
+    offsets = as_offsets(entry)
+    before = offsets_from(mask.to(torch.int64))
+    weights = None if entry.weights is None else entry.weights[mask]
+    return Ragged(entry.values[mask], before[offsets], weights)
+
 
 # Steps on columns with missing values: they run on the present values.
 #
@@ -188,7 +311,7 @@ class Op(ChainStep):
 
     @classmethod
     @abstractmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Run steps of equal keys at once.
 
         Args:
@@ -211,7 +334,7 @@ class OpCall(NamedTuple):
 def run(jobs: Sequence[OpCall]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
-    original = [_with_text(_with_wide_ids(job)) for job in jobs]
+    original = [_accepted(job) for job in jobs]
     jobs = [_without_missing(job) for job in original]
     for i, (feature, op, arguments) in enumerate(jobs):
         try:
@@ -238,22 +361,13 @@ def _run_alone(job: OpCall) -> Entry:
         raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
 
 
-def _with_wide_ids(job: OpCall) -> OpCall:
-    """Integers of 16 and 32 bits and booleans as int64, which loses nothing; 8 bits may be text."""
-    if not any(values_of(entry).dtype in _NARROW for entry in job.arguments):
-        return job
-    return job._replace(
-        arguments=tuple(
-            with_values(entry, values_of(entry).to(torch.int64))
-            if values_of(entry).dtype in _NARROW
-            else entry
-            for entry in job.arguments
-        )
+def _accepted(job: OpCall) -> OpCall:
+    """Integers of 16 and 32 bits and booleans become int64, which loses nothing; 8 bits may be text."""
+    arguments = tuple(
+        with_values(entry, values_of(entry).to(torch.int64)) if values_of(entry).dtype in _NARROW else entry
+        for entry in job.arguments
     )
-
-
-def _with_text(job: OpCall) -> OpCall:
-    return job._replace(arguments=tuple(map(as_text, job.arguments))) if job.op.takes_text else job
+    return job._replace(arguments=tuple(map(as_text, arguments)) if job.op.takes_text else arguments)
 
 
 def _without_missing(job: OpCall) -> OpCall:
@@ -276,7 +390,7 @@ class GroupElementOp(Op):
         return self
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Compute the values of all entries as one tensor, and split the result."""
         entries = [entry for (entry,) in arguments]
         flat = [flat_values(entry) for entry in entries]
@@ -291,7 +405,7 @@ class GroupElementOp(Op):
 
     @classmethod
     @abstractmethod
-    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Self], values: Tensor, counts: Sequence[int]) -> Tensor:
         """New values of several ops, the first `counts[0]` of them for the first op, and so on."""
 
 
@@ -340,7 +454,7 @@ class ElementOp(GroupElementOp):
         """
 
     @classmethod
-    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Self], values: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute the values of several steps, with their parameters as tensors.
 
         Args:
@@ -351,10 +465,8 @@ class ElementOp(GroupElementOp):
         Returns:
             As many values.
         """
-        element_ops = [op for op in ops if isinstance(op, ElementOp)]
-        return element_ops[0].compute(
-            values, *spread([op.parameters(values.dtype) for op in element_ops], counts, values)
-        )
+        parameters = [op.parameters(values.dtype) for op in ops]
+        return ops[0].compute(values, *spread(parameters, counts, values))
 
 
 class GroupRowOp(Op):
@@ -365,7 +477,7 @@ class GroupRowOp(Op):
         return (self, *map(kind_of, entries))
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Computes the rows of all entries as one entry, and splits the result.
 
         To split ragged rows on a GPU is to wait for it, so ops that need not wait run one after the other.
@@ -381,7 +493,7 @@ class GroupRowOp(Op):
 
     @classmethod
     @abstractmethod
-    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+    def run_joined(cls, ops: Sequence[Self], joined: list[Entry], counts: list[int]) -> Entry:
         """New rows of several ops whose entries have been joined."""
 
 
@@ -415,7 +527,7 @@ class RowOp(GroupRowOp):
         """
 
     @classmethod
-    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+    def run_joined(cls, ops: Sequence[Self], joined: list[Entry], counts: list[int]) -> Entry:
         """Compute new rows of several equal steps whose entries have been joined.
 
         Args:
@@ -426,8 +538,17 @@ class RowOp(GroupRowOp):
         Returns:
             An entry of as many rows.
         """
-        assert isinstance(ops[0], RowOp)
         return ops[0].run_rows(*joined)
+
+
+EntryKind = TypeVar("EntryKind", bound=Ragged | NestedRagged)
+
+
+def sole(kind: type[EntryKind], entries: tuple[Entry, ...]) -> EntryKind:
+    """The only argument of a step, which `check` has found to be of this kind."""
+    (entry,) = entries
+    assert isinstance(entry, kind)
+    return entry
 
 
 def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: Tensor) -> list[Tensor]:

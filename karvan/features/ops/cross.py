@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from karvan import ids, kernels
 from karvan.batch_slicing import as_offsets, offsets_from, rows_of, values_of
-from karvan.features.ops.base import Op, RowOp, expect_ids
-from karvan.features.ops.layout import as_ragged, check_rows, describe, keep, row_numbers
+from karvan.features.ops.base import RowOp, as_ragged, check_rows, describe, expect_ids, row_numbers
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
 
 
@@ -66,42 +67,25 @@ class Cross(RowOp):
         return ("kernels", values_of(entries[0]).device)
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """On a GPU each cross of lists by itself: to split joined rows would wait for the GPU once more."""
         if not _needs_sizes(arguments[0]):
             return super().run_group(ops, arguments)
+        from karvan.kernels.cross import combinations as by_kernels
+
         columns = [[_lists_of(entry) for entry in entries] for entries in arguments]
-        crossed = zip(arguments, cross_by_kernels(columns), strict=True)
-        return [_crossed(entries, *parts) for entries, parts in crossed]
+        crosses = zip(arguments, cross_lists(columns, by_kernels), strict=True)
+        return [_crossed(entries, *parts) for entries, parts in crosses]
 
     def run_rows(self, *entries: Entry) -> Entry:
         """A tensor if every column has exactly one id a row, as tensors do."""
         columns = [_lists_of(entry) for entry in entries]
         if all(column.offsets is None for column in columns):
             hashes = murmur_words(torch.stack([column.values for column in columns], 1))
-            weights = _product([column.weights for column in columns])
             if all(isinstance(entry, Tensor) for entry in entries):
                 return hashes
-            return Ragged(hashes, None, weights)
-        columns = [_distinct(column) for column in columns]
-        bounds = [as_offsets(column) for column in columns]
-        lengths = [offsets.diff() for offsets in bounds]
-        counts = torch.stack(lengths).prod(0)
-        offsets = offsets_from(counts)
-        total = int(offsets[-1])
-        row = row_numbers(counts, total)
-        rest = torch.arange(total, device=row.device) - offsets[row]
-        index: list[Tensor] = []
-        for start, length in zip(reversed(bounds), reversed(lengths), strict=True):
-            along = length[row]
-            index.insert(0, start[row] + rest % along)
-            rest = rest // along
-        words = [column.values[at] for column, at in zip(columns, index, strict=True)]
-        factors = [
-            None if column.weights is None else column.weights[at]
-            for column, at in zip(columns, index, strict=True)
-        ]
-        return _crossed(entries, murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+            return Ragged(hashes, None, _product([column.weights for column in columns]))
+        return _crossed(entries, *cross_lists([columns], combinations)[0])
 
 
 def _needs_sizes(entries: tuple[Entry, ...]) -> bool:
@@ -150,30 +134,11 @@ def _product(weights: list[Tensor | None]) -> Tensor | None:
     factors = [weight for weight in weights if weight is not None]
     if not factors:
         return None
-    product = factors[0]
-    for weight in factors[1:]:
-        product = product * weight
-    return product
-
-
-def _distinct(column: Ragged) -> Ragged:
-    """The first of equal ids in each row."""
-    if column.offsets is None or column.rows == 0 or int(column.offsets.diff().max()) <= 1:
-        return column
-    row = row_numbers(column.offsets.diff(), column.values.shape[0])
-    order = torch.argsort(column.values, stable=True)
-    order = order[torch.argsort(row[order], stable=True)]
-    values, row = column.values[order], row[order]
-    duplicate = (values[1:] == values[:-1]) & (row[1:] == row[:-1])
-    if not bool(duplicate.any()):
-        return column
-    first = torch.ones_like(order, dtype=torch.bool)
-    first[order[1:][duplicate]] = False
-    return keep(column, first)
+    return functools.reduce(operator.mul, factors)
 
 
 class _DistinctIds(NamedTuple):
-    """The distinct ids of each row at the start of its part of the values."""
+    """The distinct ids of each row, the first of equal ones, at the start of its part of the values."""
 
     values: Tensor
     weights: Tensor | None
@@ -182,15 +147,19 @@ class _DistinctIds(NamedTuple):
 
 
 def _distinct_ids(column: Ragged) -> _DistinctIds:
-    """As `_distinct`, without waiting for a GPU: there is as much memory as if all ids were distinct."""
-    offsets, count = as_offsets(column), column.values.shape[0]
-    if column.offsets is None or not count:
-        return _DistinctIds(column.values, column.weights, offsets[:-1], offsets.diff())
-    row = row_numbers(offsets.diff(), count)
+    """The distinct ids of a column. A GPU is not waited for: there is memory as if all were distinct."""
+    offsets, count, waits = as_offsets(column), column.values.shape[0], not kernels.on_gpu(column.values)
+    lengths = offsets.diff()
+    alike = _DistinctIds(column.values, column.weights, offsets[:-1], lengths)
+    if column.offsets is None or not count or (waits and int(lengths.max()) <= 1):
+        return alike
+    row = row_numbers(lengths, count)
     order = torch.argsort(column.values, stable=True)
     order = order[torch.argsort(row[order], stable=True)]
     values, row = column.values[order], row[order]
     new = (values[1:] != values[:-1]) | (row[1:] != row[:-1])
+    if waits and bool(new.all()):
+        return alike
     first = torch.ones_like(order, dtype=torch.bool).index_put_((order[1:],), new)
     before = offsets_from(first.to(torch.int64))
     # Where each id goes that is the first of its kind; others go behind the end.
@@ -202,22 +171,26 @@ def _distinct_ids(column: Ragged) -> _DistinctIds:
     return _DistinctIds(column.values[index], weights, bounds[:-1], bounds.diff())
 
 
-def cross_by_kernels(crosses: Sequence[Sequence[Ragged]]) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Hashes, offsets and weights of each cross of columns, by kernels.
+Combine: TypeAlias = Callable[
+    [list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor], tuple[Tensor, list[Tensor]]
+]
 
-    The number of combinations depends on the data: this waits for the GPU, once for all crosses.
+
+def cross_lists(
+    crosses: Sequence[Sequence[Ragged]], combine: Combine
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Hashes, offsets and weights of each cross of columns, with `combinations` here or that of the kernels.
+
+    The number of combinations depends on the data: this waits for a GPU, once for all crosses.
     """
-    from karvan.kernels.ids import combinations
-
     distinct = [[_distinct_ids(column) for column in columns] for columns in crosses]
     counts = [torch.stack([column.lengths for column in columns]).prod(0) for columns in distinct]
     offsets = [offsets_from(count) for count in counts]
     totals = torch.stack([offset[-1] for offset in offsets]).tolist()
     results: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for columns, count, bounds, total in zip(distinct, counts, offsets, totals, strict=True):
-        row = row_numbers(count, total)
         parts = [(column.values, column.starts, column.lengths) for column in columns]
-        hashes, indices = combinations(parts, row, bounds)
+        hashes, indices = combine(parts, row_numbers(count, total), bounds)
         factors = [
             None if column.weights is None else column.weights[index]
             for column, index in zip(columns, indices, strict=True)
@@ -226,11 +199,25 @@ def cross_by_kernels(crosses: Sequence[Sequence[Ragged]]) -> list[tuple[Tensor, 
     return results
 
 
+def combinations(
+    columns: list[tuple[Tensor, Tensor, Tensor]], row: Tensor, offsets: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The same as `combinations` of the kernels, in torch's arithmetic."""
+    rest = torch.arange(row.shape[0], device=row.device) - offsets[row]
+    indices: list[Tensor] = []
+    for _, starts, lengths in reversed(columns):
+        along = lengths[row]
+        indices.insert(0, starts[row] + rest % along)
+        rest = rest // along
+    words = [values[index] for (values, _, _), index in zip(columns, indices, strict=True)]
+    return murmur_words(torch.stack(words, 1)), indices
+
+
 def murmur_words(words: Tensor) -> Tensor:
     """MurmurHash64A of each row of 64-bit words, by a kernel on a GPU, in torch's arithmetic elsewhere."""
     count, width = words.shape
     if kernels.on_gpu(words):
-        from karvan.kernels.ids import murmur_words as hash_words
+        from karvan.kernels.hashing import murmur_words as hash_words
 
         return hash_words(words)
     if words.is_cpu:

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
-from karvan.features.ops.base import RowOp, expect_text
-from karvan.features.ops.layout import describe, describe_for_ids, is_text, keep, row_numbers
+from karvan.features.ops.base import (
+    RowOp,
+    describe,
+    describe_for_ids,
+    expect_text,
+    is_text,
+    keep,
+    row_numbers,
+    strings_of,
+)
 from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 
 if TYPE_CHECKING:
@@ -50,8 +58,7 @@ class ParseIds(RowOp):
         (entry,) = entries
         if not is_text(entry):
             return entry
-        assert not isinstance(entry, Tensor)
-        strings = entry.lists() if isinstance(entry, NestedRagged) else entry
+        strings = strings_of(entry)
         offsets = as_offsets(strings)
         present = offsets.diff() > 0
         starts = offsets[:-1][present]
@@ -167,8 +174,7 @@ class ParseNumbers(RowOp):
         (entry,) = entries
         if not is_text(entry):
             return entry
-        assert not isinstance(entry, Tensor)
-        strings = entry.lists() if isinstance(entry, NestedRagged) else entry
+        strings = strings_of(entry)
         offsets = as_offsets(strings)
         present = offsets.diff() > 0
         numbers = torch.full((strings.rows,), self.default, dtype=torch.float32)

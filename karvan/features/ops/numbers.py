@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -21,15 +21,16 @@ from karvan.features.ops.base import (
     ElementOp,
     GroupElementOp,
     Number,
-    Op,
+    describe,
     expect_numbers,
+    flat_values,
     floats,
     in_type_of,
     repeated,
+    with_values,
     without_nan,
 )
-from karvan.features.ops.layout import describe, flat_values, with_values
-from karvan.features.running_moments import FittedOp, Moments, RunningStatistics
+from karvan.features.ops.fitted import FittedOp, Moments, RunningStatistics
 from karvan.native import _native
 from karvan.ragged import Entry, OptionalRagged, Ragged
 
@@ -92,15 +93,10 @@ class Clip(NumberOp):
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
         """Both limits; a missing one excludes nothing."""
-        if self._whole() and not dtype.is_floating_point:
-            return (
-                INT64.min if self.low is None else self.low,
-                INT64.max if self.high is None else self.high,
-            )
-        return (
-            -math.inf if self.low is None else float(self.low),
-            math.inf if self.high is None else float(self.high),
-        )
+        whole = self._whole() and not dtype.is_floating_point
+        low = (INT64.min if whole else -math.inf) if self.low is None else self.low
+        high = (INT64.max if whole else math.inf) if self.high is None else self.high
+        return (low, high) if whole else (float(low), float(high))
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """NaN stays NaN."""
@@ -126,13 +122,13 @@ class Log1p(NumberOp):
         return None if self.clip is None else self.clip.settings()
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Uses the native core where possible: one call for all, nearly twice as fast as torch."""
         entries = [entry for (entry,) in arguments]
         values = [flat_values(entry) for entry in entries]
         if any(not value.is_cpu or value.dtype != torch.float32 or value.requires_grad for value in values):
             return super().run_group(ops, arguments)
-        limits = [op.clip.parameters(torch.float32) for op in ops if isinstance(op, cls) and op.clip]
+        limits = [op.clip.parameters(torch.float32) for op in ops if op.clip]
         outputs = _empty_like(values)
         _native.log1p(
             [value.contiguous().numpy() for value in values],
@@ -143,9 +139,9 @@ class Log1p(NumberOp):
         return [with_values(entry, output) for entry, output in zip(entries, outputs, strict=True)]
 
     @classmethod
-    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Self], values: Tensor, counts: Sequence[int]) -> Tensor:
         """Clips first, as a separate step would."""
-        clips = [op.clip for op in ops if isinstance(op, cls) and op.clip]
+        clips = [op.clip for op in ops if op.clip]
         if clips:
             values = Clip.compute_group(clips, values, counts)
         return super().compute_group(ops, values, counts)
@@ -283,12 +279,10 @@ class FillMissing(NumberOp):
         return torch.where(is_missing, value.to(values.dtype), values)
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Fills samples without a value at the end."""
-        same = [op for op in ops if isinstance(op, cls)]
-        return [
-            op._complete(entry) for op, entry in zip(same, super().run_group(ops, arguments), strict=True)
-        ]
+        filled = super().run_group(ops, arguments)
+        return [op._complete(entry) for op, entry in zip(ops, filled, strict=True)]
 
     def _complete(self, entry: Entry) -> Entry:
         if not isinstance(entry, Ragged):
@@ -368,10 +362,9 @@ class ToIds(NumberOp):
         return torch.where((whole >= 0) & (whole < buckets), whole, default)
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """NaN gets no id unless there is a default."""
-        to_ids = [op for op in ops if isinstance(op, ToIds)]
-        certain = [op.filled or op.default is not None for op in to_ids]
+        certain = [op.filled or op.default is not None for op in ops]
         return without_nan(super().run_group(ops, arguments), [entry for (entry,) in arguments], certain)
 
 
@@ -400,18 +393,18 @@ class Bucketize(GroupElementOp):
         return None if len(self.boundaries) <= 128 else self.boundaries
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """NaN gets no id."""
-        certain = [op.filled for op in ops if isinstance(op, Bucketize)]
+        certain = [op.filled for op in ops]
         return without_nan(super().run_group(ops, arguments), [entry for (entry,) in arguments], certain)
 
     @classmethod
-    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Self], values: Tensor, counts: Sequence[int]) -> Tensor:
         """One search among the boundaries of all ops; a table maps the result to the bucket of each op.
 
         torch's search and lookup suit a GPU as well: two passes over the values, and nothing waits.
         """
-        boundaries = tuple(op.boundaries for op in ops if isinstance(op, Bucketize))
+        boundaries = tuple(op.boundaries for op in ops)
         alike = all(row == boundaries[0] for row in boundaries)
         dtype = values.dtype if values.is_floating_point() else torch.int64
         union, table = _table(boundaries[:1] if alike else boundaries, dtype, values.device)

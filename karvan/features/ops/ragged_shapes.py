@@ -11,8 +11,9 @@ from torch import Tensor
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
-from karvan.features.ops.base import Number, RowOp
-from karvan.features.ops.layout import (
+from karvan.features.ops.base import (
+    Number,
+    RowOp,
     as_ragged,
     check_rows,
     describe,
@@ -20,6 +21,8 @@ from karvan.features.ops.layout import (
     is_text,
     keep,
     row_numbers,
+    row_positions,
+    sole,
 )
 from karvan.ragged import Entry, NestedRagged, Ragged
 
@@ -50,7 +53,7 @@ class ToRagged(RowOp):
         check_rows(entry)
         if isinstance(entry, Tensor) and entry.dim() > 3:
             raise ValueError(f"expected a Tensor of at most 3 dimensions, but received {describe(entry)}.")
-        if self.pad is not None and entry_depth(entry) > 1:
+        if self.pad is not None and values_of(as_ragged(entry)).dim() > 1:
             raise ValueError(f"expected plain values to compare with pad, but received {describe(entry)}.")
 
     def run_rows(self, *entries: Entry) -> Entry:
@@ -72,11 +75,6 @@ def _up_to_the_last(ragged: Ragged, solid: Tensor) -> Tensor:
     before, offsets = offsets_from(solid.to(torch.int64)), as_offsets(ragged)
     row = row_numbers(offsets.diff(), solid.shape[0])
     return before[offsets[row + 1]] > before[:-1]
-
-
-def entry_depth(entry: Ragged | Tensor) -> int:
-    """The dimensions of a value in a row, plus one."""
-    return values_of(as_ragged(entry)).dim()
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ class ToDense(RowOp):
             raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
         if isinstance(entry, Ragged) and entry.weights is not None:
             raise ValueError("expected a Ragged without weights, because a Tensor cannot carry them.")
-        if isinstance(self.fill, float) and not entry.values.is_floating_point():
-            raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.fill}.")
+        _expect_fitting(self.fill, entry)
         check_rows(entry)
 
     def run_rows(self, *entries: Entry) -> Entry:
@@ -132,9 +129,8 @@ class ToDense(RowOp):
             assert isinstance(self.length, tuple)
             lists = self._dense(entry.lists(), self.length[1])
             return self._dense(Ragged(lists, entry.outer), self.length[0])
-        assert isinstance(entry, Ragged)
         assert isinstance(self.length, int)
-        return self._dense(entry, self.length)
+        return self._dense(sole(Ragged, entries), self.length)
 
     def _dense(self, entry: Ragged, length: int) -> Tensor:
         offsets, total = as_offsets(entry), entry.values.shape[0]
@@ -142,13 +138,23 @@ class ToDense(RowOp):
             from karvan.kernels.rows import dense_rows
 
             return dense_rows(entry.values, offsets, length, self.fill, self.side == "left")
-        row = row_numbers(offsets.diff(), total)
-        column = torch.arange(total, device=row.device) - offsets[row]
+        row, column = row_positions(offsets, total)
         if self.side == "left":
             column = column - (offsets.diff() - length).clamp(min=0)[row]
         fits = (column >= 0) & (column < length)
         result = entry.values.new_full((entry.rows, length, *entry.values.shape[1:]), self.fill)
         return result.index_put((row[fits], column[fits]), entry.values[fits])
+
+
+def _expect_lists(entry: Entry) -> None:
+    if not isinstance(entry, NestedRagged):
+        raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
+    check_rows(entry)
+
+
+def _expect_fitting(value: Number, entry: Ragged | NestedRagged) -> None:
+    if isinstance(value, float) and not entry.values.is_floating_point():
+        raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {value}.")
 
 
 @dataclass(frozen=True)
@@ -160,15 +166,11 @@ class Flatten(RowOp):
 
     def check(self, *entries: Entry) -> None:
         """Lists of lists."""
-        (entry,) = entries
-        if not isinstance(entry, NestedRagged):
-            raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
-        check_rows(entry)
+        _expect_lists(*entries)
 
     def run_rows(self, *entries: Entry) -> Entry:
         """The values stay where they are."""
-        (entry,) = entries
-        assert isinstance(entry, NestedRagged)
+        entry = sole(NestedRagged, entries)
         return Ragged(entry.values, entry.inner[entry.outer])
 
 
@@ -185,25 +187,19 @@ class FillLists(RowOp):
 
     def check(self, *entries: Entry) -> None:
         """Lists of lists."""
-        (entry,) = entries
-        if not isinstance(entry, NestedRagged):
-            raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
-        check_rows(entry)
+        _expect_lists(*entries)
 
     def run_rows(self, *entries: Entry) -> Entry:
         """Sets the size of each list at its place among all places; on a GPU this waits for it."""
-        (entry,) = entries
-        assert isinstance(entry, NestedRagged)
-        lengths = entry.outer.diff()
-        longest = int(lengths.max()) if entry.rows else 0
+        entry = sole(NestedRagged, entries)
+        longest = int(entry.outer.diff().max()) if entry.rows else 0
         if longest > self.length:
             raise ValueError(
                 f"expected rows of at most {self.length} lists, but received a row of {longest}; truncate "
                 "cuts them."
             )
         sizes = entry.inner.diff()
-        row = row_numbers(lengths, sizes.shape[0])
-        column = torch.arange(sizes.shape[0], device=row.device) - entry.outer[row]
+        row, column = row_positions(entry.outer, sizes.shape[0])
         places = sizes.new_zeros(entry.rows * self.length).index_put((row * self.length + column,), sizes)
         outer = torch.arange(entry.rows + 1, device=row.device) * self.length
         return NestedRagged(entry.values, offsets_from(places), outer)
@@ -221,14 +217,12 @@ class FillEmpty(RowOp):
         (entry,) = entries
         if not isinstance(entry, Ragged) or is_text(entry) or entry.values.dim() != 1:
             raise TypeError(f"expected a Ragged of numbers or ids, but received {describe_for_lists(entry)}.")
-        if isinstance(self.value, float) and not entry.values.is_floating_point():
-            raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.value}.")
+        _expect_fitting(self.value, entry)
         check_rows(entry)
 
     def run_rows(self, *entries: Entry) -> Entry:
         """Shifts each value by the number of empty rows before it."""
-        (entry,) = entries
-        assert isinstance(entry, Ragged)
+        entry = sole(Ragged, entries)
         if entry.offsets is None:
             return entry
         lengths = entry.offsets.diff()

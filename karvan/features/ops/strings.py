@@ -3,60 +3,66 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from
-from karvan.features.ops.base import ElementOp, GroupRowOp, Op, RowOp, expect_text, spread
-from karvan.features.ops.layout import (
+from karvan.features.ops.base import (
+    ElementOp,
+    GroupRowOp,
+    RowOp,
     check_rows,
     describe,
     describe_for_lists,
+    expect_text,
     is_text,
     keep,
     kind_of,
     row_numbers,
-    take,
+    row_positions,
+    sole,
+    spread,
 )
 from karvan.ragged import Entry, NestedRagged, Ragged
 
 
+class CaseOp(ElementOp):
+    """The letters of one case become those of the other, which differ in one bit.
+
+    Bytes of longer UTF-8 characters are 128 and above.
+    """
+
+    takes_text: ClassVar[bool] = True
+    first: ClassVar[int]  # the byte of the first letter that changes
+
+    def check(self, *entries: Entry) -> None:
+        """Strings."""
+        expect_text(*entries)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Other bytes stay."""
+        return torch.where((values >= self.first) & (values < self.first + 26), values ^ 32, values)
+
+
 @dataclass(frozen=True)
-class Lower(ElementOp):
+class Lower(CaseOp):
     """A to Z become a to z."""
 
     name: ClassVar[str] = "lower"
-    takes_text: ClassVar[bool] = True
-
-    def check(self, *entries: Entry) -> None:
-        """Strings."""
-        expect_text(*entries)
-
-    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        """Lower letters are 32 above capitals; bytes of longer UTF-8 characters are 128 and above."""
-        return torch.where((values >= 65) & (values <= 90), values + 32, values)
+    first: ClassVar[int] = ord("A")
 
 
 @dataclass(frozen=True)
-class Upper(ElementOp):
+class Upper(CaseOp):
     """a to z become A to Z."""
 
     name: ClassVar[str] = "upper"
-    takes_text: ClassVar[bool] = True
-
-    def check(self, *entries: Entry) -> None:
-        """Strings."""
-        expect_text(*entries)
-
-    @override
-    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.where((values >= 97) & (values <= 122), values - 32, values)
+    first: ClassVar[int] = ord("a")
 
 
 class TextOp(RowOp):
@@ -118,8 +124,7 @@ class Substring(TextOp):
         """As a slice of Python's bytes."""
         values, offsets = _parts(strings)
         lengths = offsets.diff()
-        row = row_numbers(lengths, values.shape[0])
-        position = torch.arange(values.shape[0], device=row.device) - offsets[row]
+        row, position = row_positions(offsets, values.shape[0])
         first = lengths.add(self.start).clamp(min=0)[row] if self.start < 0 else self.start
         mask = position >= first
         if self.length is not None:
@@ -151,9 +156,7 @@ class Split(RowOp):
 
     def run_rows(self, *entries: Entry) -> Entry:
         """Counts the bytes between separators."""
-        (entry,) = entries
-        assert isinstance(entry, Ragged)
-        values, offsets = _parts(entry)
+        values, offsets = _parts(sole(Ragged, entries))
         lengths = offsets.diff()
         cuts = values == self.separator[0]
         before = offsets_from(cuts.to(torch.int64))
@@ -231,36 +234,27 @@ class Truncate(GroupRowOp):
         return copied and (self.side != "top" or self.check_length)
 
     @classmethod
-    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+    def run_group(cls, ops: Sequence[Self], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """On a GPU each entry by itself: to split joined rows would wait for the GPU once more."""
-        truncations = [op for op in ops if isinstance(op, Truncate)]
         entries = [entry for (entry,) in arguments if not isinstance(entry, Tensor)]
-        if not entries or not truncations[0]._by_kernels(entries[0]):
+        if not entries or not ops[0]._by_kernels(entries[0]):
             return super().run_group(ops, arguments)
-        return truncate_by_kernels(truncations, entries)
+        from karvan.kernels.rows import slices as by_kernels
+
+        return truncate(ops, entries, [op.length for op in ops], by_kernels)
 
     @classmethod
-    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+    def run_joined(cls, ops: Sequence[Self], joined: list[Entry], counts: list[int]) -> Entry:
         """Cuts each row to its own op's length."""
-        truncations = [op for op in ops if isinstance(op, Truncate)]
-        first, (entry,) = truncations[0], joined
-        left = first.side == "left"
+        first, (entry,) = ops[0], joined
         if isinstance(entry, Tensor):
-            return entry[:, -first.length :] if left else entry[:, : first.length]
+            return entry[:, -first.length :] if first.side == "left" else entry[:, : first.length]
         offsets = first._limited(entry)
-        (limit,) = spread([(op.length,) for op in truncations], counts, offsets)
+        (limit,) = spread([(op.length,) for op in ops], counts, offsets)
         if isinstance(entry, NestedRagged) and first.level == "inner":
             limits = limit.expand(entry.rows)
             limit = torch.repeat_interleave(limits, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
-        if first.check_length:
-            first._check_lengths(entry, offsets.diff(), limit)
-            return entry
-        if isinstance(entry, Ragged):
-            return _top(entry, limit) if first.side == "top" else _truncate(entry, limit, left)
-        if first.level == "outer":
-            return _truncate_lists(entry, limit, left)
-        cut = _truncate(entry.lists(), limit, left)
-        return NestedRagged(cut.values, as_offsets(cut), entry.outer)
+        return truncate([first], [entry], [limit], slices)[0]
 
     def _limited(self, entry: Ragged | NestedRagged) -> Tensor:
         """The offsets of what is cut."""
@@ -268,55 +262,26 @@ class Truncate(GroupRowOp):
             return as_offsets(entry)
         return entry.inner if self.level == "inner" else entry.outer
 
-    def _check_lengths(self, entry: Ragged | NestedRagged, lengths: Tensor, limit: Tensor | int) -> None:
-        """Where ops run together, the error of each alone is the one that users see."""
-        above = lengths > limit
-        if bool(above.any()):
-            first = int(above.nonzero()[0, 0])
-            outer = self.level == "outer"
-            what = "lists" if outer and isinstance(entry, NestedRagged) else "values"
-            raise self._too_long(int(lengths[first]), "a row" if outer else "a list", what)
+    def too_long(self, entry: Ragged | NestedRagged, limit: Tensor | int) -> ValueError:
+        """The error of an entry with a longer row. Where ops run together, users see that of each alone."""
+        lengths, outer = self._limited(entry).diff(), self.level == "outer"
+        first = int((lengths > limit).nonzero()[0, 0])
+        what = "lists" if outer and isinstance(entry, NestedRagged) else "values"
+        return self._too_long(int(lengths[first]), "a row" if outer else "a list", what)
 
 
-def _limits(offsets: Tensor, limit: Tensor, left: bool) -> tuple[Tensor, Tensor] | None:
-    """The start and the number of the remaining values of each row; None if all remain."""
-    lengths = offsets.diff()
-    if not bool((lengths > limit).any()):
-        return None
-    counts = torch.minimum(lengths, limit)
-    return (offsets[1:] - counts if left else offsets[:-1]), counts
-
-
-def _truncate(entry: Ragged, limit: Tensor, left: bool) -> Ragged:
-    slices = None if entry.offsets is None else _limits(entry.offsets, limit, left)
-    if slices is None:
-        return entry
-    index, offsets = take(*slices)
-    return Ragged(entry.values[index], offsets, None if entry.weights is None else entry.weights[index])
-
-
-def _top(entry: Ragged, limit: Tensor) -> Ragged:
+def _top(entry: Ragged, limit: Tensor | int) -> Ragged:
     """The values of the largest weights of each row."""
-    if entry.offsets is None or _limits(entry.offsets, limit, left=False) is None:
-        return entry
+    assert entry.offsets is not None
     assert entry.weights is not None
-    lengths, count = entry.offsets.diff(), entry.values.shape[0]
-    row = row_numbers(lengths, count)
+    count = entry.values.shape[0]
+    row = row_numbers(entry.offsets.diff(), count)
     order = torch.argsort(entry.weights.detach(), descending=True, stable=True)
     order = order[torch.argsort(row[order], stable=True)]
     rank = torch.arange(count, device=row.device) - entry.offsets[row]  # of the sorted values
     mask = torch.empty_like(order, dtype=torch.bool)
-    mask[order] = rank < limit.expand(entry.rows)[row]
+    mask[order] = rank < (limit if isinstance(limit, int) else limit.expand(entry.rows)[row])
     return keep(entry, mask)
-
-
-def _truncate_lists(entry: NestedRagged, limit: Tensor, left: bool) -> NestedRagged:
-    slices = _limits(entry.outer, limit, left)
-    if slices is None:
-        return entry
-    lists, outer = take(*slices)
-    index, inner = take(entry.inner[lists], entry.inner.diff()[lists])
-    return NestedRagged(entry.values[index], inner, outer)
 
 
 class _Slices(NamedTuple):
@@ -326,7 +291,7 @@ class _Slices(NamedTuple):
     offsets: Tensor
 
     @classmethod
-    def of(cls, offsets: Tensor, limit: int, left: bool) -> _Slices:
+    def of(cls, offsets: Tensor, limit: Tensor | int, left: bool) -> _Slices:
         counts = offsets.diff().clamp(max=limit)
         return cls(offsets[1:] - counts if left else offsets[:-1], offsets_from(counts))
 
@@ -337,46 +302,66 @@ class _Slices(NamedTuple):
         return _Slices(starts, offsets_from(ends - starts))
 
 
-def truncate_by_kernels(ops: Sequence[Truncate], entries: Sequence[Ragged | NestedRagged]) -> list[Entry]:
-    """Each entry cut to its op's length, by kernels.
+Slice: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
-    The sizes of the results depend on the data: this waits for the GPU, once for all entries.
+
+def slices(values: Tensor, starts: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """The same as `slices` of the kernels, in torch's arithmetic."""
+    shift = torch.repeat_interleave(starts - offsets[:-1], offsets.diff(), output_size=total)
+    return values[shift + torch.arange(total, device=starts.device)]
+
+
+def truncate(
+    ops: Sequence[Truncate],
+    entries: Sequence[Ragged | NestedRagged],
+    limits: Sequence[Tensor | int],
+    slices: Slice,
+) -> list[Entry]:
+    """Each entry cut by its op to these lengths, with `slices` here or that of the kernels.
+
+    The sizes of the results depend on the data: this waits for a GPU, once for all entries.
     """
     plans: list[tuple[_Slices, ...]] = []
-    for op, entry in zip(ops, entries, strict=True):
+    for op, entry, limit in zip(ops, entries, limits, strict=True):
         left = op.side == "left"
         if isinstance(entry, Ragged):
-            plans.append(() if entry.offsets is None else (_Slices.of(entry.offsets, op.length, left),))
+            plans.append(() if entry.offsets is None else (_Slices.of(entry.offsets, limit, left),))
         elif op.level == "inner":
-            plans.append((_Slices.of(entry.inner, op.length, left),))
+            plans.append((_Slices.of(entry.inner, limit, left),))
         else:
-            lists = _Slices.of(entry.outer, op.length, left)
+            lists = _Slices.of(entry.outer, limit, left)
             plans.append((lists, lists.within(entry.inner)))
-    ends = [slices.offsets[-1] for plan in plans for slices in plan]
+    ends = [part.offsets[-1] for plan in plans for part in plan]
     totals = iter(torch.stack(ends).tolist() if ends else [])
     return [
-        _cut(op, entry, plan, [next(totals) for _ in plan])
-        for op, entry, plan in zip(ops, entries, plans, strict=True)
+        _cut(op, entry, limit, plan, [next(totals) for _ in plan], slices)
+        for op, entry, limit, plan in zip(ops, entries, limits, plans, strict=True)
     ]
 
 
-def _cut(op: Truncate, entry: Ragged | NestedRagged, plan: tuple[_Slices, ...], totals: list[int]) -> Entry:
-    from karvan.kernels.rows import slices
-
+def _cut(
+    op: Truncate,
+    entry: Ragged | NestedRagged,
+    limit: Tensor | int,
+    plan: tuple[_Slices, ...],
+    totals: list[int],
+    slices: Slice,
+) -> Entry:
+    cuts_lists = isinstance(entry, NestedRagged) and op.level == "outer"
+    rows = entry.lists() if isinstance(entry, NestedRagged) else entry
+    if not plan or totals[0] == (rows.rows if cuts_lists else rows.values.shape[0]):
+        return entry  # nothing is longer
     if op.check_length:
-        parts = entry.inner[1:] if isinstance(entry, NestedRagged) and op.level == "outer" else entry.values
-        if plan and totals[0] != parts.shape[0]:
-            op._check_lengths(entry, op._limited(entry).diff(), op.length)
-        return entry
+        raise op.too_long(entry, limit)
     if isinstance(entry, Ragged):
-        if not plan or totals[0] == entry.values.shape[0]:
-            return entry
+        if op.side == "top":
+            return _top(entry, limit)
         ((starts, offsets),) = plan
         weights = None if entry.weights is None else slices(entry.weights, starts, offsets, totals[0])
         return Ragged(slices(entry.values, starts, offsets, totals[0]), offsets, weights)
     starts, offsets = plan[-1]
     values = slices(entry.values, starts, offsets, totals[-1])
-    if len(plan) == 1:
+    if not cuts_lists:
         return NestedRagged(values, offsets, entry.outer)
     first, outer = plan[0]
     return NestedRagged(values, offsets_from(slices(entry.inner.diff(), first, outer, totals[0])), outer)

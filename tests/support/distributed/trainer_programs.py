@@ -14,7 +14,7 @@ from torch import nn
 
 import karvan as kv
 from karvan import distributed
-from karvan.train.state.saving import NoSaver
+from karvan.train.saving import NoSaver
 
 SIZES = {0: [6, 6, 6, 6, 3], 1: [6, 6, 2], 2: []}  # rows of each rank's batches; the last rank has none
 
@@ -279,7 +279,8 @@ class Kept(NoSaver):
     def take_time(self):
         return self.times.pop(0) if self.times else False
 
-    def save(self, step, state, model, metrics):
+    def save(self, snapshot):
+        step, state, model, _ = snapshot
         self.saved.append(step)
         rows = {table.name: table.snapshot() for table in model.embeddings.tables()}
         part = {"step": step, "state": state, "rows": rows}

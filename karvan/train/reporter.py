@@ -14,17 +14,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from karvan.data.identity import Identity
+from karvan.display import duration_text
 from karvan.distributed import Connection
-from karvan.durations import duration_text
 from karvan.job.checkpoint_url import shown
 from karvan.job.environment import JobEnvironment
 from karvan.train.assembly import TrainerParts
 from karvan.train.optimizer_step import engines_of
-from karvan.train.reporting.progress import memory_bytes, memory_owner
-from karvan.train.reporting.results import FitResult, Report
-from karvan.train.state.gathering import merged, summed
+from karvan.train.progress import memory_bytes, memory_owner
+from karvan.train.results import FitResult, Report, merged, summed
 
-# The banner with which a fit begins: what is trained on what, with what, and where it is saved.
+# The banner with which a fit begins: what is trained on what, with what, and where it is saved; and `repr`.
 
 
 _WIDTH, _NAMES = 80, 8  # columns of a line, tables in it
@@ -80,11 +79,15 @@ def _tables(parts: TrainerParts) -> str:
         return "none"
     dims = {table.dim for table in tables}
     names = [table.name if len(dims) == 1 else f"{table.name} ({table.dim})" for table in tables]
-    more = f", and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     dim = f" of dim {dims.pop()}" if len(dims) == 1 else ""
     devices = {table.store.device.type for table in tables} - {"cpu"}
     where = " on the GPU" if devices == {"cuda"} else ""
-    return f"{len(tables)}{dim}{where}: {', '.join(names[:_NAMES])}{more}"
+    return f"{len(tables)}{dim}{where}: {_listed(names)}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
 
 
 def _dense(parts: TrainerParts) -> str:
@@ -123,6 +126,29 @@ def _folder(parts: TrainerParts, resumes: bool) -> str:
         return "none: there will be no checkpoints"
     state = f"resumed at step {parts.counts.step:,}" if resumes else "a new run"
     return f"{shown(parts.saver.folder)}, {state}"
+
+
+def described(parts: TrainerParts) -> dict[str, str]:
+    """What a Trainer trains, how, and how far it is, for its `repr`, without calls to others."""
+    model, counts, where = parts.model, parts.counts, parts.connection
+    tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    epochs = f"{counts.epoch} epoch{'s' * (counts.epoch != 1)}"
+    lines = {
+        "model": f"{type(model).__name__}, {parameters:,} parameters, on {parts.setup.runs.device}",
+        "tables": _listed(tables),
+        # The name of a function, whose repr is an address.
+        "loss": getattr(parts.loss, "__qualname__", None) or repr(parts.loss).splitlines()[0],
+        **{
+            f"{name}_optimizer": f"{type(optimizer).__name__}(lr={float(optimizer.param_groups[0]['lr']):g})"
+            for name, optimizer in parts.setup.update.optimizers.items()
+        },
+        "metrics": _listed(list(parts.metrics)),
+        "checkpoints": "" if parts.saver.folder is None else shown(parts.saver.folder),
+        "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
+        "progress": f"step {counts.step:,}, {epochs}, {counts.samples:,} samples",
+    }
+    return {name: text for name, text in lines.items() if text}
 
 
 _log = logging.getLogger("karvan.train")

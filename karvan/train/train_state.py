@@ -20,8 +20,7 @@ from karvan.checkpoint.checkpoint import ORIGIN, TABLE_STEPS
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainerParts, TrainingSetup
 from karvan.train.optimizer_step import names_text
-from karvan.train.reporting.results import TrainingCounts
-from karvan.train.state.gathering import gather_state, joined, random_state
+from karvan.train.results import TrainingCounts, gather_state, joined, random_state
 
 # Optimizers that continue from a checkpoint: their state must fit, and the settings of the checkpoint win.
 #

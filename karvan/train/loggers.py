@@ -21,7 +21,7 @@ from karvan.checkpoint.object_store.files import fetch, upload
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import plain_path, shown
 from karvan.public_names import publish
-from karvan.train.reporting.results import Report
+from karvan.train.results import Report
 
 __all__ = ["TensorBoardLogger", "CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup"]
 
@@ -299,7 +299,9 @@ class History(Logger):
         self._path = None if folder is None else folder / FILE
         self._file = None if self._path is None or not writes else JSONLinesLogger(self._path)
         self._entries: list[dict[str, Any]] = []
-        self._failing = False
+
+    def __str__(self) -> str:
+        return shown(self._path)
 
     @override
     def open(self, step: int) -> None:
@@ -307,32 +309,22 @@ class History(Logger):
             try:
                 fetch(self._path)  # another machine may have trained
             except OSError as error:
-                _log.warning("%s begins at step %d: %s", shown(self._path), step, error)
+                _log.warning("%s begins at step %d: %s", self, step, error)
             self._file.open(step)
         before = self._entries if self._path is None else read_entries(self._path)
         self._entries = [entry for entry in before if step and entry["step"] <= step]
 
     @override
     def write(self, report: Report) -> None:
-        """A file that cannot be written is a warning: training does not need it."""
         self._entries.append({**report.labels(), **report.values})
-        if self._file is None:
-            return
-        try:
+        if self._file is not None:
             self._file.write(report)
-        except OSError as error:
-            if not self._failing:
-                _log.warning("%s is incomplete from step %d on: %s", shown(self._path), report.step, error)
-            self._failing = True
-        else:
-            self._failing = False
 
     @override
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is not None and self._path is not None:
             with suppress(OSError):  # a full disk, which was a warning
                 self._file.close()
-        if self._file is not None and self._path is not None:
             with suppress(OSError):  # as far as it was complete at the last save, it is there
                 upload(self._path)
 
@@ -357,4 +349,4 @@ class History(Logger):
         return pandas.DataFrame(rows, columns=columns)
 
 
-publish("karvan.train.reporting.loggers")
+publish("karvan.train.loggers")

@@ -1,21 +1,22 @@
-"""`TrainContext`: training in a custom loop, with the parts of the Trainer's steps.
+"""Custom loops: `TrainContext` trains with the parts of a Trainer's steps, `EvalContext` and `InferContext`
+compute outputs and change nothing.
 
 | in the loop | what happens |
 |---|---|
 | `for batch in ctx.loader(data)` | batches are taken in advance, in groups that make a step; one epoch |
-| `ctx.forward(batch)` | moved to the device, autocast, by DistributedDataParallel where several ranks train |
+| `ctx.forward(batch)` | moved to the device, autocast, by DistributedDataParallel on several ranks |
 | `ctx.backward(loss)` | scaled and weighted; the last pass of a step makes it, dense and sparse, or neither |
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from inspect import GEN_CLOSED, getgeneratorstate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 from weakref import WeakSet, ref
 
 import torch
@@ -23,34 +24,298 @@ from torch import Tensor, nn
 
 from karvan import checkpoint as checkpoints
 from karvan import distributed
-from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
-from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.pending_save import Report, no_report
+from karvan.checkpoint import Checkpoint, Checkpoints, Pending
+from karvan.checkpoint.table_files import tables_of
 from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.exit_codes import note_training
+from karvan.errors import note_training
 from karvan.job.checkpoint_url import local_path
-from karvan.label_columns import required_values
+from karvan.label_columns import refuse_missing, required_values
 from karvan.owner import Ownership
-from karvan.train.assembly import TrainingSetup, make_model_setup, make_training_setup
+from karvan.train import dataset, train_state
+from karvan.train.assembly import ModelSetup, TrainingSetup, make_model_setup, make_training_setup
+from karvan.train.dataset import FinishedData, Transforms, with_newest
 from karvan.train.device_placement import make_placement
 from karvan.train.epoch import Epoch
-from karvan.train.eval_context import ContextLoader, EvalContext, Labels, full, labels_of, names_of
-from karvan.train.feed import FedBatch
+from karvan.train.evaluation import evaluating
+from karvan.train.feed import FedBatch, Feed
 from karvan.train.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
 from karvan.train.preflight import check_data
-from karvan.train.reporting.results import ReportWindow, TrainingCounts
-from karvan.train.state import dataset, train_state
-from karvan.train.state.dataset import FinishedData, with_newest
-from karvan.train.state.gathering import random_state, set_random_state, summed
-from karvan.train.state.saving import FailedSaves, SaveSettings, Snapshot, is_outage, own_together
-from karvan.train.state.transforms import Transforms
+from karvan.train.results import (
+    ReportWindow,
+    TrainingCounts,
+    random_state,
+    same_random_state_afterwards,
+    set_random_state,
+    summed,
+)
+from karvan.train.saving import FolderSaves, SaveSettings, Snapshot, is_outage, own_together
 from karvan.train.step_routine import StepBatches, StepOutcomes, StepPass
+from karvan.train.train_state import check_fits
 from karvan.train.types import Losses, Positioned, same, samples_of
 
-# The state of a TrainContext: counts, position in its data, checkpoints and tables.
+
+class ContextLoader:
+    """Data in a context; each iteration starts from the beginning, or where the context says."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
+
+Labels: TypeAlias = str | Sequence[str] | None
+
+
+def full(output: Any) -> Any:
+    """The output with half precision as float32, so that its loss is not rounded."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, Mapping):
+        return {name: full(value) for name, value in output.items()}
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(full, output))
+    return type(output)(map(full, output)) if isinstance(output, list | tuple) else output
+
+
+def names_of(label: Labels) -> list[str]:
+    """The columns that `label` means."""
+    return [] if label is None else [label] if isinstance(label, str) else list(label)
+
+
+def labels_of(batch: Mapping[str, Any], label: Labels, device: torch.device) -> Any:
+    """The column of that name, or several by name, on a device; None for None."""
+    if label is None:
+        return None
+    if isinstance(label, str):
+        return _column(batch, label, device)
+    return {name: _column(batch, name, device) for name in label}
+
+
+def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
+    if name not in batch:
+        raise KeyError(
+            f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch.keys()))}. "
+            "Name the right column with label=, or set label=None if there is none."
+        )
+    return refuse_missing(name, batch[name]).to(device)
+
+
+class EvalContext:
+    """Evaluate a model in a loop of your own.
+
+    Inside, the model is in eval mode, no row is inserted, and keys without a row give zeros. Afterwards the
+    mode of every module and the state of random generators are restored. With several ranks, each takes its
+    share of the data, and all call `forward` for every batch of a loader.
+
+    Args:
+        model: A torch module. It is called with a batch.
+        label: The column, or columns, that `forward` returns with the output; None for none.
+        precision: "fp32", "bf16", "fp16" or "auto".
+        device: Where the model is placed.
+        prefetch: How many batches are read while one is computed.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> data = kv.data.read(
+        ...     {"user": [1, 2], "item": [7, 8], "label": [1.0, 0.0]}, batch_size=2
+        ... )
+        >>> with kv.EvalContext(model) as context:
+        ...     for batch in context.loader(data):
+        ...         output, labels = context.forward(batch)
+        >>> output.shape, labels
+        (torch.Size([2]), tensor([1., 0.]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        label: Labels = "label",
+        precision: str = "fp32",
+        device: torch.device | str | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        self._begin(
+            make_model_setup(model, precision=precision, device=device, prefetch=prefetch),
+            Transforms(),
+            label,
+        )
+
+    @classmethod
+    def of(cls, runs: ModelSetup, transforms: Transforms, label: Labels) -> Self:
+        """Make a context that shares the parts of another one.
+
+        Args:
+            runs: The model and how it runs.
+            transforms: The transforms of the data.
+            label: The column, or columns, that `forward` returns with the output.
+
+        Returns:
+            The context.
+        """
+        context = cls.__new__(cls)
+        context._begin(runs, transforms, label)
+        return context
+
+    def _begin(self, runs: ModelSetup, transforms: Transforms, label: Labels) -> None:
+        self._runs = runs
+        self._transforms = transforms
+        self._label = label
+        self._stack: ExitStack | None = None
+        self._feed: Feed | None = None
+        self._loader_batch: Any = None  # the batch that the loader gave last
+        self.model = runs.model
+        self.device = runs.device
+
+    def __enter__(self) -> Self:
+        if self._stack is not None:
+            raise RuntimeError(f"This {type(self).__name__} has been entered already.")
+        with ExitStack() as stack:
+            stack.enter_context(same_random_state_afterwards())
+            stack.enter_context(evaluating(self.model))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._stack = self._stack, None
+        feed, self._feed, self._loader_batch = self._feed, None, None
+        assert stack is not None
+        with stack:
+            if feed is not None:
+                feed.__exit__(kind, error, trace)
+
+    def loader(self, data: Iterable[Any]) -> ContextLoader:
+        """Return the batches of data, read and prepared in advance.
+
+        Args:
+            data: Any iterable of batches.
+
+        Returns:
+            An iterable of batches.
+        """
+        self._require("loader")
+        check_data("loader", data)
+        return ContextLoader(lambda: self._batches(data))
+
+    def _batches(self, data: Iterable[Any]) -> Iterator[Any]:
+        self._require("A loader")
+        if self._feed is not None:
+            raise RuntimeError(
+                "Another loader of this context has not come to its end: expected one at a time."
+            )
+        runs = self._runs
+        self._transforms.use(data)
+        self._transforms.match_loaders()
+        required = required_values(data, names_of(self._label))
+        with required, runs.evaluation_feed(data) as batches:
+            self._feed = batches
+            try:
+                for fed in batches:
+                    runs.placement.receive(fed.batch)
+                    self._loader_batch = fed.batch
+                    if fed.samples or runs.connection.world_size == 1:
+                        yield fed.batch
+                    else:  # it is only for the other ranks
+                        runs.infer(fed.batch)
+            finally:
+                self._feed = self._loader_batch = None
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """Compute the model's output for a batch.
+
+        Args:
+            batch: A batch of the loader, one made from it, or any other.
+
+        Returns:
+            The output, as float32 where it was computed in half precision, and the labels.
+        """
+        output, used = self._output("forward", batch)
+        return output, labels_of(used, self._label, self.device)
+
+    def _output(self, method: str, batch: Any) -> tuple[Any, Any]:
+        self._require(method)
+        if batch is not self._loader_batch:  # it may not be the loader's
+            batch = self._runs.placement.place(batch, training=False)
+            self._runs.placement.receive(batch)
+        return full(self._runs.infer(batch)), batch
+
+    def _require(self, method: str) -> None:
+        if self._stack is None:
+            raise RuntimeError(
+                f"{method} was called outside of the context: expected it inside of "
+                f"`with {type(self).__name__}(…) as ctx:`."
+            )
+
+
+class InferContext(EvalContext):
+    """Predict with a model in a loop of your own.
+
+    It needs no optimizer, and ignores the optimizers' state in the checkpoint. Transforms of data passed to
+    `loader` take their statistics from it. On parameter servers, the checkpoint replaces the content of the
+    tables. No row is ever inserted.
+
+    Args:
+        model: A torch module. It is called with a batch.
+        checkpoint: A checkpoint, or a run's folder for its newest one. Without it, the model and its rows are
+            used as they are.
+        label: The column, or columns, that `forward` returns with the output; None for none.
+        precision: "fp32", "bf16", "fp16" or "auto".
+        device: Where the model is placed.
+        prefetch: How many batches are read while one is computed.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit this model, or is damaged.
+
+    Example:
+        >>> model = kv.models.DLRM([], ids=["user", "item"], dim=8)
+        >>> with kv.InferContext(model) as context:
+        ...     batch = {"user": torch.tensor([1, 2]), "item": torch.tensor([7, 8])}
+        ...     output = context.predict(batch)
+        >>> output.shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        label: Labels = None,
+        precision: str = "fp32",
+        device: torch.device | str | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        super().__init__(model, label=label, precision=precision, device=device, prefetch=prefetch)
+        self.step: int | None = None  # that of the checkpoint
+        if checkpoint is not None:
+            checkpoint_ = checkpoints.find(checkpoint)
+            state = checkpoint_.load(model)
+            if "model" not in state:
+                raise checkpoints.CheckpointError.mismatch(
+                    checkpoint_.path, "a model's state", ", ".join(state)
+                )
+            check_fits(model, state, checkpoint_.path)
+            model.load_state_dict(state["model"])
+            self._transforms.load(state)
+            self.step = checkpoint_.step
+
+    def predict(self, batch: Any) -> Any:
+        """Compute the model's output for a batch.
+
+        Args:
+            batch: A batch. It needs no labels.
+
+        Returns:
+            The output on the model's device, as float32 where it was computed in half precision.
+        """
+        return self._output("predict", batch)[0]
+
 
 # The saves of a TrainContext: failures of the storage are tolerated for a while.
 #
@@ -63,126 +328,61 @@ from karvan.train.types import Losses, Positioned, same, samples_of
 
 
 class ContextSaves:
-    """Saves snapshots into folders, and counts failures for each folder."""
+    """Saves snapshots into folders, each of which belongs to this process while `training`."""
 
     def __init__(self, settings: SaveSettings, connection: Connection) -> None:
         self._settings = settings
         self._connection = connection
-        self._runs: dict[Path, _Run] = {}
+        self._folders: dict[Path, FolderSaves] = {}
         self._owned: dict[Path, Ownership | None] = {}
-        self.training = False  # whether this process takes ownership of the folders that it saves to
+        self.training = False
 
     def save(
         self, folder: str | os.PathLike[str] | Checkpoints, snapshot: Snapshot, *, block: bool
     ) -> Pending:
         """Save a snapshot; it is written in the background unless `block`."""
-        return self._run_of(folder).save(snapshot, block=block)
-
-    def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> _Run:
         named = folder.folder if isinstance(folder, Checkpoints) else folder
         path = Path(os.path.abspath(local_path(named)))
         if self.training and path not in self._owned:
             self._owned[path] = own_together(path, self._connection)
-        run = self._runs.get(path)
-        if run is None or (isinstance(folder, Checkpoints) and run.checkpoints is not folder):
+        saves = self._folders.get(path)
+        if saves is None or (isinstance(folder, Checkpoints) and saves.checkpoints is not folder):
             checkpoints = folder if isinstance(folder, Checkpoints) else Checkpoints(path)
-            self._runs[path] = _Run(checkpoints, FailedSaves(self._settings, self._connection))
-        return self._runs[path]
+            saves = self._folders[path] = FolderSaves(checkpoints, self._settings, self._connection)
+        return saves.save(snapshot, block=block)
 
     def wait(self) -> None:
         """Wait until everything is written; raise an error that is not tolerated."""
-        for run in self._runs.values():
-            run.wait()
+        for saves in self._folders.values():
+            saves.wait()
+
+    def finish(self, step: int) -> None:
+        """Wait, and repeat a last save that failed; `step` is the current step of training."""
+        for saves in self._folders.values():
+            saves.settle()
+            if saves.newest is None or saves.error is None:
+                continue
+            if saves.newest.step != step or not is_outage(saves.error):
+                raise saves.error
+            saves.repeat(saves.newest)
 
     def release(self) -> None:
         """Release the folders."""
         self.training = False
         owned, self._owned = self._owned, {}
-        for checkpoint in owned.values():
-            if checkpoint is not None:
-                checkpoint.release()
-
-    def finish(self, step: int) -> None:
-        """Wait, and repeat a last save that failed; `step` is the current step of training."""
-        for run in self._runs.values():
-            run.finish(step)
+        for ownership in owned.values():
+            if ownership is not None:
+                ownership.release()
 
 
-class _Run:
-    """The saves into one folder."""
+class ContextData:
+    """Which data the loaders of a `TrainContext` read, and where they are in it."""
 
-    def __init__(self, checkpoints: Checkpoints, failures: FailedSaves) -> None:
-        self.checkpoints = checkpoints
-        self._failures = failures
-        self._pending: Pending | None = None
-        self._snapshot: Snapshot | None = None  # of the newest save, until it is complete
-        self._error: BaseException | None = None  # why that failed
-
-    def save(self, snapshot: Snapshot, *, block: bool) -> Pending:
-        self.wait()
-        block = block or self._failures.is_last_chance
-        pending = self._begin(snapshot, self._failures.reporter(self.checkpoints.folder))
-        if block or pending.done():
-            self.wait()
-        return pending
-
-    def _begin(self, snapshot: Snapshot, report: Report) -> Pending:
-        step, state, model, metrics = snapshot
-        self._snapshot = snapshot
-        try:
-            pending = self.checkpoints.save(step, state, model, metrics=metrics, report=report)
-        except CheckpointError as error:
-            if not is_outage(error):
-                raise
-            if self._failures.connection.rank == 0:
-                report(step, error)
-            pending = Pending.failed(step, error)
-        self._pending = pending
-        return pending
-
-    def wait(self) -> None:
-        """Wait for the save in flight; a failure that is not tolerated is raised."""
-        if (error := self._settle()) is not None:
-            assert self._snapshot is not None
-            self._failures.failed(self._snapshot.step, self.checkpoints.folder, error)
-
-    def _settle(self) -> BaseException | None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        pending.join()
-        self._error = pending.error
-        if pending.error is None:
-            self._failures.succeeded()
-            self._snapshot = None
-        pending.acknowledge()
-        return pending.error
-
-    def finish(self, step: int) -> None:
-        self._settle()
-        snapshot, error = self._snapshot, self._error
-        if snapshot is None or error is None:
-            return
-        folder = self.checkpoints.folder
-        if snapshot.step != step or not is_outage(error):
-            raise error
-
-        def attempt() -> BaseException | None:
-            self._begin(snapshot, no_report)
-            return self._settle()
-
-        self._failures.repeat(step, folder, attempt)
-
-
-class ContextState:
-    """The progress of training in a custom loop; a `TrainContext` has one."""
-
-    def __init__(self, setup: TrainingSetup, saves: ContextSaves) -> None:
-        self.counts = TrainingCounts()
+    def __init__(self, setup: TrainingSetup, counts: TrainingCounts) -> None:
         self.transforms = Transforms()
         self.epoch: Epoch | None = None  # of the loader that was used last
         self._setup = setup
-        self._model = setup.runs.model
+        self._counts = counts
         self._connection = setup.runs.connection
         self._data: Any = None  # of that loader
         self._saved: Mapping[str, Any] | None = None  # where the next loader continues
@@ -193,27 +393,27 @@ class ContextState:
         self._before: FinishedData | None = None  # how the data of `_identity` was, if it is one of them
         self._data_begin = (0, 0)  # epoch and step
         self._drop_unfinished = False  # as passed to `load`
-        self._saves = saves
 
     def begin_epoch(self, data: Iterable[Any], name: str | None) -> Epoch:
         """The epoch of the next loader of data: a new one, or the rest of one."""
+        runs = self._setup.runs
         self.transforms.use(data)
         self.transforms.match_loaders()
-        self.transforms.require_fitted(self._model)
+        self.transforms.require_fitted(runs.model)
         same_data = data is self._data and isinstance(data, Positioned)
         if self._saved is None and same_data and self.epoch is not None:
             return self.epoch
         name, self._data_name = self._data_name if name is None else name, None
         if self._loaded is not None:
-            if self._is_other(self._loaded, data, name, self._drop_unfinished):
-                self._begin_data()
+            if self.is_other(self._loaded, data, name, self._drop_unfinished):
+                self.begin()
         elif data is not self._data:
-            self._change_data(dataset.identify(data, name, self._connection))
+            self._change(dataset.identify(data, name, self._connection))
         if self._saved is None:
-            self.counts.batches = 0
-        runs = self._setup.runs
-        self.transforms.require_equal(self._connection.main, self._model)
-        epoch = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.prefetch)
+            self._counts.batches = 0
+        self.transforms.require_equal(self._connection.main, runs.model)
+        passes = self._setup.passes
+        epoch = Epoch(data, self._connection, runs.placement, passes, self._counts, runs.prefetch)
         self._data = data
         if self._saved is not None:
             epoch.load(self._saved, random_state(), self._drop_unfinished)
@@ -221,88 +421,48 @@ class ContextState:
         self.epoch = epoch
         return epoch
 
-    def save(
-        self,
-        folder: str | os.PathLike[str] | Checkpoints,
-        extra: Mapping[str, Any] | None,
-        metrics: Mapping[str, float] | None,
-        block: bool,
-    ) -> Pending:
-        """Write a checkpoint of model, optimizers and the program's own state."""
-        self._setup.dense.take()
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of the data."""
         data: dict[str, Any] = {"position": None, "epoch_random": None}
         if self.epoch is not None:
             data = self.epoch.state()
-        finished = self.counts.batches == 0 and (self.counts.epoch > 0 or self._identity is None)
+        finished = self._counts.batches == 0 and (self._counts.epoch > 0 or self._identity is None)
         data["data"] = dataset.state_of(self._identity, finished, past=self._past)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
-        start = {"metrics": {}, "window": ReportWindow().state_dict()}
-        state = {
-            **train_state.take_trained(self._setup, self.counts, start),
-            **data,
-            **self.transforms.state(),
-            "scheduler": {"schedulers": []},
-            "callbacks": {},
-            "extra": dict(extra or {}),
-        }
-        return self._saves.save(folder, Snapshot(self.counts.step, state, self._model, metrics), block=block)
+        return {**data, **self.transforms.state()}
 
     def load(
-        self,
-        checkpoint: str | os.PathLike[str] | Checkpoint,
-        data: Iterable[Any] | None,
-        data_name: str | None,
-        drop_unfinished: bool,
-    ) -> dict[str, Any]:
-        """Restore what a checkpoint has."""
-        self._saves.wait()
-
-        def load(checkpoint_: Checkpoint) -> tuple[dict[str, Any], bool]:
-            is_other = data is not None and self._is_other(checkpoint_, data, data_name, drop_unfinished)
-            self._setup.update.forget()
-            return checkpoint_.load(self._model), is_other
-
-        resumed, (saved, other) = checkpoints.resume_at(checkpoint, load)
-        train_state.restore_trained(self._setup, self.counts, saved)
+        self, saved: Mapping[str, Any], checkpoint: Checkpoint, name: str | None, drop_unfinished: bool
+    ) -> None:
+        """The next loader continues where a checkpoint was saved, with the data of this name."""
         self.transforms.load(saved)
-        set_random_state(train_state.random_of(self._connection, saved))
-        self._setup.dense.begin()
-        self._saved, self._loaded, self._data_name = saved, resumed, data_name
+        self._saved, self._loaded, self._data_name = saved, checkpoint, name
         self._drop_unfinished = drop_unfinished
-        if other:
-            self._begin_data()
-        return dict(saved.get("extra", {}))
 
-    def _is_other(self, checkpoint_: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
+    def is_other(self, checkpoint_: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
         """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
         self._identity = dataset.identify(data, name, self._connection)
-        record = dataset.record_of(checkpoint_)
-        other = dataset.is_other(record, self._identity, checkpoint_, drop_unfinished)
-        if record is not None:
-            self._past = record.history if other else record.past
-            self._before = dataset.trained_before(record, self._identity) if other else None
+        other, self._past, self._before = dataset.compare(checkpoint_, self._identity, drop_unfinished)
         return other
 
-    def _begin_data(self) -> None:
+    def begin(self) -> None:
         """The next loader has new data, to which the position of the checkpoint's data does not apply."""
-        dataset.begin_data(self.counts, self._before)
-        self._data_begin = (self.counts.epoch, self.counts.step)
+        dataset.begin_data(self._counts, self._before)
+        self._data_begin = (self._counts.epoch, self._counts.step)
         self._saved = self._loaded = None
 
-    def _change_data(self, identity: Identity | None) -> None:
+    def _change(self, identity: Identity | None) -> None:
         """The next loader has this data; data before it counts as trained if its loader has ended."""
-        data_identity, (epoch, step) = self._identity, self._data_begin
+        before, (epoch, step) = self._identity, self._data_begin
         self._identity = identity
-        if data_identity is not None and identity is not None and data_identity.id == identity.id:
+        if before is not None and identity is not None and before.id == identity.id:
             return
-        epochs = self.counts.epoch - epoch
-        if data_identity is not None and not data_identity.grows and epochs > 0 and self.counts.batches == 0:
-            newest = FinishedData(
-                data_identity.id, data_identity.label, self.counts.step, epochs, self.counts.step - step
-            )
+        counts, epochs = self._counts, self._counts.epoch - epoch
+        if before is not None and not before.grows and epochs > 0 and counts.batches == 0:
+            newest = FinishedData(before.id, before.label, counts.step, epochs, counts.step - step)
             self._past = with_newest(self._past, newest)
-        self._data_begin = (self.counts.epoch, self.counts.step)
+        self._data_begin = (counts.epoch, counts.step)
 
 
 # The steps of a custom loop: a forward and a backward for each batch, the last of which applies the step.
@@ -567,15 +727,15 @@ class TrainContext:
             must_train=True,
         )
         self._runs = runs
-        self._state = ContextState(self._setup, self._saves)
-        self._steps = ContextSteps(self._setup, self._state.counts, raises=nonfinite == "raise")
+        self.counts = TrainingCounts()
+        self._data = ContextData(self._setup, self.counts)
+        self._steps = ContextSteps(self._setup, self.counts, raises=nonfinite == "raise")
         self.model = runs.model
         self.device = runs.device
         self.connection = runs.connection
         self.precision = runs.precision
         self.update = self._setup.update
         self.dense = self._setup.dense
-        self.counts = self._state.counts
         self._label = label
         self._entered = False
         self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration that the loop holds
@@ -637,8 +797,8 @@ class TrainContext:
 
     def _leave(self, error: BaseException | None) -> None:
         if (batches := self._iteration()) is not None:
-            if error is not None and self._state.epoch is not None:
-                self._state.epoch.abandon(error)
+            if error is not None and self._data.epoch is not None:
+                self._data.epoch.abandon(error)
             batches.close()
         self._steps.forget()
         if error is None:
@@ -677,7 +837,7 @@ class TrainContext:
         return batches
 
     def _epoch(self, data: Iterable[Any], name: str | None) -> Generator[Any, None, None]:
-        epoch = self._state.begin_epoch(data, name)
+        epoch = self._data.begin_epoch(data, name)
         yield from self._steps.batches(epoch, required_values(data, names_of(self._label)))
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
@@ -720,7 +880,7 @@ class TrainContext:
         """
         self._require("eval")
         self.dense.settle()
-        return EvalContext.of(self._runs, self._state.transforms, self._label)
+        return EvalContext.of(self._runs, self._data.transforms, self._label)
 
     def save(
         self,
@@ -754,7 +914,16 @@ class TrainContext:
         if self.in_step:
             raise RuntimeError("save was called in the middle of a step: expected it after its backward.")
         self._steps.settle()
-        return self._state.save(folder, extra, metrics, block)
+        self.dense.take()
+        rank_state = {"metrics": {}, "window": ReportWindow().state_dict()}
+        state = {
+            **train_state.take_trained(self._setup, self.counts, rank_state),
+            **self._data.state(),
+            "scheduler": {"schedulers": []},
+            "callbacks": {},
+            "extra": dict(extra or {}),
+        }
+        return self._saves.save(folder, Snapshot(self.step, state, self.model, metrics), block=block)
 
     def load(
         self,
@@ -787,7 +956,21 @@ class TrainContext:
         if self._iteration() is not None or self.in_step:
             raise RuntimeError("load was called inside of a loop over a loader: expected it before or after.")
         self._steps.settle()
-        return self._state.load(checkpoint, data, data_name, drop_unfinished)
+        self._saves.wait()
+
+        def read(checkpoint_: Checkpoint) -> tuple[dict[str, Any], bool]:
+            is_other = data is not None and self._data.is_other(checkpoint_, data, data_name, drop_unfinished)
+            self.update.forget()
+            return checkpoint_.load(self.model), is_other
+
+        resumed, (saved, other) = checkpoints.resume_at(checkpoint, read)
+        train_state.restore_trained(self._setup, self.counts, saved)
+        self._data.load(saved, resumed, data_name, drop_unfinished)
+        set_random_state(train_state.random_of(self.connection, saved))
+        self.dense.begin()
+        if other:
+            self._data.begin()
+        return dict(saved.get("extra", {}))
 
     def sizes(self) -> dict[str, int]:
         """Count the rows of each table, over all ranks or servers together.

@@ -39,7 +39,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from karvan.notebook import Display, html_table, in_notebook
-from karvan.train.reporting.results import Report
+from karvan.train.results import Report
 
 # The columns of the progress bar: step and times always fit, numbers as far as there is room.
 
@@ -166,46 +166,40 @@ class NoProgress:
         """Called when the fit is over."""
 
 
-class _Schedule:
-    """When people want numbers: after 1, 2, 5, 10, 20, 50, … steps of a fit, and `seconds` later at most."""
+class _ScheduledProgress(NoProgress):
+    """Wants numbers after 1, 2, 5, 10, 20, 50, … steps of a fit, and `seconds` later at most."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
-        self.begin(0)
+        self._start(0, None)
 
-    def begin(self, step: int) -> None:
+    def _start(self, step: int, total: int | None) -> None:
         """A fit starts after this step."""
-        self._first, self.next = step, step + 1
+        self._first, self._total = step, total
+        self._next = step + 1
         self._last = (step, time.monotonic())
 
-    def due(self, step: int) -> bool:
-        """Whether numbers of this step are to be shown."""
-        return step >= self.next or time.monotonic() >= self._last[1] + self._seconds
+    @property
+    def next_report(self) -> int | None:
+        """The next step of the schedule."""
+        return self._next
 
-    def shown(self, step: int) -> None:
+    def _due(self, step: int) -> bool:
+        """Whether numbers of this step are to be shown."""
+        return step >= self._next or time.monotonic() >= self._last[1] + self._seconds
+
+    def _note_shown(self, step: int) -> None:
         """The numbers of this step are shown. Ranks agree on a step, not on a time, so time becomes steps."""
         (before, then), self._last = self._last, (step, time.monotonic())
         rate = (step - before) / max(self._last[1] - then, 1e-9)
         by_count = self._first + _next_round(step - self._first)
-        self.next = min(by_count, step + max(1, int(rate * self._seconds)))
+        self._next = min(by_count, step + max(1, int(rate * self._seconds)))
 
 
 def _next_round(number: int) -> int:
     """The first of 1, 2, 5, 10, 20, 50, … that is larger."""
     power = int("1" + "0" * (len(str(number)) - 1))
     return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step > number)
-
-
-class _ScheduledProgress(NoProgress):
-    """Wants numbers at the steps of a schedule."""
-
-    def __init__(self, seconds: float = _SECONDS) -> None:
-        self._schedule = _Schedule(seconds)
-
-    @property
-    def next_report(self) -> int | None:
-        """The next step of the schedule."""
-        return self._schedule.next
 
 
 class PlainProgress(_ScheduledProgress):
@@ -222,7 +216,6 @@ class PlainProgress(_ScheduledProgress):
     def __init__(self, stream: IO[str] | None = None, seconds: float = _SECONDS) -> None:
         self._stream = stream
         super().__init__(seconds)
-        self._total: int | None = None
         self._held: Report | None = None
         self._shown_step = -1
         self._widths: dict[str, int] = {}
@@ -231,14 +224,14 @@ class PlainProgress(_ScheduledProgress):
 
     def begin(self, step: int, total: int | None) -> None:
         """Start the schedule."""
-        self._total, self._held, self._shown_step = total, None, -1
-        self._schedule.begin(step)
+        self._start(step, total)
+        self._held, self._shown_step = None, -1
 
     def report(self, report: Report) -> None:
         """Show the numbers, or keep them for the next line."""
         if report.kind != "train":
             self.say(line_of(report, self._total))
-        elif self._schedule.due(report.step):
+        elif self._due(report.step):
             self._show(report)
         else:
             self._held = report
@@ -249,7 +242,7 @@ class PlainProgress(_ScheduledProgress):
         if report.step == self._shown_step:
             return
         self._shown_step = report.step
-        self._schedule.shown(report.step)
+        self._note_shown(report.step)
         rates = {name: value for name, value in report.values.items() if name.startswith("lr/")}
         self._rates = self._rates or rates
         self._rates_move = self._rates_move or rates != self._rates
@@ -283,7 +276,7 @@ class BarProgress(_ScheduledProgress):
 
     def begin(self, step: int, total: int | None) -> None:
         """Show the bar."""
-        self._schedule.begin(step)
+        self._start(step, total)
         self._bar = Progress(*make_columns(self._console, total), console=self._console, refresh_per_second=4)
         self._task = self._bar.add_task("fit", total=total, completed=step, numbers=())
         self._bar.start()
@@ -298,7 +291,7 @@ class BarProgress(_ScheduledProgress):
         if self._bar is None or report.kind != "train":
             self.say(line_of(report, None))
         else:
-            self._schedule.shown(report.step)
+            self._note_shown(report.step)
             self._bar.update(self._task, numbers=list(_shown(report).values()))
 
     def say(self, text: str) -> None:
@@ -318,20 +311,19 @@ class NotebookProgress(_ScheduledProgress):
     def __init__(self) -> None:
         super().__init__()
         self._display: Display | None = None
-        self._total: int | None = None
         self._began = self._shown_at = 0.0
         self._running = False
-        self._first = self._step = 0
+        self._step = 0
         self._numbers: Sequence[str] = ()
         self._evaluations: list[Report] = []
         self._said: list[str] = []
 
     @override
     def begin(self, step: int, total: int | None) -> None:
-        self._schedule.begin(step)
-        self._display, self._total, self._began = Display(), total, time.monotonic()
+        self._start(step, total)
+        self._display, self._began = Display(), time.monotonic()
         self._running = True
-        self._first = self._step = step
+        self._step = step
         self._numbers, self._evaluations, self._said = (), [], []
         self._show()
 
@@ -345,7 +337,7 @@ class NotebookProgress(_ScheduledProgress):
     @override
     def report(self, report: Report) -> None:
         if report.kind == "train":
-            self._schedule.shown(report.step)
+            self._note_shown(report.step)
             self._numbers = list(_shown(report).values())
         else:
             self._evaluations.append(report)

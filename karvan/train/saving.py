@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from typing_extensions import override
@@ -79,93 +79,129 @@ _log = logging.getLogger("karvan.train")
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 10.0  # seconds between two attempts at the last save
 
 
-class FailedSaves:
-    """Counts saves that failed in a row, reports each of them once, and says when there were too many."""
+class FolderSaves:
+    """Saves into one folder, one after the other, and counts those that failed in a row."""
 
-    def __init__(self, settings: SaveSettings, connection: Connection) -> None:
-        self.connection = connection
-        self.tolerated = settings.tolerate
-        self.retry_seconds = settings.retry_seconds
-        self.count = 0
+    def __init__(self, checkpoints: Checkpoints, settings: SaveSettings, connection: Connection) -> None:
+        self.checkpoints = checkpoints
+        self.newest: Snapshot | None = None  # what was saved last
+        self.error: BaseException | None = None  # why that failed, once it was waited for
+        self._settings = settings
+        self._connection = connection
+        self._pending: Pending | None = None  # in flight, or ended and not checked yet
+        self._failures = 0
 
-    @property
-    def is_last_chance(self) -> bool:
-        """Whether one more failure is too many; the caller then waits for the save."""
-        return self.count >= self.tolerated
+    def forget(self) -> None:
+        """Start without failures; a save that is still in flight ends before."""
+        self.settle()
+        self._failures, self.error = 0, None
 
-    def reporter(self, folder: Path) -> Callable[[int, BaseException], None]:
-        """A function that reports a failed save; it may be called on the thread that writes."""
-        number = self.count + 1
+    def save(self, snapshot: Snapshot, *, block: bool = False) -> Pending:
+        """Write a snapshot in the background, or at once with `block`, or if one more failure is too many.
+
+        A failure of the save before, or of this one, is raised unless it is tolerated.
+        """
+        self.wait()
+        block = block or self._failures >= self._settings.tolerate
+        pending, begins = self._begin(snapshot, self._reporter())
+        if block or not begins:
+            self.wait()
+        return pending
+
+    def _begin(self, snapshot: Snapshot, report: Report) -> tuple[Pending, bool]:
+        """Start a save; whether it has begun, or has failed already, which was reported."""
+        step, state, model, metrics = self.newest = snapshot
+        try:
+            pending, begins = self.checkpoints.save(step, state, model, metrics=metrics, report=report), True
+        except CheckpointError as error:
+            if self._connection.rank == 0:
+                report(step, error)
+            pending, begins = Pending.failed(step, error), False
+        self._pending = pending
+        return pending, begins
+
+    def _reporter(self) -> Report:
+        """What reports a failed save; it may be called on the thread that writes."""
+        number, tolerated = self._failures + 1, self._settings.tolerate
 
         def report(step: int, error: BaseException) -> None:
             if not is_outage(error):
                 log_failure(step, error)
-                return
-            if number > self.tolerated:
-                return  # it is raised
-            _log.warning(
-                "The checkpoint of step %d was NOT saved (failure %d in a row, %d are tolerated): %s "
-                "Training continues, and the next save is tried when it is due. %s",
-                step,
-                number,
-                self.tolerated,
-                _sentence(error),
-                newest_text(folder),
-            )
+            elif number <= tolerated:  # otherwise it is raised
+                _log.warning(
+                    "The checkpoint of step %d was NOT saved (failure %d in a row, %d are tolerated): %s "
+                    "Training continues, and the next save is tried when it is due. %s",
+                    step,
+                    number,
+                    tolerated,
+                    _sentence(error),
+                    newest_text(self.checkpoints.folder),
+                )
 
         return report
 
-    def failed(self, step: int, folder: Path, error: BaseException) -> None:
-        """A save has failed, and was reported: raise an error unless that is tolerated."""
+    def settle(self) -> BaseException | None:
+        """Wait for the save in flight; returns why it failed, which was reported."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.join()
+        self.error = pending.error
+        if pending.error is None:
+            self._failures = 0
+        pending.acknowledge()
+        return pending.error
+
+    def wait(self) -> None:
+        """Wait for the save in flight; a failure is raised unless it is tolerated."""
+        error = self.settle()
+        if error is None:
+            return
         if not is_outage(error):
             raise error
-        self.count += 1
-        if self.count > self.tolerated:
-            raise self.too_many(step, folder, error) from error
+        self._failures += 1
+        if self._failures > self._settings.tolerate:
+            assert self.newest is not None
+            folder, tolerated = self.checkpoints.folder, self._settings.tolerate
+            times = "once" if self._failures == 1 else f"{self._failures} times in a row"
+            raise CheckpointError(
+                folder,
+                f"checkpoints could not be saved {times} (tolerate_failed_saves is {tolerated}), the last "
+                f"one of step {self.newest.step}: {_sentence(error)} {newest_text(folder)}",
+                temporary=True,
+            ) from error
 
-    def succeeded(self) -> None:
-        """A checkpoint was saved."""
-        self.count = 0
-
-    def too_many(self, step: int, folder: Path, error: BaseException) -> CheckpointError:
-        """The error that ends a run."""
-        times = "once" if self.count == 1 else f"{self.count} times in a row"
-        return CheckpointError(
-            folder,
-            f"checkpoints could not be saved {times} (tolerate_failed_saves is {self.tolerated}), the last "
-            f"one of step {step}: {_sentence(error)} {newest_text(folder)}",
-            temporary=True,
-        )
-
-    def repeat(self, step: int, folder: Path, attempt: Callable[[], BaseException | None]) -> None:
-        """Attempt the last save until it succeeds; after `retry_seconds` all ranks raise its error."""
-        channel = self.connection.main
-        due = time.monotonic() + self.retry_seconds
+    def repeat(self, snapshot: Snapshot) -> None:
+        """Save the last snapshot until that succeeds; after `retry_seconds` all ranks raise its error."""
+        folder, seconds = self.checkpoints.folder, self._settings.retry_seconds
+        due = time.monotonic() + seconds
         delay, warned = _FIRST_DELAY, False
-        while (error := attempt()) is not None:
+        while True:
+            self._begin(snapshot, no_report)
+            if (error := self.settle()) is None:
+                return
             if not is_outage(error):
                 raise error
-            remaining = channel.gather_json(due - time.monotonic())[0]
+            remaining = self._connection.main.gather_json(due - time.monotonic())[0]
             if remaining <= 0:
                 raise CheckpointError(
                     folder,
-                    f"the last checkpoint, of step {step}, could not be saved in {self.retry_seconds:g} "
+                    f"the last checkpoint, of step {snapshot.step}, could not be saved in {seconds:g} "
                     f"seconds: {_sentence(error)} What was trained since is lost. {newest_text(folder)}",
                     temporary=True,
                 ) from error
-            if not warned and channel.rank == 0:
+            if not warned and self._connection.rank == 0:
                 warned = True
                 _log.warning(
                     "The last checkpoint, of step %d, was NOT saved: %s It is tried again for %g seconds. %s",
-                    step,
+                    snapshot.step,
                     _sentence(error),
-                    self.retry_seconds,
+                    seconds,
                     newest_text(folder),
                 )
             activity.advance()  # waiting is not a stall: it is limited
             time.sleep(min(delay, remaining))
             delay = min(2 * delay, _LONGEST_DELAY)
-        self.succeeded()
 
 
 def is_outage(error: BaseException) -> bool:
@@ -191,9 +227,6 @@ def _sentence(error: BaseException) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-_Failed: TypeAlias = tuple[int, Path, BaseException]  # the step of a save, where to, why
-
-
 class Snapshot(NamedTuple):
     """The content of a checkpoint."""
 
@@ -210,7 +243,7 @@ T = TypeVar("T")
 class SaveSettings:
     """Save every so many steps, every so many seconds, or both; None for neither. The end is always saved.
 
-    tolerate, retry_seconds: see `FailedSaves`.
+    tolerate, retry_seconds: see `FolderSaves`.
     """
 
     every: int | None = None
@@ -265,10 +298,6 @@ class NoSaver:
         """Fill the model's tables from a checkpoint, and return its state."""
         return checkpoint.load(model)
 
-    def due(self, step: int) -> bool:
-        """Whether it is time to save."""
-        return False
-
     def due_by_steps(self, step: int) -> bool:
         """Whether it is time to save by the number of steps, which all ranks know."""
         return False
@@ -281,9 +310,7 @@ class NoSaver:
         """Whether it is time to save by the clock; the caller will save, so the interval starts again."""
         return False
 
-    def save(
-        self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
-    ) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """Capture the current state, and write it in the background."""
 
     def wait(self) -> None:
@@ -295,7 +322,7 @@ class NoSaver:
         take: gives the current snapshot; used if the state is `unsaved`, or if the save in flight fails.
         """
         if unsaved:
-            self.save(*take())
+            self.save(take())
         return None
 
 
@@ -311,9 +338,8 @@ class Saver(NoSaver):
     ) -> None:
         self._checkpoints = checkpoints
         self._settings = settings
-        self._failures = FailedSaves(settings, connection)
+        self._saves = FolderSaves(checkpoints, settings, connection)
         self._connection = connection
-        self._pending: Pending | None = None  # in flight, or ended and not checked yet
         self._clock = clock
         self._last = clock()
         self._model: nn.Module | None = None  # of which this fit has saved a checkpoint
@@ -325,8 +351,7 @@ class Saver(NoSaver):
     def begin(self) -> None:
         self._last = self._clock()
         self._model = self._written = None
-        self._settle()  # of a fit that an error has ended
-        self._failures.succeeded()
+        self._saves.forget()  # those of a fit that an error has ended
 
     @override
     def require_writable(self) -> None:
@@ -353,10 +378,6 @@ class Saver(NoSaver):
         return checkpoint.load(model)
 
     @override
-    def due(self, step: int) -> bool:
-        return self.due_by_steps(step) or self.due_by_time()
-
-    @override
     def due_by_steps(self, step: int) -> bool:
         return self._settings.every is not None and step % self._settings.every == 0
 
@@ -373,64 +394,27 @@ class Saver(NoSaver):
         return seconds is not None and self._clock() >= self._last + seconds
 
     @override
-    def save(
-        self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
-    ) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """A failure of the save before, or of this one, may be tolerated."""
         self._last = self._clock()
-        failed = self._settle()
-        if failed is not None:
-            self._failures.failed(*failed)
-        last_chance = self._failures.is_last_chance
-        report = self._failures.reporter(self._checkpoints.folder)
-        failed = self._begin(Snapshot(step, state, model, metrics), report)
-        if failed is None and last_chance:
-            failed = self._settle()
-        if failed is not None:
-            self._failures.failed(*failed)
-
-    def _begin(self, snapshot: Snapshot, report: Report) -> _Failed | None:
-        """Start a save; returns a failure, which was reported."""
-        step, state, model, metrics = snapshot
-        try:
-            self._pending = self._checkpoints.save(step, state, model, metrics=metrics, report=report)
-        except CheckpointError as error:
-            if self._connection.rank == 0:
-                report(step, error)
-            return step, self._checkpoints.folder, error
-        self._model = model
-        return None
-
-    def _settle(self) -> _Failed | None:
-        """Wait for the save in flight; returns its failure, which was reported."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        pending.join()
-        if pending.error is None:
-            self._failures.succeeded()
-            return None
-        pending.acknowledge()
-        return pending.step, self._checkpoints.folder, pending.error
+        self._saves.save(snapshot)
+        self._model = snapshot.model
 
     @override
     def wait(self) -> None:
-        self._settle()
+        self._saves.settle()
 
     @override
     def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
         """The last save is repeated for a while if it fails."""
-        failed = self._settle()
-        if failed is not None and not is_outage(failed[2]):
-            raise failed[2]
-        if unsaved or failed is not None:
+        self._saves.settle()
+        error = self._saves.error
+        if error is not None and not is_outage(error):
+            raise error
+        if unsaved or error is not None:
             snapshot = take()
-
-            def attempt() -> BaseException | None:
-                failed = self._begin(snapshot, no_report) or self._settle()
-                return None if failed is None else failed[2]
-
-            self._failures.repeat(snapshot.step, self._checkpoints.folder, attempt)
+            self._saves.repeat(snapshot)
+            self._model = snapshot.model
         latest = self.latest()
         if latest is not None and self._model is not None:
             self._written = _seen(latest, self._model)

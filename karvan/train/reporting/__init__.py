@@ -1,1 +1,0 @@
-"""Reports of a fit: results, progress, history and loggers."""
