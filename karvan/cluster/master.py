@@ -17,7 +17,7 @@ from karvan.cluster.role_process import RoleSettings, stop_signals
 from karvan.discovery.registry import Registry
 from karvan.job.checkpoint_url import local_path
 from karvan.owner import own
-from karvan.work.ledger_file import LedgerError
+from karvan.work.ledger import LedgerError
 from karvan.work.service import PATIENCE, WorkService
 from karvan.work.trainer_group import TrainerGroup
 

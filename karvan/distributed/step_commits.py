@@ -236,7 +236,7 @@ class StepCommits:
 # The next step is committed only when all servers have this one, so they never differ by more than one.
 #
 # The others settle a member that is gone: `settle` fences it, and completes the step that only some servers
-# have committed. See `karvan/cluster/parameter_server/elastic_batches.py`.
+# have committed. See `karvan/cluster/parameter_server/batches.py`.
 
 
 class Tally(NamedTuple):

@@ -53,8 +53,7 @@ from karvan.clock import clock
 from karvan.outages import mark
 from karvan.protocol import work as protocol
 from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
-from karvan.work.ledger import JobFailedError, Ledger, NoTask
-from karvan.work.ledger_file import LedgerDiskError, LedgerError
+from karvan.work.ledger import JobFailedError, Ledger, LedgerDiskError, LedgerError, NoTask
 from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, WorkSpec, is_of_process, process_of
 
 _log = logging.getLogger(__name__)

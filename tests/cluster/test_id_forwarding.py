@@ -7,7 +7,7 @@ import torch
 
 import karvan as kv
 from karvan.cluster.loader.epoch_service import EpochService, serve
-from karvan.cluster.loader.id_forwarding import BatchName, SentIds
+from karvan.cluster.loader.service import BatchName, SentIds
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
 

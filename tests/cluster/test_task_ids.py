@@ -12,9 +12,9 @@ from task_loaders import Numbers, shared_data, task_loaders
 
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.loader.id_forwarding import SendTo, TaskIds
-from karvan.cluster.streams.loader_connection import LoaderConnection
-from karvan.cluster.streams.task_stream import resender, tasks_head
+from karvan.cluster.loader.service import SendTo, TaskIds
+from karvan.cluster.loader_channel import LoaderConnection
+from karvan.cluster.task_stream import resender, tasks_head
 from karvan.data.leasing.task_records import TaskToRead, records_done
 from karvan.outages import is_temporary
 from karvan.ragged import REFERENCE, Batch

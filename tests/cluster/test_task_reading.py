@@ -13,7 +13,7 @@ from task_loaders import Numbers, shared_data, task_loaders
 
 import karvan as kv
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import LoaderStatistics
 from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings
 from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done

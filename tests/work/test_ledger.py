@@ -14,8 +14,7 @@ import pytest
 from forked_programs import ForkedProgram, run_forked
 from ledger_helpers import PARTS, every_record, finish, lease_of
 
-from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
-from karvan.work.ledger_file import LedgerDiskError, LedgerError
+from karvan.work.ledger import JobFailedError, Ledger, LedgerDiskError, LedgerError, NoTask, TaskFailure
 from karvan.work.task import TaskKind, WorkSpec
 
 
@@ -344,7 +343,7 @@ def test_a_second_master_is_refused(open_ledger, tmp_path):
     ledger = open_ledger()
     lease_of(ledger, "a")
     program = (
-        "import sys; from pathlib import Path; from karvan.work.ledger_file import LedgerFile\n"
+        "import sys; from pathlib import Path; from karvan.work.ledger import LedgerFile\n"
         "LedgerFile(Path(sys.argv[1]))"
     )
     result = run_forked([sys.executable, "-c", program, tmp_path / "ledger.db"])

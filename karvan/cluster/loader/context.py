@@ -32,8 +32,14 @@ from typing import Any
 from karvan.checkpoint.transforms import has_state, name_of
 from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.loader.epoch_service import Batches, EpochService, as_batch, serve
-from karvan.cluster.loader.id_forwarding import ANSWER_WITHIN, IdReceiver, SplitIds, split_by_name
-from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
+from karvan.cluster.loader.service import (
+    ANSWER_WITHIN,
+    IdReceiver,
+    LoaderStatistics,
+    SavedStatistics,
+    SplitIds,
+    split_by_name,
+)
 from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings, generations_of, listening
 from karvan.data import Loader, SharedData, read

@@ -13,11 +13,11 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
                                                        position after it, arrays; or "end" with the number
                                                        of its batches; or "wait" after a second
     next(epoch + 1)                                  reads the next epoch once one trainer has asked for it
-    resend(reference, worker), done(references)      see `id_forwarding.py`; "wait" after a second, if the
+    resend(reference, worker), done(references)      see `service.py`; "wait" after a second, if the
                                                        batch has still to be read again
     identity                                         the identity of its data, once its program has set it;
                                                        "wait" after a second
-    statistics(whole)                                see `statistics.py`
+    statistics(whole)                                see `service.py`
     leave                                            this trainer needs no more
 
 A queue holds a bounded number of batches, and reading waits while that of the next batch is full.
@@ -45,9 +45,15 @@ from typing_extensions import override
 
 from karvan.activity import TRAINERS, activity
 from karvan.cluster.batch_messages import pack
-from karvan.cluster.loader.id_forwarding import BatchName, IdReceiver, SentIds, SplitIds, split_by_name
-from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import (
+    BatchName,
+    IdReceiver,
+    LoaderService,
+    LoaderStatistics,
+    SentIds,
+    SplitIds,
+    split_by_name,
+)
 from karvan.cluster.role_process import Generations
 from karvan.devices import require_cpu_batches
 from karvan.protocol import loader as protocol

@@ -7,7 +7,7 @@ reads what it is asked for:
     describe                                         the parts of the data, how they are cut into tasks, the
                                                        identity; "wait" after a second, until its program has
                                                        called `serve`
-    statistics(whole)                                see `karvan/cluster/loader/statistics.py`
+    statistics(whole)                                see `karvan/cluster/loader/service.py`
     read_batch(tasks, ids, to)                       the first batch of these tasks: all that the caller has
                                                        leased and not received, in order, each from its next
                                                        record on. "wait" after a second; "failed" with the
@@ -39,9 +39,15 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.cluster.batch_messages import pack
-from karvan.cluster.loader.id_forwarding import IdReceiver, SendTo, SplitIds, TaskIds, split_by_name
-from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import (
+    IdReceiver,
+    LoaderService,
+    LoaderStatistics,
+    SendTo,
+    SplitIds,
+    TaskIds,
+    split_by_name,
+)
 from karvan.data.leasing.client import task_from
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TaskToRead, places_of, rest_of

@@ -30,22 +30,28 @@ later version than the server; pushes of such gradients are rejected, so they pu
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from statistics import mean
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from karvan.cluster.parameter_server.done_once import AnswerWindow
 from karvan.dense.optimizer_spec import describe, make_optimizer, rate_of
-from karvan.dense.step_policies import Answer, AsyncPolicy, Policy
+from karvan.dense.step_policies import Answer, AsyncPolicy, Policy, SyncPolicy
 from karvan.dense.tensors import Array, all_finite, dense_tensor, expect_gradients, expect_number
+from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
+from karvan.job.sync_modes import DenseSettings
+from karvan.protocol import parameter_server as protocol
 from karvan.protocol.parameter_server import ANSWERS, OPTIMIZER, WAITING
-from karvan.protocol.values import NUMBER
+from karvan.protocol.values import NUMBER, RunHello
+from karvan.wire import Endpoint, Message, RefusedError, Request
+
+T = TypeVar("T")
 
 # Checks states of dense parameters that a server receives.
 #
@@ -129,6 +135,56 @@ def _listed(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _listed(item) for name, item in value.items()}
     return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# Each trainer numbers its pushes. The answers to its last `window` numbers are remembered; a push with one of
+# these is answered as it was the first time. Older numbers are refused: it is not known any more whether they
+# were applied. A window has to be longer than the number of pushes that a trainer can have in flight.
+
+
+class AnswerWindow(Generic[T]):
+    """Answers by trainer and sequence number."""
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}.")
+        self._window = window
+        self._answers: dict[str, dict[int, T]] = {}
+
+    def find(self, trainer: str, sequence: int) -> T | None:
+        """What was answered, if that is known."""
+        return self._answers.get(trainer, {}).get(sequence)
+
+    def forgotten(self, trainer: str, sequence: int) -> bool:
+        """Whether the number is before those that are remembered."""
+        return sequence < self.next_sequence(trainer) - self._window
+
+    def next_sequence(self, trainer: str) -> int:
+        """The number after the largest one that a trainer has used."""
+        return max(self._answers.get(trainer, ()), default=-1) + 1
+
+    def remember(self, trainer: str, sequence: int, answer: T) -> None:
+        """Store an answer, and drop those that are too old."""
+        answers = self._answers.setdefault(trainer, {})
+        answers[sequence] = answer
+        oldest = self.next_sequence(trainer) - self._window
+        for old in [number for number in answers if number < oldest]:
+            del answers[old]
+
+    def forget(self, trainer: str) -> None:
+        """Drop the answers of a trainer that will not come back."""
+        self._answers.pop(trainer, None)
+
+    def all(self) -> Mapping[str, Mapping[int, T]]:
+        """Everything that is remembered."""
+        return self._answers
+
+    def load(self, answers: Mapping[str, Mapping[int, Any]]) -> None:
+        """Remember these instead."""
+        self._answers = {}
+        for trainer, its in answers.items():
+            for sequence in sorted(its):
+                self.remember(trainer, sequence, its[sequence])
 
 
 @dataclass
@@ -364,3 +420,147 @@ def _clone(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     return _cloned(value) if isinstance(value, Mapping) else value
+
+
+# The calls by which trainers reach a server's dense parameters; `dense_parameters.py` explains them.
+#
+# | call | head and arrays | answer |
+# |---|---|---|
+# | pull_dense | version, or none | version; tensors, if they are newer |
+# | push_dense | version, trainer, sequence, lr; tensors | the outcome |
+# | stage_dense | version, step, lr; tensors | version; in an elastic run, see `batches.py` |
+# | next_sequence | trainer | sequence |
+# | flush_dense | | version |
+# | dense_state | | the state |
+# | load_dense_state | the state; first: only if there is none yet | version |
+#
+# Each call has the number of a model, as trainers may have several. The trainers' hello says what makes a
+# step, the same for all of them; a run of trainers with other settings continues with the parameters of the
+# run before. A malformed call is refused and changes nothing.
+
+_MOST_MODELS = 1024
+
+
+class DenseService:
+    """The models whose dense parameters a server has."""
+
+    def __init__(self) -> None:
+        self._settings = DenseSettings()
+        self._models: dict[int, DenseParameters] = {}
+        self._lock = threading.Lock()
+        self.endpoints: list[Endpoint[Any]] = [
+            Endpoint(protocol.PULL_DENSE, self._pull),
+            Endpoint(protocol.PUSH_DENSE, self._push),
+            Endpoint(protocol.STAGE_DENSE, _refuse_staging),
+            Endpoint(protocol.NEXT_SEQUENCE, self._next_sequence),
+            Endpoint(protocol.FLUSH_DENSE, self._flush),
+            Endpoint(protocol.DENSE_STATE, self._state),
+            Endpoint(protocol.LOAD_DENSE_STATE, self._load_state),
+        ]
+
+    def begin(self, settings: DenseSettings) -> None:
+        """A new run of trainers; parameters stay."""
+        with self._lock:
+            self._settings = settings
+            for number, model in list(self._models.items()):
+                renewed = DenseParameters(policy_of(settings))
+                if model.ready:
+                    renewed.load_state(model.state())
+                self._models[number] = renewed
+
+    def check(self, settings: DenseSettings) -> None:
+        """All trainers of a run must have the same settings."""
+        if settings != self._settings:
+            raise RefusedError(
+                f"expected dense parameters with {_in_words(self._settings)}, as the first trainer said, "
+                f"got {_in_words(settings)}."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Versions and counts of pushes, by model."""
+        with self._lock:
+            models = dict(self._models)
+        return {
+            str(number): {"version": model.version, **asdict(model.counts)}
+            for number, model in models.items()
+            if model.ready
+        }
+
+    def forget(self, trainer: str) -> None:
+        """A trainer will not come back: its numbers are not needed any more."""
+        with self._lock:
+            models = list(self._models.values())
+        for model in models:
+            model.forget(trainer)
+
+    def model(self, number: int) -> DenseParameters:
+        """The model of a number, without parameters before they are loaded."""
+        with self._lock:
+            if number not in self._models:
+                if len(self._models) >= _MOST_MODELS:
+                    raise RefusedError(f"expected up to {_MOST_MODELS} models, got one more.")
+                self._models[number] = DenseParameters(policy_of(self._settings))
+            return self._models[number]
+
+    def _pull(self, call: Request[protocol.PullDense]) -> Message:
+        version, parameters = self.model(call.head.model).pull(call.head.version)
+        if parameters is None:
+            return Message({"version": version})
+        return tensors_message(parameters, version=version)
+
+    def _push(self, call: Request[protocol.PushDense]) -> Message:
+        head = call.head
+        answer = self.model(call.head.model).push_gradients(
+            tensors_of(head.tensors, call.arrays),
+            head.version,
+            trainer=head.trainer,
+            sequence=head.sequence,
+            lr=head.lr,
+        )
+        return Message({"answer": astuple(answer)})
+
+    def _next_sequence(self, call: Request[protocol.NextSequence]) -> Message:
+        return Message({"sequence": self.model(call.head.model).next_sequence(call.head.trainer)})
+
+    def _flush(self, call: Request[protocol.OfModel]) -> Message:
+        return Message({"version": self.model(call.head.model).flush()})
+
+    def _state(self, call: Request[protocol.OfModel]) -> Message:
+        return state_message(self.model(call.head.model).state())
+
+    def _load_state(self, call: Request[protocol.LoadDenseState]) -> Message:
+        model, state = self.model(call.head.model), state_of(call.arrays)
+        try:
+            model.load_state(state, first=call.head.first)
+        except WRONG as error:
+            raise RefusedError(
+                f"expected a state of dense parameters, got one that cannot be used: {error}"
+            ) from error
+        return Message({"version": model.version})
+
+
+def _refuse_staging(call: Request[protocol.StageDense]) -> Message:
+    raise RefusedError("expected an elastic run of mode async, got gradients to stage in another run.")
+
+
+def settings_of(hello: RunHello) -> DenseSettings:
+    """The settings of steps in a trainer's hello; a RefusedError if they are not valid."""
+    settings = hello.dense or {}
+    try:
+        return DenseSettings(**settings)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(
+            "expected lr_staleness, grads_to_wait, tolerance and pull_every, "
+            f"got {str(settings)[:100]}: {error}"
+        ) from error
+
+
+def policy_of(settings: DenseSettings) -> Policy:
+    """The policy that settings ask for."""
+    if settings.rejects:
+        return SyncPolicy(settings.together, settings.tolerance or 0)
+    return AsyncPolicy(settings.lr_staleness)
+
+
+def _in_words(settings: DenseSettings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in asdict(settings).items())

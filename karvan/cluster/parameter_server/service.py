@@ -3,7 +3,7 @@
 A run is one start of all trainers of a job; the generation counts how often the job went back to a
 checkpoint. A newer generation starts with empty tables, because its trainers load them from a checkpoint;
 calls of an older one are refused. A new run of the same generation finds the rows of the run before, and the
-dense parameters (`dense_service.py`) of trainers in mode async.
+dense parameters (`dense_parameters.py`) of trainers in mode async.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
-from karvan.cluster.parameter_server.batches import Batches, FixedBatches
+from karvan.cluster.parameter_server.batches import Batches, ElasticBatches, FixedBatches, OwnStepBatches
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
-from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
-from karvan.cluster.parameter_server.elastic_batches import ElasticBatches, OwnStepBatches
+from karvan.cluster.parameter_server.dense_parameters import DenseService, settings_of
 from karvan.cluster.parameter_server.row_updates import (
     BarrierUpdates,
     JointUpdates,
     RowUpdates,
+    ServerTables,
     SingleUpdates,
 )
-from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.role_process import Generations, RoleSettings, generations_of
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from forked_programs import ForkedProgram
 
-from karvan.cluster.streams.loader_channel import leave_all
-from karvan.cluster.streams.loader_stream import from_loaders
+from karvan.cluster.loader_channel import leave_all
+from karvan.cluster.loader_stream import from_loaders
 from karvan.discovery.registry import Registry
 
 PROGRAM = Path(__file__).parent / "loader_program.py"

@@ -27,13 +27,11 @@ from karvan import distributed, ragged
 from karvan.activity import activity
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
+from karvan.cluster import loader_channel
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.loader.id_forwarding import BatchName, require_ids
-from karvan.cluster.loader.statistics import ask_loaders
-from karvan.cluster.streams import loader_channel
-from karvan.cluster.streams.loaded_data import LoadedData
-from karvan.cluster.streams.loader_channel import ChannelSettings, LoaderChannel, leave_all
-from karvan.cluster.streams.loader_connection import LoaderAccess
+from karvan.cluster.loader.service import BatchName, ask_loaders, require_ids
+from karvan.cluster.loader_channel import ChannelSettings, LoaderAccess, LoaderChannel, leave_all
+from karvan.cluster.task_stream import LoadedData
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
 from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
