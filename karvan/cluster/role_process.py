@@ -88,21 +88,11 @@ class RoleSettings:
     def from_environment(cls, role: Role, environment: Mapping[str, str] | None = None) -> RoleSettings:
         """Read the variables; an error names the variable."""
         job = JobEnvironment.read(environment)
-        return cls(
-            role=role,
-            index=job.index,
-            count=job.count,
-            host=job.host or "127.0.0.1",
-            port=job.port,
-            advertise=job.advertise,
-            registry=job.registry,
-            master_address_file=job.master_address_file,
-            threads=job.threads or 0,
-            generation=job.generation,
-            checkpoints=job.checkpoints,
-            capacity=job.capacity,
-            security=Security.from_environment(environment),
-        )
+        names = ("index", "count", "port", "advertise", "registry", "master_address_file", "generation")
+        same = {name: getattr(job, name) for name in (*names, "checkpoints", "capacity")}
+        security = Security.from_environment(environment)
+        host, threads = job.host or "127.0.0.1", job.threads or 0
+        return cls(role=role, host=host, threads=threads, security=security, **same)
 
 
 def factory_of(name: str) -> Callable[[RoleSettings], Service]:

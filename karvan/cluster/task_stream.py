@@ -1,7 +1,8 @@
-"""`TaskStream`: the batches of some tasks, in order, which loaders read.
+"""`LoadedData`: data whose records trainers lease, and the loaders of the job read.
 
-A stream asks one loader at a time, and one batch after the other. Its own loader is asked first. If that is
-lost, the stream asks the next one for the same tasks, and returns to its own when it is back.
+A trainer has several `TaskStream`s, each of which takes the batches of some tasks, in order. A stream asks
+one loader at a time, and one batch after the other. Its own loader is asked first. If that is lost, the
+stream asks the next one for the same tasks, and returns to its own when it is back.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -22,12 +24,14 @@ from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.service import ask_loaders, require_ids
 from karvan.cluster.loader_channel import (
+    BatchStream,
     LoaderAccess,
     LoaderConnection,
     LoaderLostError,
+    ask,
     ask_all,
-    ask_one,
     read_batch,
+    waiting_for,
 )
 from karvan.data.identity import Identity
 from karvan.data.leasing.client import WorkClient
@@ -53,7 +57,7 @@ class LoadedRecordSearch:
     """A search by loaders: any loader reads the records again, as tasks that skip all others."""
 
     def __init__(self, access: LoaderAccess, seed: int | None) -> None:
-        self._access = access
+        self._requests = TaskRequests(access)
         self._seed = seed
 
     def find(
@@ -68,25 +72,13 @@ class LoadedRecordSearch:
 
     def _try(self, remaining: list[TaskToRead], check: Callable[[Batch], None]) -> None:
         while remaining:
-            loader, answer = read_batch(self._access, tasks_head(remaining))
+            loader, answer = read_batch(self._requests.access, self._requests.head(remaining))
             if isinstance(answer.head, protocol.FailedTask):
                 raise reading_error(loader, answer.head)
             batch = Batch.trusted(dict(unpack(answer.head.batch, answer.arrays)), answer.head.samples)
             if batch.samples:  # a transform may drop records
                 check(batch)
             remaining = rest_of(remaining, answer.head.records)
-
-
-def tasks_head(
-    tasks: Sequence[TaskToRead], ids: Sequence[str] = (), to: protocol.IdsReceiver | None = None
-) -> protocol.RequestedTasks:
-    """The head of a call of `read_batch`; ids: the features that embedding workers get; to: which one."""
-    sent: dict[str, Any] = {"ids": list(ids)} if ids else {}
-    if to is not None:
-        sent["to"] = to
-    return protocol.RequestedTasks(
-        tasks=[protocol.RequestedTask(task=task.task._asdict(), ends=task.ends) for task in tasks], **sent
-    )
 
 
 def reading_error(loader: int, failure: protocol.FailedTask) -> RuntimeError:
@@ -142,24 +134,44 @@ def with_tasks(batch: Batch, tasks: Sequence[TaskToRead], records: int) -> Batch
     return Batch.trusted({**batch, REFERENCE: reference}, batch.samples)
 
 
-def resender(access: LoaderAccess, ids: Sequence[str], digest: str) -> Callable[[IdsReference], None]:
-    """A function that has a loader send the ids of a batch again; see `Workers.resend`."""
+@dataclass(frozen=True)
+class TaskRequests:
+    """How a trainer asks loaders for the batches of tasks.
 
-    def resend(reference: IdsReference) -> None:
+    ids: the features that embedding workers get. digest: what batches must say of their data. prefetch: how
+    many batches a stream has in advance.
+    """
+
+    access: LoaderAccess
+    ids: Sequence[str] = ()
+    digest: str = ""
+    prefetch: int = 1
+
+    def head(
+        self, tasks: Sequence[TaskToRead], to: protocol.IdsReceiver | None = None
+    ) -> protocol.RequestedTasks:
+        """The head of a call of `read_batch`; to: which embedding worker gets the ids, if it must be one."""
+        sent: dict[str, Any] = {"ids": list(self.ids)} if self.ids else {}
+        if to is not None:
+            sent["to"] = to
+        return protocol.RequestedTasks(
+            tasks=[protocol.RequestedTask(task=task.task._asdict(), ends=task.ends) for task in tasks], **sent
+        )
+
+    def resend(self, reference: IdsReference) -> None:
+        """Have a loader send the ids of a batch again; see `Workers.resend`."""
         assert isinstance(reference, LeasedIds)
         to = protocol.IdsReceiver(worker=reference.worker, name=reference.name)
-        loader, answer = read_batch(access, tasks_head(reference.tasks, ids, to))
+        loader, answer = read_batch(self.access, self.head(reference.tasks, to))
         head = answer.head
         if isinstance(head, protocol.FailedTask):
             raise mark(reading_error(loader, head), temporary=True)  # it could be read before
-        if head.digest != digest or head.samples != reference.rows:
+        if head.digest != self.digest or head.samples != reference.rows:
             raise ValueError(
                 f"loader {loader} expected to read the batch of {reference.tasks[0].task} again, with "
                 f"{reference.rows} samples, as an embedding worker has lost its ids; got "
                 f"{head.samples} samples, or other data. Do not change files while a job runs."
             )
-
-    return resend
 
 
 # Where the tasks of a `TaskStream` come from: leases, or the plan of an epoch.
@@ -285,43 +297,46 @@ class PlannedQueue:
         """Nothing is leased."""
 
 
+TaskQueue: TypeAlias = LeasedQueue | PlannedQueue
+
 _RETURN_AFTER = 5.0  # seconds after which a stream tries its own loader again
 _PAUSE = 0.2  # seconds after all loaders were lost
-_LONG = 60.0  # seconds without a batch after which a warning is logged
 
 
 class TaskStream:
     """Takes batches in the background, up to `prefetch` of them, until its tasks have ended.
 
-    loader: its own, modulo their number. ids: the features that embedding workers get. digest: what batches
-    must say of their data. changed: the lock of all that is public here, which is notified of every change.
+    loader: its own, modulo their number. changed: the lock of all that is public here, which is notified of
+    every change.
     """
 
     def __init__(
-        self,
-        tasks: LeasedQueue | PlannedQueue,
-        access: LoaderAccess,
-        loader: int,
-        ids: Sequence[str],
-        digest: str,
-        prefetch: int,
-        changed: threading.Condition,
+        self, tasks: TaskQueue, requests: TaskRequests, loader: int, changed: threading.Condition
     ) -> None:
         self.tasks = tasks
-        self.ready: deque[tuple[Batch, list[TakenRecords]]] = deque()  # batches with their records
+        self.waiting: deque[tuple[Batch, list[TakenRecords]]] = deque()  # batches with their records
         self.ended = False
         self.error: BaseException | None = None
         self.suspects: list[TakenRecords] = []  # of which one may be the reason of the error
-        self._access = access
-        self._own = self._loader = loader % access.count
+        self._requests = requests
+        self._access = requests.access
+        self._own = self._loader = loader % requests.access.count
         self._return_at = 0.0
-        self._ids = ids
-        self._digest = digest
-        self._prefetch = prefetch
         self._changed = changed
         self._closed = threading.Event()
         self._connection: LoaderConnection | None = None
         threading.Thread(target=self._run, name=f"karvan-stream {self._own}", daemon=True).start()
+
+    def check(self, waited: float) -> None:
+        """Raise the error that came after all batches, once these were taken."""
+        if self.error is not None and not self.waiting:
+            raise self.error
+
+    def take(self) -> tuple[Batch, list[TakenRecords]]:
+        """The next batch, which waits."""
+        with self._changed:
+            self._changed.notify_all()
+            return self.waiting.popleft()
 
     def close(self) -> None:
         """End; the thread disconnects on its own."""
@@ -340,9 +355,11 @@ class TaskStream:
                 received = Batch.trusted(dict(unpack(head.batch, answer.arrays)), head.samples)
                 batch = with_tasks(received, tasks, records)
                 with self._changed:
-                    self.ready.append((batch, self.tasks.take(records)))
+                    self.waiting.append((batch, self.tasks.take(records)))
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._closed.is_set() or len(self.ready) < self._prefetch)
+                    self._changed.wait_for(
+                        lambda: self._closed.is_set() or len(self.waiting) < self._requests.prefetch
+                    )
         except BaseException as error:
             self.error = error
         finally:
@@ -377,17 +394,17 @@ class TaskStream:
         return None
 
     def _ask(self, tasks: list[TaskToRead]) -> Message[protocol.TaskBatch] | None:
-        loader, head = self._loader, tasks_head(tasks, self._ids)
-        began = warn_at = clock.now()
+        loader, head = self._loader, self._requests.head(tasks)
         connection = self._connection = self._connection or LoaderConnection(loader, self._access)
-        with activity.waiting(f"loader-{loader}"):
+
+        def warn(seconds: float) -> None:
+            _log.warning("No batch from loader %d for %.0f seconds: %s", loader, seconds, tasks[0].task)
+
+        with waiting_for([loader], warn) as waited:
             while isinstance((answer := connection.call(protocol.READ_BATCH, head)).head, NoAnswerYet):
+                waited()
                 if self._closed.is_set():
                     return None
-                if clock.now() - warn_at > _LONG:
-                    warn_at = clock.now()
-                    what, seconds = tasks[0].task, warn_at - began
-                    _log.warning("No batch from loader %d for %.0f seconds: %s", loader, seconds, what)
         return Message(self._checked(loader, answer.head), answer.arrays)
 
     def _change_to(self, loader: int) -> None:
@@ -402,7 +419,7 @@ class TaskStream:
             if head.kind != "temporary":
                 self.suspects = self.tasks.suspects(head.task)
             raise reading_error(loader, head)
-        if head.digest != self._digest:
+        if head.digest != self._requests.digest:
             raise ValueError(
                 f"loader {loader} reads other data, or transforms it with other statistics, than when "
                 "training started: its process was replaced, and files have changed since, or its engine "
@@ -413,54 +430,40 @@ class TaskStream:
         return head
 
 
-# `LoadedData`: data whose records trainers lease, and the loaders of the job read.
-#
-# `kv.data.from_loaders()` gives it in the trainers of a job with `sharding: dynamic`. A trainer is the holder
-# of its leases, as with `SharedData`, and sends each task to a loader to be read. What it has to know of the
-# data, it asks the loaders.
-
-# The batches of an epoch that a trainer gets from loaders: of the tasks that it leases, or of a plan.
-#
-# Several streams read at the same time, each of tasks of its own. So one batch after the other is ready, even
-# if a loader is slow.
-
-
-_WAKE = 1.0  # seconds
 _STOP_WITHIN = 1.0  # seconds
 
 
-class LoadedBatches:
-    """Iterates once over the batches of streams, until all have ended.
+class LoadedBatches(BatchStream[TaskStream]):
+    """Iterates once over the batches that a trainer gets of an epoch, until all streams have ended.
 
+    Each stream reads tasks of its own queue, so one batch after the other is ready even if a loader is slow.
     in_turns: a batch of each stream in turns, so that the order is always the same; otherwise as they come.
     """
 
-    def __init__(
-        self, streams: Sequence[TaskStream], changed: threading.Condition, *, in_turns: bool
-    ) -> None:
-        self._streams = streams
-        self._changed = changed
+    errors_first = True
+
+    def __init__(self, queues: Sequence[TaskQueue], requests: TaskRequests, *, in_turns: bool) -> None:
+        super().__init__()
         self._in_turns = in_turns
-        self._closed = False
         self._records: list[TakenRecords] = []
+        first = JobEnvironment.read().index * len(queues)  # trainers begin with different loaders
+        self._streams = [
+            TaskStream(queue, requests, first + number, self._changed) for number, queue in enumerate(queues)
+        ]
 
     def __iter__(self) -> Iterator[Batch]:
-        count = len(self._streams)
-        for number in itertools.count():
-            turn = number % count
-            candidates = 1 if self._in_turns else count
-            received = self._take([self._streams[(turn + offset) % count] for offset in range(candidates)])
-            if received is None:
-                return
+        streams = deque(self._streams)
+        while ready := self._ready([streams[0]] if self._in_turns else streams):
             activity.advance()
-            batch, self._records = received
+            batch, self._records = ready[0].take()
+            streams.rotate(-1)
             yield batch
 
     @property
     def idle(self) -> bool:
         """Whether a batch may take long to come, because others work on the last records of the epoch."""
         with self._changed:
-            return all(not stream.ready and stream.tasks.idle for stream in self._streams)
+            return all(not stream.waiting and stream.tasks.idle for stream in self._streams)
 
     def hand_over(self) -> list[TakenRecords]:
         """The records of the last batch, for whoever acknowledges them."""
@@ -479,29 +482,16 @@ class LoadedBatches:
         for stream in self._streams:
             stream.tasks.join(max(0.0, due - clock.now()))
 
-    def _take(self, streams: Sequence[TaskStream]) -> tuple[Batch, list[TakenRecords]] | None:
-        """The next batch of one of these streams; None if all of them have ended."""
-        with self._changed:
-            while not self._closed:
-                for stream in streams:
-                    if stream.error is not None and not stream.ready:
-                        raise stream.error
-                for stream in streams:
-                    if stream.ready:
-                        batch = stream.ready.popleft()
-                        self._changed.notify_all()
-                        return batch
-                if all(stream.ended for stream in streams):
-                    return None
-                self._changed.wait(_WAKE)
-            return None
-
 
 _LEAST_STREAMS = 2  # so that one batch is unpacked while another is sent, by the same loader or another one
 
 
 class LoadedData:
     """The data of the job's loaders; prefetch: batches of each stream in advance.
+
+    `kv.data.from_loaders()` gives it in the trainers of a job with `sharding: dynamic`. A trainer is the
+    holder of its leases, as with `SharedData`, and sends each task to a loader to be read. What it has to
+    know of the data, it asks the loaders.
 
     ids: the features that embedding workers look up; a job that has workers must name them.
     """
@@ -511,7 +501,6 @@ class LoadedData:
         self._access = access
         self._prefetch = prefetch
         self._ids = list(ids or ())
-        self._known: tuple[Description, list[int]] | None = None
         self._identity: Identity | None = None
 
     @property
@@ -543,12 +532,13 @@ class LoadedData:
 
         Loaders with different statistics are an error, also later, when one is replaced.
         """
-        _, loaders = self._described()
 
-        def ask(loader: int, whole: bool) -> Message[Statistics]:
-            return ask_one(self._access, loader, STATISTICS, Whole(whole=whole))
+        def statistics(loader: int, whole: bool) -> Message[Statistics]:
+            answer = ask(self._access, loader, STATISTICS, Whole(whole=whole))
+            assert answer is not None  # nobody gives up
+            return answer
 
-        return ask_loaders(ask, loaders)[0]
+        return ask_loaders(statistics, list(self._descriptions))[0]
 
     def lease(self, client: WorkClient, epoch: int) -> LoadedBatches:
         """The batches of an epoch that this process leases, as they are ready."""
@@ -589,40 +579,29 @@ class LoadedData:
         """How many streams each trainer has, so that together they ask all loaders."""
         return max(_LEAST_STREAMS, -(-self._access.count // trainers))
 
-    def _batches(self, queues: Sequence[LeasedQueue | PlannedQueue], *, in_turns: bool) -> LoadedBatches:
-        digest = self._description.digest
+    def _batches(self, queues: Sequence[TaskQueue], *, in_turns: bool) -> LoadedBatches:
+        requests = TaskRequests(self._access, self._ids, self._description.digest, self._prefetch)
         if (workers := distributed.current().workers) is not None:
-            workers.resend = resender(self._access, self._ids, digest)
-        changed = threading.Condition()
-        first = JobEnvironment.read().index * len(queues)  # trainers begin with different loaders
-        streams = [
-            TaskStream(queue, self._access, first + number, self._ids, digest, self._prefetch, changed)
-            for number, queue in enumerate(queues)
-        ]
-        return LoadedBatches(streams, changed, in_turns=in_turns)
+            workers.resend = requests.resend
+        return LoadedBatches(queues, requests, in_turns=in_turns)
 
     @property
     def _description(self) -> Description:
-        return self._described()[0]
+        return next(iter(self._descriptions.values()))
 
-    def _described(self) -> tuple[Description, list[int]]:
-        """The data as loaders describe it, and which of them have; others are lost for now."""
-        if self._known is None:
-            descriptions = {loader: answer.head for loader, answer in ask_all(self._access, DESCRIBE).items()}
-            first = min(descriptions)
-            for loader, description in descriptions.items():
-                if difference := _difference(descriptions[first], description):
+    @cached_property
+    def _descriptions(self) -> dict[int, Description]:
+        """The data, which is the same, as each loader describes it; others are lost for now."""
+        answers = ask_all(self._access, DESCRIBE)
+        descriptions = {loader: answer.head for loader, answer in answers.items()}
+        first = min(descriptions)
+        names = {"parts": "files", "identity": "content of the files"}
+        for loader, description in descriptions.items():
+            for name in ("parts", "batch_size", "seed", "records_per_task", "identity"):
+                if getattr(descriptions[first], name) != getattr(description, name):
                     raise ValueError(
-                        f"loader {first} and loader {loader} read data with different {difference}: expected "
-                        "the same in all loaders, since any of them reads what trainers have leased."
+                        f"loader {first} and loader {loader} read data with different "
+                        f"{names.get(name, name)}: expected the same in all loaders, since any of them reads "
+                        "what trainers have leased."
                     )
-            self._known = descriptions[first], sorted(descriptions)
-        return self._known
-
-
-def _difference(first: Description, other: Description) -> str:
-    """What differs in the data of two loaders, in words; empty if nothing does."""
-    names = {"parts": "files", "identity": "content of the files"}
-    compared = ("parts", "batch_size", "seed", "records_per_task", "identity")
-    differ = (name for name in compared if getattr(first, name) != getattr(other, name))
-    return next((names.get(name, name) for name in differ), "")
+        return descriptions

@@ -105,7 +105,7 @@ class TrainerGroup(Service):
     def gone(self) -> list[str]:
         """The processes without which the others have continued, or will."""
         with self._lock:
-            return [name for member, name in self._processes.items() if member in self._gone]
+            return self._processes_gone()
 
     @property
     def round(self) -> int:
@@ -121,11 +121,10 @@ class TrainerGroup(Service):
         """A process has ended. Returns whether others of its round are left, who will continue without it."""
         with self._lock:
             member = self._member_of(process)
-            if member is None:
-                return bool(self._present())
-            self._gone.add(member)
-            self._end_run()
-            self._write()
+            if member is not None:
+                self._gone.add(member)
+                self._end_run()
+                self._write()
             return bool(self._present())
 
     def expect(self, trainers: int) -> None:
@@ -179,14 +178,12 @@ class TrainerGroup(Service):
 
     def _begin_round(self, now: float) -> None:
         """Begin the next round, if all who are needed for it wait."""
-        for member in self._present():
-            if now - self._heard.setdefault(member, now) > self._lost_after:
-                self._gone.add(member)
+        self._drop_silent(now)
         survivors = self._present()
-        present = self._here(now)
-        if not set(survivors) <= set(present):
+        waiting = self._waiting(now)
+        if not set(survivors) <= waiting:
             return
-        joiners = sorted(set(present) - set(survivors))
+        joiners = sorted(waiting.difference(survivors))
         if not survivors and len(joiners) < min(self._least, self._expected):
             return
         self._end_run()
@@ -210,24 +207,22 @@ class TrainerGroup(Service):
                 self._write()
             if head.round != self._round:
                 return Message(protocol.RoundState(regroup=True, broken=True, gone=[], waiting=[]))
-            for name in self._present():
-                if now - self._heard.setdefault(name, now) > self._lost_after:
-                    self._gone.add(name)
-            present = set(self._here(now))
+            self._drop_silent(now)
+            waiting = self._waiting(now)
             lost = [member for member in self._members if member in self._gone]
-            broken = bool(lost) or not present.isdisjoint(self._members)
-            state = protocol.RoundState(
-                regroup=broken or bool(present), broken=broken, gone=lost, waiting=sorted(present)
+            broken = bool(lost) or not waiting.isdisjoint(self._members)
+            return Message(
+                protocol.RoundState(
+                    regroup=broken or bool(waiting), broken=broken, gone=lost, waiting=sorted(waiting)
+                )
             )
-            return Message(state)
 
     def _settle(self, request: Request[protocol.ProcessRound]) -> Message:
         with self._lock:
             self._admit(request.head.process)
             if request.head.round != self._round:
                 return Message({})
-            lost = [name for name in self._processes if name in self._gone]
-            processes = [self._processes[name] for name in lost]
+            processes = self._processes_gone()
         self._on_settled(processes)
         return Message({})
 
@@ -263,13 +258,22 @@ class TrainerGroup(Service):
     def _member_of(self, process: str) -> int | None:
         return next((member for member, name in self._processes.items() if name == process), None)
 
-    def _here(self, now: float) -> list[int]:
+    def _drop_silent(self, now: float) -> None:
+        """Members of the round that were not heard for long are gone."""
+        for member in self._present():
+            if now - self._heard.setdefault(member, now) > self._lost_after:
+                self._gone.add(member)
+
+    def _waiting(self, now: float) -> set[int]:
         """Those that wait for the next round."""
-        waits = self._waits.items()
-        return [member for member, at in waits if now - at <= _PRESENT and member not in self._gone]
+        return {member for member, at in self._waits.items() if now - at <= _PRESENT} - self._gone
 
     def _present(self) -> list[int]:
+        """Members of the round that are not gone, in the order of their ranks."""
         return [member for member in self._members if member not in self._gone]
+
+    def _processes_gone(self) -> list[str]:
+        return [name for member, name in self._processes.items() if member in self._gone]
 
     def _write(self) -> None:
         if self._path is None:

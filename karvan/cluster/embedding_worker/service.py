@@ -26,13 +26,12 @@ to it first; workers report the restart to their trainers.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +46,6 @@ from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_f
 from karvan.job.environment import JobEnvironment
 from karvan.native import _native
 from karvan.protocol import embedding_worker as protocol
-from karvan.protocol.embedding_worker import PushPasses, WorkerHello
 from karvan.protocol.parameter_server import PUSH, expect_trainer
 from karvan.protocol.values import DeclaredTable
 from karvan.ragged import Batch, Ragged
@@ -55,7 +53,8 @@ from karvan.store.messages import from_wire, to_wire
 from karvan.store.remote.servers import ServerLookup, begin_pull
 from karvan.store.remote.workers import pack_layouts
 from karvan.store.types import LookupContext
-from karvan.wire import Array, Caller, Endpoint, Message, RefusedError, Reply, Request, Service, endpoints
+from karvan.wire import Array, Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
+from karvan.wire.schema import H
 
 # Embeds batches on behalf of a trainer, with the trainer's own code.
 #
@@ -66,7 +65,7 @@ from karvan.wire import Array, Caller, Endpoint, Message, RefusedError, Reply, R
 class TrainerSession:
     """Calls the parameter servers on behalf of one trainer."""
 
-    def __init__(self, servers: Servers, hello: WorkerHello) -> None:
+    def __init__(self, servers: Servers, hello: protocol.WorkerHello) -> None:
         self.servers = servers
         self.scale = 1.0 / hello.divisor
         self.engines: dict[str, Embedding] = {}
@@ -82,16 +81,17 @@ class TrainerSession:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def begin_call(self) -> None:
-        """A call of the trainer is executed, until `end_call`."""
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """While a call of the trainer is executed."""
         with self._lock:
             self._calls += 1
-
-    def end_call(self) -> None:
-        """One call has ended."""
-        with self._lock:
-            self._calls -= 1
-            self._last_call = clock.now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._last_call = clock.now()
 
     @property
     def silence(self) -> float:
@@ -141,7 +141,7 @@ class Embedding:
     """An engine of a trainer: features in their layouts, without rows."""
 
     def __init__(self, session: TrainerSession, features: Mapping[str, Any], wire: str) -> None:
-        self._session = session
+        self.session = session
         self.count = len(session.servers)
         self.wire = wire
         self.features = features_from_json(features)
@@ -149,22 +149,7 @@ class Embedding:
         dims = {feature.table: feature.dim for feature in self.program.features}
         self.dims = [dims[table] for table in self.program.tables]
 
-    def group(self, ids: Mapping[str, Any]) -> Embedded:
-        """Group a batch by key."""
-        return Embedded(self, ids, 0, LookupContext(True, 0, 0.0))
-
-    def begin(self, ids: Mapping[str, Any], store: int, batch: int, context: LookupContext) -> Embedded:
-        """Group a batch by key, and ask the servers."""
-        embedded = Embedded(self, ids, store, context)
-        embedded.pull.begin(batch)
-        return embedded
-
-    def send_pull(self, store: int, lookup: ServerLookup) -> list[Reply]:
-        """Ask the servers for one of the trainer's stores."""
-        done = self._session.take_done(store)
-        return begin_pull(self._session.servers, lookup, store=store, done=done)
-
-    def push(self, head: PushPasses, sums: Sequence[tuple[Tensor, ...]]) -> None:
+    def push(self, head: protocol.PushPasses, sums: Sequence[tuple[Tensor, ...]]) -> None:
         """Send sums by key, by pass and server, and wait until they have been applied, or staged.
 
         Servers that have restarted since the lookup do not apply them; they count the updates they contain.
@@ -174,20 +159,15 @@ class Embedding:
         request = {
             **{name: getattr(head, name) for name in names},
             **step,
-            "done": self._session.take_done(head.store),
+            "done": self.session.take_done(head.store),
         }
         replies = []
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
             # Not queued behind lookups: they wait for those of other trainers, which may wait for this push.
-            replies.append(self._session.servers.peer(server, "push").begin(PUSH, request, arrays))
+            replies.append(self.session.servers.peer(server, "push").begin(PUSH, request, arrays))
         for reply in replies:
             reply.wait()
-
-    @property
-    def scale(self) -> float:
-        """The factor by which gradients are multiplied."""
-        return self._session.scale
 
 
 class Embedded:
@@ -195,6 +175,7 @@ class Embedded:
 
     def __init__(self, engine: Embedding, ids: Mapping[str, Any], store: int, context: LookupContext) -> None:
         self._engine = engine
+        session = engine.session
         self.inputs: list[FeatureInput] = []
         for feature, table in engine.features.items():
             name = table.name or feature
@@ -221,7 +202,9 @@ class Embedded:
             servers=engine.count,
             dims=engine.dims,
             wire=engine.wire,
-            send=partial(engine.send_pull, store),
+            send=lambda lookup: begin_pull(
+                session.servers, lookup, store=store, done=session.take_done(store)
+            ),
         )
         self._sizes = [input_.numel() for input_ in self.inputs]
 
@@ -258,7 +241,7 @@ class Embedded:
             strides[position] = self.inputs[position].table.dim
             at += self._sizes[position]
         sums = self.pull.plan.reduce(addresses, strides)
-        return self.pull.pack(sums, self._engine.scale, complete)
+        return self.pull.pack(sums, self._engine.session.scale, complete)
 
 
 # The id features that an embedding worker holds, by the names that loaders gave them.
@@ -267,15 +250,9 @@ class Embedded:
 _REMEMBERED = 4096  # names of expired batches, to explain why they are missing
 
 
-@dataclass
-class _Entry:
+class _Claimed(NamedTuple):
     ids: Batch
-    arrived: float
-    trainer: int | None = None  # who has claimed it
-
-    @property
-    def claimed(self) -> bool:
-        return self.trainer is not None
+    trainer: int
 
 
 class IdCache:
@@ -289,8 +266,8 @@ class IdCache:
         self.expire = expire
         self._most = most
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}  # the oldest first
-        self._waiting = 0  # entries that were not claimed
+        self._waiting: dict[str, tuple[Batch, float]] = {}  # with the time of arrival, the oldest first
+        self._claimed: dict[str, _Claimed] = {}
         self._requested: set[str] = set()  # claimed before they arrived
         self._dropped: deque[str] = deque(maxlen=_REMEMBERED)
         self.expired = 0
@@ -301,38 +278,37 @@ class IdCache:
         """Batches that nobody has claimed."""
         with self._lock:
             self._drop_old()
-            return self._waiting
+            return len(self._waiting)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._waiting) + len(self._claimed)
 
     def put(self, name: str, ids: Batch) -> bool:
         """Store a batch, replacing one of that name; False if there is no room now."""
         with self._lock:
             self._drop_old()
-            if name in self._entries:
-                self._entries[name].ids = ids
-                return True
-            if self._waiting >= self._most and name not in self._requested:
+            if name in self._claimed:
+                self._claimed[name] = self._claimed[name]._replace(ids=ids)
+            elif name in self._waiting:
+                self._waiting[name] = ids, self._waiting[name][1]
+            elif len(self._waiting) >= self._most and name not in self._requested:
                 return False
-            self._requested.discard(name)
-            self._entries[name] = _Entry(ids, clock.now())
-            self._waiting += 1
-            self.received += 1
+            else:
+                self._requested.discard(name)
+                self._waiting[name] = ids, clock.now()
+                self.received += 1
             return True
 
     def claim(self, name: str, trainer: int = 0) -> Batch | None:
         """The batch, which stays until `forget`; None if it is not here."""
         with self._lock:
             self._drop_old()
-            entry = self._entries.get(name)
-            if entry is None:
+            batch = self._waiting.pop(name, None) or self._claimed.get(name)
+            if batch is None:
                 self._requested.add(name)
                 return None
-            if not entry.claimed:
-                self._waiting -= 1
-            entry.trainer = trainer
-            return entry.ids
+            self._claimed[name] = _Claimed(batch[0], trainer)
+            return batch[0]
 
     def why_missing(self, name: str) -> str:
         """The reason, for an error message."""
@@ -346,33 +322,26 @@ class IdCache:
         with self._lock:
             for name in names:
                 self._requested.discard(name)
-                entry = self._entries.pop(name, None)
-                if entry is not None and not entry.claimed:
-                    self._waiting -= 1
+                self._waiting.pop(name, None)
+                self._claimed.pop(name, None)
 
     def forget_claimed(self, trainer: int | None = None) -> None:
         """Drop the batches that a trainer has claimed, which is gone; None: those of all trainers."""
         with self._lock:
-            self._entries = {
-                name: entry
-                for name, entry in self._entries.items()
-                if not entry.claimed or (trainer is not None and entry.trainer != trainer)
-            }
             if trainer is None:
+                self._claimed.clear()
                 self._requested.clear()
+            else:
+                mine = [name for name, batch in self._claimed.items() if batch.trainer == trainer]
+                for name in mine:
+                    del self._claimed[name]
 
     def _drop_old(self) -> None:
         before = clock.now() - self.expire
-        old = []
-        for name, entry in self._entries.items():
-            if entry.arrived > before:
-                break
-            if not entry.claimed:
-                old.append(name)
+        old = list(itertools.takewhile(lambda name: self._waiting[name][1] <= before, self._waiting))
         for name in old:
-            del self._entries[name]
+            del self._waiting[name]
         self._dropped.extend(old)
-        self._waiting -= len(old)
         self.expired += len(old)
 
 
@@ -410,8 +379,8 @@ class EmbeddingWorker(Service):
             Endpoint(protocol.ABANDON_MEMBERS, self._abandon),
             Endpoint(protocol.DESCRIBE_WORKER, self._describe),
             Endpoint(protocol.ENGINE, self._engine),
-            Endpoint(protocol.CLAIM, self._claim),
-            Endpoint(protocol.BACKWARD, self._backward),
+            Endpoint(protocol.CLAIM, self._in_session(self._embed)),
+            Endpoint(protocol.BACKWARD, self._in_session(self._push)),
         )
 
     @override
@@ -464,18 +433,29 @@ class EmbeddingWorker(Service):
     @contextmanager
     def _session(self, caller: Caller) -> Iterator[TrainerSession]:
         """The session of a trainer, while its call is executed."""
-        with self._lock:
-            hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
-            if isinstance(hello, protocol.IdSenderHello) or hello.run != self._run:
-                raise RefusedError("expected a trainer of the job's newest run, got another caller.")
-            session = self._open(hello)
-            session.begin_call()
-            if hello.elastic:
-                self._drop([name for name, its in self._sessions.items() if its.silence > self._ids.expire])
-        try:
+        with ExitStack() as calls:
+            with self._lock:
+                hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
+                if isinstance(hello, protocol.IdSenderHello) or hello.run != self._run:
+                    raise RefusedError("expected a trainer of the job's newest run, got another caller.")
+                session = self._open(hello)
+                calls.enter_context(session.call())
+                if hello.elastic:
+                    self._drop(
+                        [name for name, its in self._sessions.items() if its.silence > self._ids.expire]
+                    )
             yield session
-        finally:
-            session.end_call()
+
+    def _in_session(
+        self, work: Callable[[TrainerSession, Request[H]], Message]
+    ) -> Callable[[Request[H]], Message]:
+        """The method of a trainer's call."""
+
+        def execute(call: Request[H]) -> Message:
+            with self._session(call.caller) as session:
+                return work(session, call)
+
+        return execute
 
     def _abandon(self, call: Request[protocol.GoneMembers]) -> Message:
         """Members of an elastic run are gone; a trainer of the same run says so."""
@@ -511,10 +491,6 @@ class EmbeddingWorker(Service):
             session.engines[head.engine] = engine
         return Message({})
 
-    def _claim(self, call: Request[protocol.Claim]) -> Message:
-        with self._session(call.caller) as session:
-            return self._embed(session, call)
-
     def _embed(self, session: TrainerSession, call: Request[protocol.Claim]) -> Message:
         """The outputs of a batch, for its trainer."""
         head = call.head
@@ -527,7 +503,8 @@ class EmbeddingWorker(Service):
         if ids is None:
             return self._needs_ids(name)
         context = LookupContext(head.training, head.step, head.now)
-        embedded = engine.begin(ids, head.store, head.batch, context)
+        embedded = Embedded(engine, ids, head.store, context)
+        embedded.pull.begin(head.batch)
         outs = embedded.finish()
         if head.training:
             session.add(head.store, head.batch, embedded)
@@ -536,10 +513,6 @@ class EmbeddingWorker(Service):
         vectors = torch.cat([out.reshape(-1) for out in outs])
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])
-
-    def _backward(self, call: Request[protocol.PushPasses]) -> Message:
-        with self._session(call.caller) as session:
-            return self._push(session, call)
 
     def _push(self, session: TrainerSession, call: Request[protocol.PushPasses]) -> Message:
         """Send the gradients of a batch to the servers, and wait until they have them."""
@@ -559,7 +532,7 @@ class EmbeddingWorker(Service):
                 ids = self._ids.claim(name, call.caller.hello.trainer)
                 if ids is None:
                     return self._needs_ids(name)
-                embedded = engine.group(ids)
+                embedded = Embedded(engine, ids, 0, LookupContext(True, 0, 0.0))  # only to group them by key
                 session.add(store, batch, embedded)
             passes.append(embedded)
         sums = [

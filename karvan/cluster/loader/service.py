@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -136,32 +137,28 @@ class SavedStatistics:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._path: Path | None = None
-        self._states: dict[str, Any] | None = {} if not folder else None
+
+    @cached_property
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The path of the checkpoint and the states in it, if there is one."""
+        if not self._folder:
+            return None
+        # Trainers rename damaged checkpoints when they resume.
+        resumed = resume(
+            local_path(self._folder), lambda checkpoint: dict(checkpoint.state().get(KEY, {})), rename=False
+        )
+        return None if resumed is None else (resumed[0].path, resumed[1])
 
     def give(self, transform: object) -> None:
         """Load what was saved under a transform's name into it, if anything."""
-        if not has_state(transform):
+        if not has_state(transform) or self._newest is None:
             return
-        if self._states is None:
-            self._states = self._read()
-        name = name_of(transform)
-        if name in self._states:
+        (path, states), name = self._newest, name_of(transform)
+        if name in states:
             try:
-                replace_statistics(transform, self._states[name])
+                replace_statistics(transform, states[name])
             except (ValueError, RuntimeError) as error:
-                assert self._path is not None
-                raise CheckpointError(self._path, f"its transform '{name}' is another: {error}") from error
-
-    def _read(self) -> dict[str, Any]:
-        # Trainers rename damaged checkpoints when they resume.
-        statistics_ = resume(
-            local_path(self._folder), lambda checkpoint: dict(checkpoint.state().get(KEY, {})), rename=False
-        )
-        if statistics_ is None:
-            return {}
-        self._path = statistics_[0].path
-        return statistics_[1]
+                raise CheckpointError(path, f"its transform '{name}' is another: {error}") from error
 
 
 D = TypeVar("D", bound=Head)
@@ -290,11 +287,9 @@ class IdReceiver(Protocol):
         """Have it drop batches that nobody will claim, without waiting; where records are leased."""
 
 
-class SplitIds(Protocol):
-    """Splits a batch into ids, for an embedding worker, and the rest, for the trainer."""
-
-    def __call__(self, batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`names` are the features that the trainer looks up."""
+# Splits a batch into ids, for an embedding worker, and the rest, for the trainer. The names are those of the
+# features that the trainer looks up.
+SplitIds = Callable[[Batch, Sequence[str]], tuple[dict[str, Any], dict[str, Any]]]
 
 
 def split_by_name(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -30,7 +30,6 @@ from karvan.cluster.parameter_server.dense_parameters import AnswerWindow, Dense
 from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, RowUpdates, WholePush, settle
 from karvan.dense.tensors import dense_tensor
 from karvan.dense.wire_format import tensors_of
-from karvan.native import _native
 from karvan.outages import mark
 from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, to_wire
@@ -83,10 +82,6 @@ class Members:
         """A member trains."""
         self._trained.add(member)
 
-    def fence(self, member: int) -> None:
-        """Refuse the calls of a member."""
-        self.fenced.add(member)
-
     def abandon(self, member: int) -> None:
         """Refuse them, and forget the member otherwise."""
         self._abandoned.add(member)
@@ -127,12 +122,13 @@ class Batches(ABC):
 
     def __init__(self, rows: RowUpdates, hello: protocol.ServerHello) -> None:
         self._rows = rows
+        self.log = rows.log  # lookups in flight, if they may be made in advance; captures omit them
         self._agreed = _settings_of_run(hello)
         self._window = _REMEMBERED + 2 * hello.staleness
         self._lock = threading.RLock()
         self._single_flight = SingleFlight()
         self._lookups: dict[tuple[int, int, int], HeldLookup] = {}  # by trainer, store and batch
-        self._over: AnswerWindow[bool] = AnswerWindow(self._window)  # lookups that trainers are done with
+        self._over = AnswerWindow[tuple[int, int], bool](self._window)  # lookups that trainers are done with
         self._members = Members()
         self._ended = ""  # why no more calls are accepted
         self.restored: Restored | None = None  # if set, lookups made before this process started are lost
@@ -146,14 +142,12 @@ class Batches(ABC):
             self._guarded(protocol.WITHDRAW, self._withdraw),
         ]
 
-    @property
-    def log(self) -> _native.LookupLog | None:
-        """Lookups in flight, if they may be made in advance; captures omit them."""
-        return self._rows.log
-
-    @abstractmethod
     def between_steps(self) -> AbstractContextManager[Any]:
-        """Within it no step is applied: tables contain all of a step or nothing."""
+        """Within it no step is applied: tables contain all of a step or nothing.
+
+        By default nothing is needed for that, as a push changes the rows in one operation.
+        """
+        return nullcontext()
 
     @abstractmethod
     def count_used(self, store: int, used: Sequence[Sequence[int]]) -> None:
@@ -171,9 +165,9 @@ class Batches(ABC):
     def _receive(self, member: int, head: protocol.PushHead, passes: Mapping[int, Pass]) -> None:
         """Apply or stage the passes of a push, which are given by their positions."""
 
-    @abstractmethod
     def _is_staged(self, lookup: HeldLookup) -> bool:
         """Whether a lookup waits for the commit of its gradients, even if the trainer is done with it."""
+        return False
 
     def check_run(self, hello: protocol.ServerHello) -> None:
         """All trainers of a run must have the same settings; one that was abandoned cannot come back."""
@@ -253,8 +247,7 @@ class Batches(ABC):
 
     def _expect_open(self, member: int, store: int, batch: int) -> None:
         """A RefusedError for a late request of a worker that was replaced."""
-        who = who_of(member, store)
-        if self._over.find(who, batch) or self._over.forgotten(who, batch):
+        if self._over.find((member, store), batch) or self._over.forgotten((member, store), batch):
             raise RefusedError(f"expected a batch that the trainer is not done with, got {batch}.")
 
     def _count_pull(self, head: protocol.PullHead) -> None:
@@ -303,7 +296,7 @@ class Batches(ABC):
         with self._lock:
             for batch in batches:
                 lookups.append(self._lookups.pop((member, store, batch), None))
-                self._over.remember(who_of(member, store), batch, True)
+                self._over.remember((member, store), batch, True)
         return [lookup for lookup in lookups if lookup is not None]
 
 
@@ -324,13 +317,8 @@ class FixedBatches(Batches):
     def __init__(self, rows: RowUpdates, hello: protocol.ServerHello) -> None:
         super().__init__(rows, hello)
         self._received: dict[tuple[int, int, int], _Received] = {}  # by trainer, store and push
-        self._applied: AnswerWindow[bool] = AnswerWindow(self._window)  # pushes
+        self._applied = AnswerWindow[tuple[int, int], bool](self._window)  # pushes
         self.endpoints.extend(Endpoint(call, _refuse_commits) for call in protocol.COMMIT_CALLS.values())
-
-    @override
-    def between_steps(self) -> AbstractContextManager[Any]:
-        """A context that does nothing, as a push changes the rows in one operation."""
-        return nullcontext()
 
     @override
     def count_used(self, store: int, used: Sequence[Sequence[int]]) -> None:
@@ -344,10 +332,6 @@ class FixedBatches(Batches):
         _refuse_commits()
 
     @override
-    def _is_staged(self, lookup: HeldLookup) -> bool:
-        return False
-
-    @override
     def _expects(self, member: int, head: protocol.PushHead) -> bool:
         if head.step is not None:
             _refuse_commits()
@@ -357,7 +341,7 @@ class FixedBatches(Batches):
         return not self._was_applied(member, head)
 
     def _was_applied(self, member: int, head: protocol.PushHead) -> bool:
-        who, sequence = who_of(member, head.store), head.sequence
+        who, sequence = (member, head.store), head.sequence
         with self._lock:
             if self._applied.forgotten(who, sequence):
                 raise RefusedError(f"expected one of trainer {member}'s newest pushes, got {sequence}.")
@@ -383,7 +367,7 @@ class FixedBatches(Batches):
             return
         self._rows.apply([push])
         with self._lock:
-            self._applied.remember(who_of(member, head.store), head.sequence, True)
+            self._applied.remember((member, head.store), head.sequence, True)
             self._received.pop((member, head.store, head.sequence), None)
             self.updates.add(head.store, member)
             self.pushes += 1
@@ -398,11 +382,6 @@ def expect_same_tables(passes: Sequence[Pass]) -> None:
     first = passes[0][0].head.tables
     if other := next((lookup.head.tables for lookup, _ in passes if lookup.head.tables != first), None):
         raise RefusedError(f"expected passes that looked up the same tables, got {first} and {other}.")
-
-
-def who_of(member: int, store: int) -> str:
-    """The name under which numbers are remembered: each store of a trainer has its own."""
-    return f"{member} {store}"
 
 
 def _settings_of_run(hello: protocol.ServerHello) -> str:
@@ -444,11 +423,11 @@ class StagedPushes:
     def __init__(self, most: int) -> None:
         self._most = most
         self._staged: dict[tuple[int, int], WholePush] = {}
-        self._committed: AnswerWindow[bool] = AnswerWindow(most)
+        self._committed: AnswerWindow[int, bool] = AnswerWindow(most)
 
     def holds(self, member: int, sequence: int, step: int, batches: Sequence[int]) -> bool:
         """Whether a push has been staged or committed before; a RefusedError if it must not be staged."""
-        if self._committed.find(str(member), sequence):
+        if self._committed.find(member, sequence):
             return True
         if (push := self._staged.get((member, sequence))) is not None:
             if (push.step, push.head.batches) != (step, batches):
@@ -457,7 +436,7 @@ class StagedPushes:
                     f"{push.step} and batches {push.head.batches}, got step {step} and batches {batches}."
                 )
             return True
-        if self._committed.forgotten(str(member), sequence):
+        if self._committed.forgotten(member, sequence):
             raise RefusedError(f"expected one of member {member}'s newest pushes, got {sequence}.")
         staged = sum(other == member for other, _ in self._staged)
         if staged >= self._most:
@@ -493,7 +472,7 @@ class StagedPushes:
         """These have been applied."""
         for part in parts:
             del self._staged[part.name]
-            self._committed.remember(str(part.member), part.head.sequence, True)
+            self._committed.remember(part.member, part.head.sequence, True)
 
     def drop(self, chosen: Callable[[WholePush], bool]) -> list[WholePush]:
         """Remove and return the pushes for which `chosen` is true."""
@@ -504,7 +483,7 @@ class StagedPushes:
 
     def forget(self, member: int) -> None:
         """Forget the committed pushes of a member that will not come back."""
-        self._committed.forget(str(member))
+        self._committed.forget(member)
 
     def uses(self, lookup: HeldLookup) -> bool:
         """Whether a staged push has gradients of a lookup."""
@@ -642,7 +621,7 @@ class ElasticBatches(Batches):
         self._rows.withdraw(lookup for lookup in lookups if not self._staged.uses(lookup))
 
     def _fence(self, member: int, call: Request[protocol.OfMember]) -> Message:
-        self._members.fence(call.head.member)
+        self._members.fenced.add(call.head.member)
         return Message({})
 
     def _list_members(self, member: int, call: Request[protocol.RoundNumber]) -> Message:
@@ -666,7 +645,7 @@ class ElasticBatches(Batches):
         self._staged.forget(number)
         self._committed.pop(number, None)
         for store in {store for _, store, _ in names}:
-            self._over.forget(who_of(number, store))
+            self._over.forget((number, store))
         return Message({})
 
     def _progress(self, member: int, call: Request[protocol.ProgressOf]) -> Message:

@@ -31,10 +31,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from statistics import mean
-from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,7 +49,10 @@ from karvan.protocol import parameter_server as protocol
 from karvan.protocol.parameter_server import ANSWERS, OPTIMIZER, WAITING
 from karvan.protocol.values import NUMBER, RunHello
 from karvan.wire import Endpoint, Message, RefusedError, Request
+from karvan.wire.schema import Call
 
+K = TypeVar("K", bound=Hashable)
+M = TypeVar("M", bound=protocol.OfModel)
 T = TypeVar("T")
 
 # Checks states of dense parameters that a server receives.
@@ -142,28 +144,28 @@ def _listed(value: Any) -> Any:
 # were applied. A window has to be longer than the number of pushes that a trainer can have in flight.
 
 
-class AnswerWindow(Generic[T]):
-    """Answers by trainer and sequence number."""
+class AnswerWindow(Generic[K, T]):
+    """Answers by trainer, or part of one, and sequence number."""
 
     def __init__(self, window: int) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._window = window
-        self._answers: dict[str, dict[int, T]] = {}
+        self._answers: dict[K, dict[int, T]] = {}
 
-    def find(self, trainer: str, sequence: int) -> T | None:
+    def find(self, trainer: K, sequence: int) -> T | None:
         """What was answered, if that is known."""
         return self._answers.get(trainer, {}).get(sequence)
 
-    def forgotten(self, trainer: str, sequence: int) -> bool:
+    def forgotten(self, trainer: K, sequence: int) -> bool:
         """Whether the number is before those that are remembered."""
         return sequence < self.next_sequence(trainer) - self._window
 
-    def next_sequence(self, trainer: str) -> int:
+    def next_sequence(self, trainer: K) -> int:
         """The number after the largest one that a trainer has used."""
         return max(self._answers.get(trainer, ()), default=-1) + 1
 
-    def remember(self, trainer: str, sequence: int, answer: T) -> None:
+    def remember(self, trainer: K, sequence: int, answer: T) -> None:
         """Store an answer, and drop those that are too old."""
         answers = self._answers.setdefault(trainer, {})
         answers[sequence] = answer
@@ -171,15 +173,15 @@ class AnswerWindow(Generic[T]):
         for old in [number for number in answers if number < oldest]:
             del answers[old]
 
-    def forget(self, trainer: str) -> None:
+    def forget(self, trainer: K) -> None:
         """Drop the answers of a trainer that will not come back."""
         self._answers.pop(trainer, None)
 
-    def all(self) -> Mapping[str, Mapping[int, T]]:
+    def all(self) -> Mapping[K, Mapping[int, T]]:
         """Everything that is remembered."""
         return self._answers
 
-    def load(self, answers: Mapping[str, Mapping[int, Any]]) -> None:
+    def load(self, answers: Mapping[K, Mapping[int, T]]) -> None:
         """Remember these instead."""
         self._answers = {}
         for trainer, its in answers.items():
@@ -225,10 +227,10 @@ class DenseParameters:
 
     def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
         self._policy = policy or AsyncPolicy()
-        self._repeats: AnswerWindow[Answer] = AnswerWindow(window)
+        self._repeats: AnswerWindow[str, Answer] = AnswerWindow(window)
         self._model: _Held | None = None
         self._counts = PushCounts()
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     @property
     def ready(self) -> bool:
@@ -449,13 +451,16 @@ class DenseService:
         self._models: dict[int, DenseParameters] = {}
         self._lock = threading.Lock()
         self.endpoints: list[Endpoint[Any]] = [
-            Endpoint(protocol.PULL_DENSE, self._pull),
-            Endpoint(protocol.PUSH_DENSE, self._push),
+            self._about(protocol.PULL_DENSE, _pull),
+            self._about(protocol.PUSH_DENSE, _push),
             Endpoint(protocol.STAGE_DENSE, _refuse_staging),
-            Endpoint(protocol.NEXT_SEQUENCE, self._next_sequence),
-            Endpoint(protocol.FLUSH_DENSE, self._flush),
-            Endpoint(protocol.DENSE_STATE, self._state),
-            Endpoint(protocol.LOAD_DENSE_STATE, self._load_state),
+            self._about(
+                protocol.NEXT_SEQUENCE,
+                lambda model, call: Message({"sequence": model.next_sequence(call.head.trainer)}),
+            ),
+            self._about(protocol.FLUSH_DENSE, lambda model, call: Message({"version": model.flush()})),
+            self._about(protocol.DENSE_STATE, lambda model, call: state_message(model.state())),
+            self._about(protocol.LOAD_DENSE_STATE, _load_state),
         ]
 
     def begin(self, settings: DenseSettings) -> None:
@@ -502,41 +507,37 @@ class DenseService:
                 self._models[number] = DenseParameters(policy_of(self._settings))
             return self._models[number]
 
-    def _pull(self, call: Request[protocol.PullDense]) -> Message:
-        version, parameters = self.model(call.head.model).pull(call.head.version)
-        if parameters is None:
-            return Message({"version": version})
-        return tensors_message(parameters, version=version)
+    def _about(
+        self, call: Call[M, Any], work: Callable[[DenseParameters, Request[M]], Message]
+    ) -> Endpoint[Any]:
+        """The endpoint of a call about one model."""
+        return Endpoint(call, lambda request: work(self.model(request.head.model), request))
 
-    def _push(self, call: Request[protocol.PushDense]) -> Message:
-        head = call.head
-        answer = self.model(call.head.model).push_gradients(
-            tensors_of(head.tensors, call.arrays),
-            head.version,
-            trainer=head.trainer,
-            sequence=head.sequence,
-            lr=head.lr,
-        )
-        return Message({"answer": astuple(answer)})
 
-    def _next_sequence(self, call: Request[protocol.NextSequence]) -> Message:
-        return Message({"sequence": self.model(call.head.model).next_sequence(call.head.trainer)})
+def _pull(model: DenseParameters, call: Request[protocol.PullDense]) -> Message:
+    version, parameters = model.pull(call.head.version)
+    if parameters is None:
+        return Message({"version": version})
+    return tensors_message(parameters, version=version)
 
-    def _flush(self, call: Request[protocol.OfModel]) -> Message:
-        return Message({"version": self.model(call.head.model).flush()})
 
-    def _state(self, call: Request[protocol.OfModel]) -> Message:
-        return state_message(self.model(call.head.model).state())
+def _push(model: DenseParameters, call: Request[protocol.PushDense]) -> Message:
+    head, gradients = call.head, tensors_of(call.head.tensors, call.arrays)
+    answer = model.push_gradients(
+        gradients, head.version, trainer=head.trainer, sequence=head.sequence, lr=head.lr
+    )
+    return Message({"answer": astuple(answer)})
 
-    def _load_state(self, call: Request[protocol.LoadDenseState]) -> Message:
-        model, state = self.model(call.head.model), state_of(call.arrays)
-        try:
-            model.load_state(state, first=call.head.first)
-        except WRONG as error:
-            raise RefusedError(
-                f"expected a state of dense parameters, got one that cannot be used: {error}"
-            ) from error
-        return Message({"version": model.version})
+
+def _load_state(model: DenseParameters, call: Request[protocol.LoadDenseState]) -> Message:
+    state = state_of(call.arrays)
+    try:
+        model.load_state(state, first=call.head.first)
+    except WRONG as error:
+        raise RefusedError(
+            f"expected a state of dense parameters, got one that cannot be used: {error}"
+        ) from error
+    return Message({"version": model.version})
 
 
 def _refuse_staging(call: Request[protocol.StageDense]) -> Message:

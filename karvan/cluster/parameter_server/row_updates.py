@@ -32,7 +32,6 @@ from typing_extensions import override
 from karvan.activity import TRAINERS, activity
 from karvan.native import _native, output_buffers
 from karvan.protocol import parameter_server as protocol
-from karvan.protocol.parameter_server import PullHead, PushHead, ServerHello
 from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
 from karvan.store.memory import MemoryTable
 from karvan.store.messages import floats, rule_from_json, spec_from_json
@@ -59,13 +58,14 @@ class ServerTables:
     """The tables of server number `index` of `count`, which have up to `capacity` rows together."""
 
     def __init__(self, index: int, count: int, capacity: int | None = None) -> None:
-        self._index = index
-        self._count = count
+        self.index = index
+        self.count = count
         self._capacity = capacity
         self._row_bytes: dict[str, int] = {}
         self._warned = False
         self._adding = threading.Lock()
         self.store = MemoryStore(capacity=capacity)
+        self.owner = Owner(self.store)
         self.specs: dict[str, TableSpec] = {}
         self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
         self.endpoints: list[Endpoint[Any]] = [
@@ -81,9 +81,11 @@ class ServerTables:
             self._about(protocol.ERASE, lambda table, call: {"rows": table.erase(call.arrays[0])}),
             self._about(protocol.CLEAR, lambda table, call: table.clear()),
             self._about(protocol.VERSION, lambda table, call: {"version": table.version}),
-            Endpoint(protocol.EVICTED_SINCE, self._evicted_since),
-            Endpoint(protocol.SNAPSHOT, self._snapshot),
-            Endpoint(protocol.LOAD, self._load),
+            self._about(protocol.EVICTED_SINCE, lambda table, call: [table.evicted_since(call.head.version)]),
+            self._about(
+                protocol.SNAPSHOT, lambda table, call: list(table.snapshot(call.head.part, call.head.parts))
+            ),
+            self._about(protocol.LOAD, _load),
             Endpoint(protocol.STATS, self._stats),
         ]
 
@@ -102,7 +104,7 @@ class ServerTables:
 
     def add(self, fields: Mapping[str, Any]) -> TableSpec:
         """Add the table of a spec, unless it exists."""
-        spec = spec_from_json(fields).share(self._index, self._count)
+        spec = spec_from_json(fields).share(self.index, self.count)
         with self._adding:  # otherwise two calls could make two tables of one name, with different dims
             self.store.add_table(spec)
             self.specs[spec.name] = spec
@@ -124,9 +126,8 @@ class ServerTables:
             if rule["kind"] in self._checked_kinds.get(table, ()):
                 continue
             none = np.empty(0, np.int64), np.empty((0, self.spec(table).dim), np.float32)
-            nothing = Push(
-                *none, self.store.table(table).version
-            )  # of now, so that no eviction is looked through
+            version = self.store.table(table).version  # of now, so that no eviction is looked through
+            nothing = Push(*none, version)
             self.store.apply({table: [nothing]}, {table: rule_from_json(rule)}, {table: 0})
             self._checked_kinds.setdefault(table, set()).add(rule["kind"])
 
@@ -151,11 +152,11 @@ class ServerTables:
         available = available_memory()
         if needed > available and not self._warned:
             self._warned = True
+            sizes = (f"{size / 2**30:,.0f}" for size in (needed, available))
             _log.warning(
                 "Server %d may have %s rows, which take %s GiB, but %s GiB of memory are available. Lower "
                 "the capacity of parameter servers or tables, or have more servers on other machines.",
-                *(self._index, f"{rows:,}"),
-                *(f"{size / 2**30:,.0f}" for size in (needed, available)),
+                *(self.index, f"{rows:,}", *sizes),
             )
 
     def _add_table(self, request: Request[protocol.AddTable]) -> Message:
@@ -190,29 +191,14 @@ class ServerTables:
         self.store.apply(pushes, rules, head.steps)
         return Message({})
 
-    def _stored(self, request: Request[T]) -> MemoryTable:
-        return self.store.table(self.spec(request.head.table).name)
+    def _about(self, call: Call[T, Any], work: Callable[[MemoryTable, Request[T]], Any]) -> Endpoint[Any]:
+        """The endpoint of a call about one table; work returns the head or the arrays of the answer."""
 
-    def _about(
-        self, call: Call[T, Any], work: Callable[[MemoryTable, Request[T]], dict[str, int] | None]
-    ) -> Endpoint[Any]:
-        """The endpoint of a call about one table; work returns the answer, if there is any."""
-        return Endpoint(call, lambda request: Message(work(self._stored(request), request) or {}))
+        def execute(request: Request[T]) -> Message:
+            result = work(self.store.table(self.spec(request.head.table).name), request)
+            return Message({}, result) if isinstance(result, list) else Message(result or {})
 
-    def _evicted_since(self, request: Request[protocol.EvictedSince]) -> Message:
-        return Message({}, [self._stored(request).evicted_since(request.head.version)])
-
-    def _snapshot(self, request: Request[protocol.SnapshotHead]) -> Message:
-        head = request.head
-        return Message({}, list(self._stored(request).snapshot(head.part, head.parts)))
-
-    def _load(self, request: Request[protocol.OfTable]) -> Message:
-        table, rows = self._stored(request), Rows(*request.arrays)
-        expect_array(
-            rows.vectors, f"vectors of table '{table.name}'", "float32", len(rows.keys), table.spec.dim
-        )
-        table.load(rows)  # which checks how much state a row has at that moment
-        return Message({})
+        return Endpoint(call, execute)
 
     def _stats(self, request: Request[protocol.OfTables]) -> Message:
         tables = request.head.tables
@@ -221,6 +207,13 @@ class ServerTables:
 
 
 _WAIT = 240.0  # seconds that trainers wait for each other, less than they wait for a server
+
+
+def _load(table: MemoryTable, request: Request[protocol.OfTable]) -> None:
+    rows = Rows(*request.arrays)
+    expect_array(rows.vectors, f"vectors of table '{table.name}'", "float32", len(rows.keys), table.spec.dim)
+    table.load(rows)  # which checks how much state a row has at that moment
+
 
 # `TableReads`: training lookups that change nothing in the tables.
 #
@@ -243,14 +236,13 @@ class _Zeros(NamedTuple):
 class TableReads:
     """Vectors for training, from the tables of a server; for one thread at a time."""
 
-    def __init__(self, owner: Owner, tables: ServerTables) -> None:
-        self._owner = owner
+    def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
         self._scratch: dict[str, tuple[TableSpec, _native.Table]] = {}
 
     def read(self, tables: Sequence[str], counts: Sequence[int], message: Keys) -> Tensor:
         """The vectors of a message's keys, one table after the other."""
-        answered = self._owner.lookup(tables, [list(counts)], [message], LookupContext(training=False))
+        answered = self._tables.owner.lookup(tables, [list(counts)], [message], LookupContext(training=False))
         flat = answered.vectors.numpy()
         key = start = 0
         zeros: dict[str, _Zeros] = {}
@@ -268,7 +260,7 @@ class TableReads:
 
     def _fill(self, zeros: Mapping[str, _Zeros]) -> None:
         """Write initial vectors where keys have no row; lookups have left zeros there."""
-        present = self._owner.present({table: vectors.keys for table, vectors in zeros.items()})
+        present = self._tables.owner.present({table: vectors.keys for table, vectors in zeros.items()})
         for table, (keys, vectors, places) in zeros.items():
             absent = ~present[table]
             if absent.any():
@@ -302,7 +294,7 @@ class HeldLookup:
     answered: the lookup in the tables, unless it has changed nothing in them.
     """
 
-    head: PullHead
+    head: protocol.PullHead
     dims: Sequence[int]
     keys: Keys  # and their uses: the message of the lookup
     vectors: Tensor
@@ -317,7 +309,7 @@ class WholePush:
     """The gradients of some lookups, one for each backward pass, not multiplied by a step's scale."""
 
     member: int
-    head: PushHead
+    head: protocol.PushHead
     passes: Sequence[Pass]
 
     @property
@@ -344,20 +336,18 @@ _Joint: TypeAlias = tuple[list[HeldLookup], Answered]
 class RowUpdates(ABC):
     """Lookups and updates of one run.
 
-    hello: says how gradients are reduced, and whether lookups are made in advance. counts_skips: whether this
-    server counts the updates that trainers skip.
+    hello: says how gradients are reduced, and whether lookups are made in advance.
     """
 
-    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
-        self.owner = owner
+    def __init__(self, tables: ServerTables, hello: protocol.ServerHello) -> None:
         self.tables = tables
+        self.owner = tables.owner
         self.by_key = hello.grad_reduce == "key"
-        self.counts_skips = counts_skips
         # Lookups in flight, which captures omit.
         self.log = _native.LookupLog() if hello.elastic or hello.staleness > 1 else None
 
     @abstractmethod
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
         """A lookup for training."""
 
     @abstractmethod
@@ -382,9 +372,9 @@ class RowUpdates(ABC):
             self.log.withdraw(plans)
 
     def skip(self, tables: Iterable[str]) -> None:
-        """Count updates that trainers have skipped, because their gradients are not finite."""
-        for table in tables if self.counts_skips else ():
-            self.owner.store.table(table).skip()
+        """Count updates that trainers have skipped, because their gradients are not finite; at one server."""
+        for table in tables if self.tables.index == 0 else ():
+            self.tables.store.table(table).skip()
 
     def update(
         self,
@@ -406,7 +396,7 @@ class SingleUpdates(RowUpdates):
     """Each part by itself, in the order of the parts."""
 
     @override
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
         context = LookupContext(True, head.step, head.now)
         answered = self.owner.lookup(head.tables, [head.counts], [keys], context, self.log)
         return HeldLookup(head, answered.dims, keys, answered.vectors, answered)
@@ -477,13 +467,13 @@ def settle(future: Future[R], work: Callable[[], R]) -> None:
 class BarrierUpdates(RowUpdates):
     """The lookups and gradients of a fixed number of trainers, in the order of ranks, once all have come."""
 
-    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
-        super().__init__(owner, tables, hello, counts_skips)
+    def __init__(self, tables: ServerTables, hello: protocol.ServerHello) -> None:
+        super().__init__(tables, hello)
         self._barrier = TrainerBarrier(hello.trainers, _WAIT)
 
     @override
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
-        def look_up_jointly(calls: list[tuple[PullHead, Keys]]) -> Answered:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
+        def look_up_jointly(calls: list[tuple[protocol.PullHead, Keys]]) -> Answered:
             if other := next((call.tables for call, _ in calls if call.tables != head.tables), None):
                 raise RefusedError(
                     f"expected all trainers to look up the same tables, got {head.tables} and {other}."
@@ -525,13 +515,13 @@ class BarrierUpdates(RowUpdates):
 class JointUpdates(RowUpdates):
     """All parts together: one lookup for each backward pass, and one update for each optimizer."""
 
-    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
-        super().__init__(owner, tables, hello, counts_skips)
+    def __init__(self, tables: ServerTables, hello: protocol.ServerHello) -> None:
+        super().__init__(tables, hello)
         self.log = None  # lookups change nothing
-        self._reads = TableReads(owner, tables)
+        self._reads = TableReads(tables)
 
     @override
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
         """The keys are kept for the commit."""
         vectors = self._reads.read(head.tables, head.counts, keys)
         dims = [self.owner.store.table(table).spec.dim for table in head.tables]

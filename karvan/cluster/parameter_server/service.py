@@ -37,7 +37,6 @@ from karvan.job.sync_modes import MODES
 from karvan.outages import is_out_of_memory, is_temporary, mark
 from karvan.protocol import parameter_server as protocol
 from karvan.protocol.values import DeclaredTable
-from karvan.store.row_owner import Owner
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.wire.schema import Struct
 
@@ -82,8 +81,7 @@ class ParameterServer(Service):
 
     def _begin(self) -> None:
         self._tables = ServerTables(self._index, self._count, self._capacity)
-        self._owner = Owner(self._tables.store)
-        self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
+        self._saving = Saving(self._tables)
         self._batches: Batches | None = None
         self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
@@ -170,12 +168,11 @@ class ParameterServer(Service):
         kind: type[RowUpdates] = SingleUpdates
         if mode.joint_rows and (hello.elastic or hello.trainers > 1):
             kind = JointUpdates if hello.elastic else BarrierUpdates
-        rows = kind(self._owner, self._tables, hello, counts_skips=self._index == 0)
+        rows = kind(self._tables, hello)
         if not hello.elastic:
             return FixedBatches(rows, hello)
-        elastic = (
-            OwnStepBatches(rows, hello, self._dense) if mode.dense_on_servers else ElasticBatches(rows, hello)
-        )
+        own_steps = mode.dense_on_servers
+        elastic = OwnStepBatches(rows, hello, self._dense) if own_steps else ElasticBatches(rows, hello)
         elastic.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
         return elastic
 
@@ -288,9 +285,8 @@ class ParameterServer(Service):
                 if name in saved:
                     keep = saved[name].optimizer is not None and declared.initial is not None
                     filled[name] = {**empty[name], "keep": keep}
-                self._tables.store.table(
-                    name
-                ).clear()  # a newer, damaged one may have loaded some of its rows
+                # A newer, damaged one may have loaded some of its rows.
+                self._tables.store.table(name).clear()
             self._saving.fill(newest.path, {name: filled[name] for name in tables if name in saved})
             return filled
 

@@ -61,7 +61,7 @@ class Loaders:
         os.environ["KARVAN_REGISTRY"] = self.registry.address
         try:
             made = from_loaders(rank=rank, world_size=world, loaders=self.count, **options)
-            made._caller()  # finds the registry
+            made._connect()  # finds the registry
             self._streams.add(made)
             return made
         finally:
