@@ -29,7 +29,7 @@ from karvan.job.address import MasterAddress, reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role, all_roles
 from karvan.outages import is_out_of_memory
-from karvan.protocol.values import GENERATION, GENERATION_OF_JOB
+from karvan.protocol.values import GENERATION, GENERATION_OF_JOB, RunHello
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 _log = logging.getLogger("karvan.cluster")
@@ -266,3 +266,49 @@ class Generations:
 def generations_of(settings: RoleSettings) -> Generations:
     """The generations of the service of a process."""
     return Generations(settings.master if settings.registry else "", settings.security, settings.generation)
+
+
+OLDER_RUN = "expected a trainer of the job's newest run, got one of an older run."
+
+
+class RunService(Service):
+    """A service of trainers, of the newest run in the newest generation that it has heard of.
+
+    The trainers of a run have agreed on its name. A run that another has followed is over, and its trainers
+    are refused.
+    """
+
+    def __init__(self, generations: Generations | None) -> None:
+        self._generations = generations or Generations()
+        self._generation = -1
+        self._run = ""
+        self._past_runs: set[str] = set()  # of this generation
+        self._lock = threading.Lock()
+
+    def _enter(self, hello: RunHello) -> None:
+        """A trainer says hello; if it is the first one of a generation or of a run, that begins."""
+        generation = self._generations.check(hello.generation)
+        with self._lock:
+            if generation < self._generation:
+                raise RefusedError(
+                    f"expected generation {self._generation} or a newer one, got {generation}."
+                )
+            if generation > self._generation:
+                self._begin_generation(generation)
+                self._generation, self._run, self._past_runs = generation, "", set()
+            if hello.run in self._past_runs:
+                raise RefusedError(OLDER_RUN)
+            if hello.run != self._run:
+                self._begin_run(hello)
+                self._past_runs.add(self._run)
+                self._run = hello.run
+            self._admit(hello)
+
+    def _begin_generation(self, generation: int) -> None:
+        """The job has gone back to a checkpoint; under the lock."""
+
+    def _begin_run(self, hello: Any) -> None:
+        """The trainers are others than before; under the lock."""
+
+    def _admit(self, hello: Any) -> None:
+        """A trainer of the current run has connected, for the first time or again; under the lock."""

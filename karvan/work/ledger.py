@@ -183,7 +183,7 @@ class LedgerFile:
                 return None
             _, settings, *position = row
             parts = tuple(self._database.execute("SELECT path, records FROM parts ORDER BY rowid"))
-            spec = WorkSpec.from_settings(json.loads(settings), parts)
+            spec = WorkSpec(**{**json.loads(settings), "parts": parts})
             rows = self._database.execute("SELECT * FROM tasks ORDER BY token")
             tasks = [OpenTask(token, holder, task_from(fields)) for token, holder, *fields in rows]
             return spec, LedgerPosition(*position), tasks

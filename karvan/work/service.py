@@ -117,7 +117,7 @@ class WorkService(Service):
         if self._opened is not None:
             self._opened.close()
 
-    def _open(self, request: Request[protocol.OpenWork]) -> Message:
+    def _open(self, request: Request[protocol.OpenWork]) -> None:
         fields = request.head.spec
         spec = WorkSpec(**{**fields, "parts": tuple(map(tuple, fields["parts"]))})
         with self._lock, _refusing():
@@ -129,7 +129,6 @@ class WorkService(Service):
             else:
                 spec.check(self._opened.spec.settings(), data_only=False)
             self._described = True
-        return Message({})
 
     def release(self, holder: str) -> list[Task]:
         """A holder has died or left: its tasks wait. Returns them."""
@@ -314,11 +313,10 @@ class WorkService(Service):
             self._forget(done)
         return Message(protocol.EndedLeases(ended=ended))
 
-    def _give_back(self, request: Request[protocol.ReturnedLeases]) -> Message:
+    def _give_back(self, request: Request[protocol.ReturnedLeases]) -> None:
         with self._lock:
             mine, tokens = self.ledger.leases_of(request.head.holder), set(request.head.tokens)
             self._end([lease for lease in mine if lease.token in tokens])  # wait in the order of their leases
-        return Message({})
 
     def _fail(self, request: Request[protocol.FailedLease]) -> Message[protocol.FailureAnswer]:
         head = request.head
@@ -328,13 +326,12 @@ class WorkService(Service):
             self._forget([head.token])
         return Message(protocol.FailureAnswer(**failed._asdict()))
 
-    def _begin_evaluation(self, request: Request[protocol.BeginEvaluation]) -> Message:
+    def _begin_evaluation(self, request: Request[protocol.BeginEvaluation]) -> None:
         head = request.head
         with self._lock:
             self._require_running(head.holder)
             with _refusing():
                 self.ledger.begin_evaluation(head.evaluation, head.parts, head.records_per_task)
-        return Message({})
 
     def _begin_prediction(self, request: Request[protocol.BeginPrediction]) -> Message[protocol.Begun]:
         head = request.head
@@ -366,7 +363,7 @@ class WorkService(Service):
             self._require_running(request.head.holder)
             return Message(protocol.SavedPosition(state=json.dumps(self.ledger.state_dict())))
 
-    def _restore_position(self, request: Request[protocol.RestorePosition]) -> Message:
+    def _restore_position(self, request: Request[protocol.RestorePosition]) -> None:
         state = request.head.state
         with self._lock:
             self._require_running(request.head.holder)
@@ -378,7 +375,6 @@ class WorkService(Service):
             except (RefusedError, RecursionError, ValueError) as error:
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
-        return Message({})
 
     def _require_running(self, holder: str) -> None:
         if process_of(holder) in self._ended:

@@ -72,7 +72,7 @@ class TrainerGroup(Service):
         self._on_settled = settled
         self._now = now
         self._lock = threading.Lock()
-        self._round = 0
+        self.round = 0  # the number of the current one; 0 before the first
         self._run = secrets.token_hex(8)
         self._group = secrets.token_hex(16)
         self._members: list[int] = []
@@ -106,11 +106,6 @@ class TrainerGroup(Service):
         """The processes without which the others have continued, or will."""
         with self._lock:
             return self._processes_gone()
-
-    @property
-    def round(self) -> int:
-        """The number of the current round; 0 before the first."""
-        return self._round
 
     def has_begun(self) -> bool:
         """Whether there is a round in which trainers train."""
@@ -147,9 +142,6 @@ class TrainerGroup(Service):
             member = self._member_of(process)
             return member is not None and member not in self._gone
 
-    def close(self) -> None:
-        """Nothing to do: the file is closed after each change."""
-
     def _enter(self, request: Request[protocol.GroupProcess]) -> Message[protocol.EnteredGroup]:
         with self._lock:
             member = self._admit(request.head.process)
@@ -160,7 +152,7 @@ class TrainerGroup(Service):
         with self._lock:
             member = self._admit(head.process)
             self._hear(member, now)
-            if member in self._members and head.round < self._round:
+            if member in self._members and head.round < self.round:
                 return self._answer(member)
             self._waits[member] = now
             if lost := {name for name in head.lost if name in self._members} - self._gone:
@@ -170,11 +162,9 @@ class TrainerGroup(Service):
             return self._answer(member)
 
     def _answer(self, member: int) -> Message[protocol.JoinedGroup]:
-        if member in self._members and member not in self._waits:
-            return Message(
-                protocol.JoinedGroup(member=member, round=self._round, members=self._members, run=self._run)
-            )
-        return Message(protocol.JoinedGroup(member=member, round=0, members=[], run=""))
+        trains = member in self._members and member not in self._waits
+        number, members, run = (self.round, self._members, self._run) if trains else (0, [], "")
+        return Message(protocol.JoinedGroup(member=member, round=number, members=members, run=run))
 
     def _begin_round(self, now: float) -> None:
         """Begin the next round, if all who are needed for it wait."""
@@ -188,7 +178,7 @@ class TrainerGroup(Service):
             return
         self._end_run()
         self._members = [*survivors, *joiners]
-        self._round += 1
+        self.round += 1
         self._waits = {}
         self._write()
 
@@ -205,7 +195,7 @@ class TrainerGroup(Service):
             self._hear(member, now)
             if self._unwritten:
                 self._write()
-            if head.round != self._round:
+            if head.round != self.round:
                 return Message(protocol.RoundState(regroup=True, broken=True, gone=[], waiting=[]))
             self._drop_silent(now)
             waiting = self._waiting(now)
@@ -217,22 +207,20 @@ class TrainerGroup(Service):
                 )
             )
 
-    def _settle(self, request: Request[protocol.ProcessRound]) -> Message:
+    def _settle(self, request: Request[protocol.ProcessRound]) -> None:
         with self._lock:
             self._admit(request.head.process)
-            if request.head.round != self._round:
-                return Message({})
+            if request.head.round != self.round:
+                return
             processes = self._processes_gone()
         self._on_settled(processes)
-        return Message({})
 
-    def _leave(self, request: Request[protocol.GroupProcess]) -> Message:
+    def _leave(self, request: Request[protocol.GroupProcess]) -> None:
         process = request.head.process
         with self._lock:
             if self._member_of(process) in self._members:
                 self._left.add(process)
         self.remove(process)
-        return Message({})
 
     def _admit(self, process: str) -> int:
         member = self._member_of(process)
@@ -279,7 +267,7 @@ class TrainerGroup(Service):
         if self._path is None:
             return
         state = {
-            "round": self._round,
+            "round": self.round,
             "run": self._run,
             "group": self._group,
             "members": self._members,
@@ -298,7 +286,7 @@ class TrainerGroup(Service):
             self._unwritten = True
 
     def _read(self, state: dict[str, Any]) -> None:
-        self._round, self._run, self._group = state["round"], state["run"], state["group"]
+        self.round, self._run, self._group = state["round"], state["run"], state["group"]
         self._members, self._next_member = state["members"], state["next_member"]
         self._processes = {int(member): name for member, name in state["processes"].items()}
         self._gone, self._left = set(state["gone"]), set(state["left"])

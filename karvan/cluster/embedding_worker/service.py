@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.role_process import Generations, RoleSettings, generations_of
+from karvan.cluster.role_process import Generations, RoleSettings, RunService, generations_of
 from karvan.distributed.parameter_servers import Servers, find_servers
 from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
 from karvan.job.environment import JobEnvironment
@@ -348,7 +348,7 @@ class IdCache:
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
 
-class EmbeddingWorker(Service):
+class EmbeddingWorker(RunService):
     """Worker number `index`; expire and most: see `IdCache`."""
 
     hello = protocol.WORKER_HELLO
@@ -361,21 +361,17 @@ class EmbeddingWorker(Service):
         most: int = 1000,
         generations: Generations | None = None,
     ) -> None:
+        super().__init__(generations)
         self.name = f"embedding worker {index}"
         self._index = index
         self._ids = IdCache(expire, most)
-        self._lock = threading.Lock()
-        self._generations = generations or Generations()
-        self._generation = -1
-        self._run = ""
-        self._past_runs: set[str] = set()  # of this generation
         self._sessions: dict[int, TrainerSession] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
         self.endpoints = endpoints(
             protocol.WORKER_CALLS,
             Endpoint(protocol.PUT, self._put),
-            Endpoint(protocol.FORGET, self._forget),
+            Endpoint(protocol.FORGET, lambda call: self._ids.forget(call.head.references)),
             Endpoint(protocol.ABANDON_MEMBERS, self._abandon),
             Endpoint(protocol.DESCRIBE_WORKER, self._describe),
             Endpoint(protocol.ENGINE, self._engine),
@@ -389,26 +385,19 @@ class EmbeddingWorker(Service):
         hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
         if isinstance(hello, protocol.IdSenderHello):
             return {"worker": self._index}
-        its_generation, run, worker = hello.generation, hello.run, hello.worker
-        if worker != self._index:
-            raise RefusedError(f"expected to be asked for as worker {self._index}, got {worker}.")
+        if hello.worker != self._index:
+            raise RefusedError(f"expected to be asked for as worker {self._index}, got {hello.worker}.")
         expect_trainer(hello)
-        generation = self._generations.check(its_generation)
-        with self._lock:
-            if generation < self._generation:
-                raise RefusedError(
-                    f"expected generation {self._generation} or a newer one, got {generation}."
-                )
-            if generation > self._generation:
-                self._past_runs = set()
-            if run in self._past_runs:
-                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
-            if run != self._run:
-                self._leave()
-                self._past_runs.add(self._run)
-                self._generation, self._run = generation, run
-            self._open(hello)
+        self._enter(hello)
         return {"worker": self._index}
+
+    @override
+    def _begin_run(self, hello: protocol.WorkerHello) -> None:
+        self._leave()
+
+    @override
+    def _admit(self, hello: protocol.WorkerHello) -> None:
+        self._open(hello)
 
     def _open(self, hello: protocol.WorkerHello) -> TrainerSession:
         """The session of a trainer; one that was dropped is opened again."""
@@ -457,11 +446,10 @@ class EmbeddingWorker(Service):
 
         return execute
 
-    def _abandon(self, call: Request[protocol.GoneMembers]) -> Message:
+    def _abandon(self, call: Request[protocol.GoneMembers]) -> None:
         """Members of an elastic run are gone; a trainer of the same run says so."""
         with self._session(call.caller), self._lock:
             self._drop(call.head.members)
-        return Message({})
 
     def _put(self, call: Request[protocol.Put]) -> Message:
         ids = unpack(call.head.batch, call.arrays)
@@ -479,29 +467,24 @@ class EmbeddingWorker(Service):
                     )
         return Message({"kept": self._ids.put(call.head.reference, ids)})
 
-    def _forget(self, call: Request[protocol.IdNames]) -> Message:
-        self._ids.forget(call.head.references)
-        return Message({})
-
-    def _engine(self, call: Request[protocol.EngineHead]) -> Message:
+    def _engine(self, call: Request[protocol.EngineHead]) -> None:
         head = call.head
         with self._session(call.caller) as session:
             engine = Embedding(session, head.features, head.wire)
             session.declare(head.tables, head.declarations)
             session.engines[head.engine] = engine
-        return Message({})
 
     def _embed(self, session: TrainerSession, call: Request[protocol.Claim]) -> Message:
         """The outputs of a batch, for its trainer."""
         head = call.head
-        self._release(head.store, head.done, head.gone, session)
+        session.forget(head.store, head.done)
+        self._ids.forget(head.gone)
         engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
-        name = head.reference
-        ids = self._ids.claim(name, call.caller.hello.trainer)
+        ids = self._ids.claim(head.reference, call.caller.hello.trainer)
         if ids is None:
-            return self._needs_ids(name)
+            return self._needs_ids(head.reference)
         context = LookupContext(head.training, head.step, head.now)
         embedded = Embedded(engine, ids, head.store, context)
         embedded.pull.begin(head.batch)
@@ -522,32 +505,27 @@ class EmbeddingWorker(Service):
             return _needs_engine()
         if head.wire != engine.wire:
             raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head.wire}.")
-        store = head.store
-        batches = [head.batches[index] for index in head.mine]
         passes: list[Embedded] = []
-        for batch, described in zip(batches, head.passes, strict=True):
-            embedded = session.find(store, batch)
+        for index, described in zip(head.mine, head.passes, strict=True):
+            batch = head.batches[index]
+            embedded = session.find(head.store, batch)
             if embedded is None:
-                name = described.reference
-                ids = self._ids.claim(name, call.caller.hello.trainer)
+                ids = self._ids.claim(described.reference, call.caller.hello.trainer)
                 if ids is None:
-                    return self._needs_ids(name)
+                    return self._needs_ids(described.reference)
                 embedded = Embedded(engine, ids, 0, LookupContext(True, 0, 0.0))  # only to group them by key
-                session.add(store, batch, embedded)
+                session.add(head.store, batch, embedded)
             passes.append(embedded)
         sums = [
             embedded.sum(array, described.given, head.complete)
             for embedded, described, array in zip(passes, head.passes, call.arrays, strict=True)
         ]
         # Servers hear of it with this push: a worker may die after its answer.
-        self._release(head.store, head.done, head.gone, session)
+        session.forget(head.store, head.done)
+        self._ids.forget(head.gone)
         engine.push(head, sums)
         self.backwards += 1
         return Message({"restarted_servers": session.take_restarted()})
-
-    def _release(self, store: int, done: list[int], lost: list[str], session: TrainerSession) -> None:
-        session.forget(store, done)
-        self._ids.forget(lost)
 
     def _needs_ids(self, name: str) -> Message:
         text = f"expected the ids of reference {name!r}, got a claim without: {self._ids.why_missing(name)}."

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from karvan.checkpoint.transforms import has_state, name_of
@@ -82,7 +82,7 @@ class LoaderContext:
         workers: Sequence[IdReceiver] | None = None,
         split: SplitIds = split_by_name,
     ) -> None:
-        self._settings = settings = settings or RoleSettings.from_environment(Role.LOADER)
+        settings = settings or RoleSettings.from_environment(Role.LOADER)
         self.index = settings.index
         self.count = settings.count
         leased = JobEnvironment.read().sharding == "dynamic"
@@ -96,7 +96,7 @@ class LoaderContext:
         self._ended = threading.Event()
         self._stack = ExitStack()
         if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._terminate)
+            before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
             self._stack.callback(signal.signal, signal.SIGTERM, before)
         self._stack.enter_context(listening(self._service, settings, self._ended))
         atexit.register(self._leave)
@@ -303,9 +303,6 @@ class LoaderContext:
         atexit.unregister(self._leave)
         self._ended.set()
         self._stack.close()
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        sys.exit(0)
 
 
 class _RestartRequiredError(RuntimeError):

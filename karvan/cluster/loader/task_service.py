@@ -57,7 +57,7 @@ from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.protocol import loader as protocol
 from karvan.ragged import Batch, IdsReference
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, endpoints
-from karvan.wire.schema import Head, Struct
+from karvan.wire.schema import Struct
 from karvan.work.task import Task
 
 _log = logging.getLogger("karvan.cluster")
@@ -225,7 +225,7 @@ class TaskService(LoaderService[protocol.Description]):
             Endpoint(protocol.DESCRIBE, self._answer_description),
             Endpoint(protocol.STATISTICS, self._answer_statistics),
             Endpoint(protocol.READ_BATCH, self._read_batch),
-            Endpoint(protocol.STOP_READING, self._stop_reading),
+            Endpoint(protocol.STOP_READING, lambda call: self._drop(call.caller.session)),
         )
 
     def offer(self, data: SharedData, statistics: LoaderStatistics | None = None) -> None:
@@ -254,10 +254,6 @@ class TaskService(LoaderService[protocol.Description]):
             readings, self._readings = self._readings, {}
         for reading in readings.values():
             reading.close()
-
-    def _stop_reading(self, call: Request[Head]) -> Message:
-        self._drop(call.caller.session)
-        return Message({})
 
     def _read_batch(self, call: Request[protocol.RequestedTasks]) -> Message[Any]:
         description = self._described()

@@ -192,9 +192,9 @@ class Batches(ABC):
         self._rows.withdraw(lookups)
 
     def _guarded(
-        self, call: Call[H, Any], method: Callable[[int, Request[H]], Message[Any]]
+        self, call: Call[H, Any], method: Callable[[int, Request[H]], Message[Any] | None]
     ) -> Endpoint[Any]:
-        def execute(request: Request[H]) -> Message[Any]:
+        def execute(request: Request[H]) -> Message[Any] | None:
             member = request.caller.hello.trainer
             with self.between_steps():
                 if self._ended:
@@ -254,7 +254,7 @@ class Batches(ABC):
         self.keys += sum(head.counts)
         self.pulls += 1
 
-    def _push(self, member: int, call: Request[protocol.PushHead]) -> Message:
+    def _push(self, member: int, call: Request[protocol.PushHead]) -> None:
         """Take a trainer's gradients."""
         head = call.head
         if head.commit is not None:
@@ -262,7 +262,6 @@ class Batches(ABC):
         if self._expects(member, head):
             self._receive(member, head, self._passes_of(member, call))
         self._forget(member, head)
-        return Message({})
 
     def _passes_of(self, member: int, call: Request[protocol.PushHead]) -> dict[int, Pass]:
         """The passes in a call, by their positions in the push, each as large as its lookup was."""
@@ -280,11 +279,10 @@ class Batches(ABC):
             passes[position] = lookup, from_wire(array, head.wire)
         return passes
 
-    def _withdraw(self, member: int, call: Request[protocol.Withdraw]) -> Message:
+    def _withdraw(self, member: int, call: Request[protocol.Withdraw]) -> None:
         """A trainer will not train these batches: their lookups are undone."""
         lookups = self._take(member, call.head.store, call.head.batches)
         self._rows.withdraw(lookup for lookup in lookups if not self._is_staged(lookup))
-        return Message({})
 
     def _forget(self, member: int, head: protocol.Done) -> None:
         """A trainer is done with lookups: their batches are trained, unless they had no gradient at all."""
@@ -513,7 +511,7 @@ class ElasticBatches(Batches):
         self.endpoints += [
             self._guarded(protocol.COMMIT, self._commit),
             self._guarded(protocol.DROP, self._drop),
-            self._guarded(protocol.FENCE, self._fence),
+            self._guarded(protocol.FENCE, lambda member, call: self._members.fenced.add(call.head.member)),
             self._guarded(protocol.ABANDON, self._abandon),
             self._guarded(protocol.PROGRESS, self._progress),
             self._guarded(protocol.MEMBERS_IN_ROUND, self._list_members),
@@ -570,9 +568,9 @@ class ElasticBatches(Batches):
         """The last step that is committed; -1 before the first."""
         return self._committed[whose].step if whose in self._committed else -1
 
-    def _commit(self, member: int, call: Request[protocol.Commit]) -> Message:
+    def _commit(self, member: int, call: Request[protocol.Commit]) -> Message | None:
         self._apply_commit(call.head)
-        return Message({})
+        return None
 
     @override
     def _apply_commit(self, commit: protocol.Commit) -> None:
@@ -609,20 +607,15 @@ class ElasticBatches(Batches):
     def _apply_dense(self, commit: protocol.Commit) -> None:
         """Apply what a commit has besides pushes: nothing, unless members have steps of their own."""
 
-    def _drop(self, member: int, call: Request[protocol.Drop]) -> Message:
+    def _drop(self, member: int, call: Request[protocol.Drop]) -> None:
         whose, first = self._whose(call.head.member), call.head.step
         self._release(self._staged.drop(lambda push: push.step >= first and _is_of(push, whose)))
-        return Message({})
 
     def _release(self, dropped: Iterable[WholePush]) -> None:
         """Undo the lookups of dropped pushes, except those that can still be pushed again."""
         open_lookups = set(self._lookups.values())
         lookups = [lookup for push in dropped for lookup in push.lookups if lookup not in open_lookups]
         self._rows.withdraw(lookup for lookup in lookups if not self._staged.uses(lookup))
-
-    def _fence(self, member: int, call: Request[protocol.OfMember]) -> Message:
-        self._members.fenced.add(call.head.member)
-        return Message({})
 
     def _list_members(self, member: int, call: Request[protocol.RoundNumber]) -> Message:
         """The caller trains from now on, so it is one of them."""
@@ -633,7 +626,7 @@ class ElasticBatches(Batches):
     def _answer_tally(self, member: int, call: Request[protocol.Meeting]) -> Message:
         raise RefusedError("expected an elastic run of mode async, got a request for a tally in another one.")
 
-    def _abandon(self, member: int, call: Request[protocol.OfMember]) -> Message:
+    def _abandon(self, member: int, call: Request[protocol.OfMember]) -> None:
         """A member is gone; it may be the caller itself, which leaves."""
         number = call.head.member
         self._members.abandon(number)
@@ -646,7 +639,6 @@ class ElasticBatches(Batches):
         self._committed.pop(number, None)
         for store in {store for _, store, _ in names}:
             self._over.forget((number, store))
-        return Message({})
 
     def _progress(self, member: int, call: Request[protocol.ProgressOf]) -> Message:
         whose = self._whose(call.head.member)
@@ -779,10 +771,10 @@ class OwnStepBatches(ElasticBatches):
             del self._staged_dense[name]
 
     @override
-    def _abandon(self, member: int, call: Request[protocol.OfMember]) -> Message:
+    def _abandon(self, member: int, call: Request[protocol.OfMember]) -> None:
         self._forget_dense(call.head.member)
         self._dense.forget(_name(call.head.member))
-        return super()._abandon(member, call)
+        super()._abandon(member, call)
 
     @override
     def _answer_tally(self, member: int, call: Request[protocol.Meeting]) -> Message:

@@ -133,7 +133,7 @@ class SavedShare(Capture):
         if part in mine and self._saved(table) and not self._requests[table]["delta"]:
             assert self._checkpoint is not None
             rows_ = list(self._checkpoint.parts(table, mine[part]))
-        rows = join(rows_) if rows_ else self._no_rows(table)
+        rows = join(rows_) if rows_ else _no_rows(self._tables.spec(table).dim)
         return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(rows_))
 
     @override
@@ -156,10 +156,11 @@ class SavedShare(Capture):
     def _saved(self, table: str) -> bool:
         return self._checkpoint is not None and table in self._checkpoint.manifest.tables
 
-    def _no_rows(self, table: str) -> Rows:
-        none = np.empty(0, np.uint32)
-        vectors = np.empty((0, self._tables.spec(table).dim), np.float32)
-        return Rows(np.empty(0, np.int64), vectors, np.empty((0, 0), np.float32), none, none)
+
+def _no_rows(dim: int) -> Rows:
+    none = np.empty(0, np.uint32)
+    vectors = np.empty((0, dim), np.float32)
+    return Rows(np.empty(0, np.int64), vectors, np.empty((0, 0), np.float32), none, none)
 
 
 # Where a parameter server may write: below the job's checkpoint folder, and nowhere else.

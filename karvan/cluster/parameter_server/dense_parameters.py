@@ -413,15 +413,11 @@ def _set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of plain values, tensors and such dicts, in which nothing is shared."""
-    return {name: _clone(value) for name, value in values.items()}
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return _cloned(value) if isinstance(value, Mapping) else value
+def _cloned(value: Any) -> Any:
+    """A plain value, a tensor or a dict of such values, in which nothing is shared."""
+    if isinstance(value, Mapping):
+        return {name: _cloned(part) for name, part in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 # The calls by which trainers reach a server's dense parameters; `dense_parameters.py` explains them.

@@ -69,8 +69,11 @@ class ServerTables:
         self.specs: dict[str, TableSpec] = {}
         self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
         self.endpoints: list[Endpoint[Any]] = [
-            Endpoint(protocol.ADD_TABLE, self._add_table),
-            Endpoint(protocol.SET_STATE, self._set_state),
+            Endpoint(protocol.ADD_TABLE, lambda call: self.add(call.head.spec)),
+            Endpoint(
+                protocol.SET_STATE,
+                lambda call: self.set_state(call.head.table, call.head.initial, call.head.fresh),
+            ),
             Endpoint(protocol.LOOKUP, self._lookup),
             Endpoint(protocol.APPLY, self._apply),
             self._about(protocol.SKIP, lambda table, call: table.skip()),
@@ -102,13 +105,12 @@ class ServerTables:
         for table in tables:
             self.spec(table)
 
-    def add(self, fields: Mapping[str, Any]) -> TableSpec:
+    def add(self, fields: Mapping[str, Any]) -> None:
         """Add the table of a spec, unless it exists."""
         spec = spec_from_json(fields).share(self.index, self.count)
         with self._adding:  # otherwise two calls could make two tables of one name, with different dims
             self.store.add_table(spec)
             self.specs[spec.name] = spec
-        return spec
 
     def check_state(self, table: str, initial: Sequence[float]) -> None:
         """An optimizer has no state, one number for a row, or one to three for each number of its vector."""
@@ -159,15 +161,6 @@ class ServerTables:
                 *(self.index, f"{rows:,}", *sizes),
             )
 
-    def _add_table(self, request: Request[protocol.AddTable]) -> Message:
-        self.add(request.head.spec)
-        return Message({})
-
-    def _set_state(self, request: Request[protocol.SetState]) -> Message:
-        head = request.head
-        self.set_state(head.table, head.initial, head.fresh)
-        return Message({})
-
     def _lookup(self, request: Request[protocol.Lookup]) -> Message:
         head, arrays = request.head, request.arrays
         tables = head.tables
@@ -176,7 +169,7 @@ class ServerTables:
         rows = self.store.lookup(keys, LookupContext(head.training, head.step, head.now))
         return Message({}, [rows[table].vectors for table in tables])
 
-    def _apply(self, request: Request[protocol.Apply]) -> Message:
+    def _apply(self, request: Request[protocol.Apply]) -> None:
         head, arrays = request.head, iter(request.arrays)
         self.check_tables(list(head.numbers))
         pushes: dict[str, list[Push]] = {}
@@ -189,7 +182,6 @@ class ServerTables:
                 pushes[table].append(Push(keys, gradients, version))
         rules = {table: rule_from_json(rule) for table, rule in head.rules.items()}
         self.store.apply(pushes, rules, head.steps)
-        return Message({})
 
     def _about(self, call: Call[T, Any], work: Callable[[MemoryTable, Request[T]], Any]) -> Endpoint[Any]:
         """The endpoint of a call about one table; work returns the head or the arrays of the answer."""
