@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from karvan import distributed, ragged
@@ -52,31 +51,17 @@ _FOUND_SOON = 0.5  # seconds; of tasks that another loader can read
 
 
 class LoadedBatch(Batch):
-    """A batch and where it comes from: its number in the epoch, and what its loader sent along (`meta`).
-
-    Where embedding workers have its ids, `reference` names them and `worker` is who has them.
-    """
+    """A batch and where it comes from: its number in the epoch, and what its loader sent along (`meta`)."""
 
     epoch = 0
     number = 0
     meta: Any = None
-    reference: BatchName | None = None
-    worker: int | None = None
 
     @override
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> LoadedBatch:
-        return self.with_entries(super().to(device, non_blocking))
-
-    @override
-    def pin_memory(self) -> LoadedBatch:
-        return self.with_entries(super().pin_memory())
-
     def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
         """Other entries, with the same origin."""
         batch = LoadedBatch.trusted(dict(entries), self.samples)
-        assert isinstance(batch, LoadedBatch)
-        for name in ("epoch", "number", "meta", "reference", "worker"):
-            setattr(batch, name, getattr(self, name))
+        batch.epoch, batch.number, batch.meta = self.epoch, self.number, self.meta
         return batch
 
 
@@ -367,13 +352,10 @@ class LoaderStream(BatchStream[LoaderChannel]):
         entries: dict[str, Any] = dict(unpack(head.batch, arrays))
         if reference is not None:
             entries[REFERENCE] = reference
+            self._release()
         batch = LoadedBatch.trusted(entries, head.rows)
-        assert isinstance(batch, LoadedBatch)
         batch.epoch, batch.meta = self._epoch, head.meta
         batch.number = head.index * len(self._channels) + channel.loader
-        if reference is not None:
-            batch.reference, batch.worker = BatchName.named(reference.name), reference.worker
-            self._release()
         return batch
 
     def _check_statistics(self, channel: LoaderChannel, digest: str) -> None:

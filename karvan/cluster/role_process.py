@@ -42,57 +42,42 @@ class RoleSettings:
     """What a process of a job knows about itself."""
 
     role: Role
-    index: int = 0
-    count: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    registry: str = ""
-    master_address_file: str = ""
-    threads: int = 0
-    generation: int = 0
-    checkpoints: str = ""
-    capacity: int | None = None
+    job: JobEnvironment = field(default_factory=JobEnvironment)
     security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
-        if self.count < 1 or not 0 <= self.index < self.count:
+        job, threads = self.job, self.job.threads or 0
+        if job.count < 1 or not 0 <= job.index < job.count:
             raise ValueError(
-                f"{self.role} expects an index below its count, got index {self.index} of {self.count}."
+                f"{self.role} expects an index below its count, got index {job.index} of {job.count}."
             )
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"{self.role} expects a port from 0 to 65535, got {self.port}.")
-        if self.threads < 0 or self.generation < 0:
+        if not 0 <= job.port < 65536:
+            raise ValueError(f"{self.role} expects a port from 0 to 65535, got {job.port}.")
+        if threads < 0 or job.generation < 0:
             raise ValueError(
                 f"{self.role} expects threads and a generation of 0 or more, "
-                f"got {self.threads} and {self.generation}."
+                f"got {threads} and {job.generation}."
             )
-
-        if self.capacity is not None and not self.role.holds_rows:
+        if job.capacity is not None and not self.role.holds_rows:
             owners = ", ".join(role for role in all_roles() if role.holds_rows)
             raise ValueError(
-                f"{self.role} has no rows: expected a capacity of {owners} only, got {self.capacity}."
+                f"{self.role} has no rows: expected a capacity of {owners} only, got {job.capacity}."
             )
 
     @property
     def name(self) -> str:
         """Such as "parameter-server 0"."""
-        return f"{self.role} {self.index}"
+        return f"{self.role} {self.job.index}"
 
     @property
-    def master(self) -> MasterAddress:
-        """Where the registry is, if there is one."""
-        return MasterAddress(self.registry, self.master_address_file)
+    def host(self) -> str:
+        """Where it listens."""
+        return self.job.host or "127.0.0.1"
 
     @classmethod
     def from_environment(cls, role: Role, environment: Mapping[str, str] | None = None) -> RoleSettings:
         """Read the variables; an error names the variable."""
-        job = JobEnvironment.read(environment)
-        names = ("index", "count", "port", "advertise", "registry", "master_address_file", "generation")
-        same = {name: getattr(job, name) for name in (*names, "checkpoints", "capacity")}
-        security = Security.from_environment(environment)
-        host, threads = job.host or "127.0.0.1", job.threads or 0
-        return cls(role=role, host=host, threads=threads, security=security, **same)
+        return cls(role, JobEnvironment.read(environment), Security.from_environment(environment))
 
 
 def factory_of(name: str) -> Callable[[RoleSettings], Service]:
@@ -112,10 +97,10 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
     Sets signal handlers while it runs, so it must be called on the process's main thread.
     """
     with stop_signals() as ended:
-        if settings.threads:
+        if settings.job.threads:
             from karvan.threads import set_num_threads
 
-            set_num_threads(settings.threads)
+            set_num_threads(settings.job.threads)
         service = make(settings)
         with listening(service, settings, ended):
             while not ended.wait(1.0):  # without a timeout, some systems would not deliver signals
@@ -144,11 +129,11 @@ def listening(
     """Answer calls and be registered while inside; once `ended` is set, stop waiting for a registry."""
     service.on_exhaustion = partial(_end_exhausted, settings.name)
     try:
-        with Server(service, settings.host, settings.port, settings.security) as server:
-            address = reachable(server.address, settings.advertise)
-            membership = _join(settings, address, ended) if settings.registry else None
+        with Server(service, settings.host, settings.job.port, settings.security) as server:
+            address = reachable(server.address, settings.job.advertise)
+            membership = _join(settings, address, ended) if settings.job.registry else None
             try:
-                _log.info("%s of %d at %s", settings.name, settings.count, address)
+                _log.info("%s of %d at %s", settings.name, settings.job.count, address)
                 yield membership
             finally:
                 if membership is not None:
@@ -182,13 +167,13 @@ def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membe
     while not ended.is_set():
         try:
             return Membership(
-                settings.master,
+                settings.job.master,
                 settings.role,
-                settings.index,
+                settings.job.index,
                 address,
                 settings.security,
-                settings.generation,
-                count=settings.count,
+                settings.job.generation,
+                count=settings.job.count,
                 patience=1.0,
             )
         except WireError:
@@ -265,7 +250,8 @@ class Generations:
 
 def generations_of(settings: RoleSettings) -> Generations:
     """The generations of the service of a process."""
-    return Generations(settings.master if settings.registry else "", settings.security, settings.generation)
+    job = settings.job
+    return Generations(job.master if job.registry else "", settings.security, job.generation)
 
 
 OLDER_RUN = "expected a trainer of the job's newest run, got one of an older run."

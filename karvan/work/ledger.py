@@ -47,7 +47,8 @@ from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, TaskPlan, WorkS
 
 # The ledger's file: SQLite, in which every change of the ledger is one transaction.
 #
-# ledger     one row: the version of the file, the settings of the `WorkSpec` as JSON, the `LedgerPosition`
+#     ledger     one row: the version of the file, the settings of the `WorkSpec` as JSON, and the
+#                `LedgerPosition`
 #     parts      the parts of the data, in order
 #     tasks      the open tasks, by token. One without a holder waits to be leased
 #

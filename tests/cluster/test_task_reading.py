@@ -19,6 +19,7 @@ from karvan.cluster.role_process import RoleSettings
 from karvan.data.leasing.task_records import TaskToRead, after, places_of, records_done
 from karvan.data.loading.shuffle import permutation
 from karvan.discovery.registry import Registry
+from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.protocol.loader import NoAnswerYet, TaskReadingHello
 from karvan.train.elastic.choice import require_evaluable
@@ -341,7 +342,9 @@ def elastic_loader(monkeypatch):
     with closing(Registry()) as registry:
         monkeypatch.setenv("KARVAN_SHARDING", "dynamic")
         monkeypatch.setenv("KARVAN_ROLE", "loader")
-        yield lambda: kv.LoaderContext(settings=RoleSettings(Role.LOADER, registry=registry.address))
+        yield lambda: kv.LoaderContext(
+            settings=RoleSettings(Role.LOADER, JobEnvironment(registry=registry.address))
+        )
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ from karvan.cluster.batch_messages import unpack
 from karvan.cluster.role_process import Generations, RoleSettings, RunService, generations_of
 from karvan.distributed.parameter_servers import Servers, find_servers
 from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
-from karvan.job.environment import JobEnvironment
 from karvan.native import _native
 from karvan.protocol import embedding_worker as protocol
 from karvan.protocol.parameter_server import PUSH, expect_trainer
@@ -577,9 +576,9 @@ def _needs_engine() -> Message:
 
 def make(settings: RoleSettings) -> Service:
     """The worker of a process; see `karvan/cluster/role_process.py`."""
-    job = JobEnvironment.read()
+    job = settings.job
     return EmbeddingWorker(
-        settings.index,
+        job.index,
         expire=1000.0 if job.embedding_worker_expire is None else job.embedding_worker_expire,
         most=1000 if job.embedding_worker_batches is None else job.embedding_worker_batches,
         generations=generations_of(settings),

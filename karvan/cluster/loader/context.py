@@ -83,8 +83,8 @@ class LoaderContext:
         split: SplitIds = split_by_name,
     ) -> None:
         settings = settings or RoleSettings.from_environment(Role.LOADER)
-        self.index = settings.index
-        self.count = settings.count
+        self.index = settings.job.index
+        self.count = settings.job.count
         leased = JobEnvironment.read().sharding == "dynamic"
         self._service = _service(settings, leased, queue, workers, split)
         self._transforms: list[object] = []  # with statistics
@@ -322,8 +322,8 @@ def _service(
     if workers is None:
         workers = workers_from_environment(ANSWER_WITHIN) if leased else workers_from_environment()
     if leased:
-        return TaskService(settings.index, workers=workers, split=split)
-    index, count, generations = settings.index, settings.count, generations_of(settings)
+        return TaskService(settings.job.index, workers=workers, split=split)
+    index, count, generations = settings.job.index, settings.job.count, generations_of(settings)
     return EpochService(index, count, queue=queue, generations=generations, workers=workers, split=split)
 
 
@@ -344,7 +344,7 @@ _OF_LOADER = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transf
 
 def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
-    source = read_share(_data(), settings.index, settings.count)
+    source = read_share(_data(), settings.job.index, settings.job.count)
     source.identity()  # reads a little of each file, so that an unreadable one is an error at once
     statistics = LoaderStatistics.of((), source.column_kinds())
     service = _service(settings, isinstance(source, SharedData))

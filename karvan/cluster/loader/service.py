@@ -1,4 +1,4 @@
-"""`LoaderService`: what each loader answers, whatever it reads.
+"""`LoaderService`: what each loader answers, whatever it reads; and what it says and sends beside batches.
 
 Every loader has a number, which callers have to expect, and data that its program offers, with the statistics
 of transforms. Until then, a question for them is answered by "wait" after a second. What trainers get of the
@@ -6,6 +6,9 @@ data depends on who decides which records they train:
 
 - `epoch_service.py`: batches of epochs, each of which belongs to one trainer;
 - `task_service.py`: batches of the tasks that trainers have leased (`sharding: dynamic`).
+
+Beside batches, trainers get the statistics of transforms (`LoaderStatistics`), and embedding workers get the
+ids of batches (`SentIds` of epochs, `TaskIds` of tasks).
 """
 
 from __future__ import annotations

@@ -281,21 +281,20 @@ class Batches(ABC):
 
     def _withdraw(self, member: int, call: Request[protocol.Withdraw]) -> None:
         """A trainer will not train these batches: their lookups are undone."""
-        lookups = self._take(member, call.head.store, call.head.batches)
-        self._rows.withdraw(lookup for lookup in lookups if not self._is_staged(lookup))
+        self._rows.withdraw(self._take(member, call.head.store, call.head.batches))
 
     def _forget(self, member: int, head: protocol.Done) -> None:
         """A trainer is done with lookups: their batches are trained, unless they had no gradient at all."""
-        lookups = self._take(member, head.store, head.done)
-        self._rows.trained(lookup for lookup in lookups if not self._is_staged(lookup))
+        self._rows.trained(self._take(member, head.store, head.done))
 
     def _take(self, member: int, store: int, batches: Iterable[int]) -> list[HeldLookup]:
+        """Batches are over; returns their lookups, except those that a commit will need."""
         lookups = []
         with self._lock:
             for batch in batches:
                 lookups.append(self._lookups.pop((member, store, batch), None))
                 self._over.remember((member, store), batch, True)
-        return [lookup for lookup in lookups if lookup is not None]
+        return [lookup for lookup in lookups if lookup is not None and not self._is_staged(lookup)]
 
 
 class _Received(NamedTuple):

@@ -294,16 +294,11 @@ class Saving:
         if save is not None:
             save.capture.close()
 
-    def close_of(self, trainer: int) -> None:
-        """Release the captures of a trainer that is gone."""
+    def close_all(self, trainer: int | None = None) -> None:
+        """Release all captures, or those of a trainer that is gone."""
         for number, save in list(self._open.items()):
-            if save.trainer == trainer:
+            if trainer is None or save.trainer == trainer:
                 self.close(number)
-
-    def close_all(self) -> None:
-        """Release all captures."""
-        for number in list(self._open):
-            self.close(number)
 
     def save(
         self, number: int, folder: Path, tables: Mapping[str, Mapping[str, Any]], writer_count: int

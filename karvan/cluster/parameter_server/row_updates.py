@@ -1,4 +1,6 @@
-"""`RowUpdates`: how lookups and pushes change a server's rows; one way for each kind of run.
+"""`ServerTables`, the tables of a server; and `RowUpdates`, how lookups and pushes change their rows.
+
+There is one way for each kind of run.
 
 `SingleUpdates`, for modes hybrid and async, and for a run of one trainer: a lookup inserts rows and counts
 uses when it arrives. If lookups may be made in advance, it is in the log of lookups in flight until its push

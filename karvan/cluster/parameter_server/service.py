@@ -163,7 +163,7 @@ class ParameterServer(RunService):
             return FixedBatches(rows, hello)
         own_steps = mode.dense_on_servers
         elastic = OwnStepBatches(rows, hello, self._dense) if own_steps else ElasticBatches(rows, hello)
-        elastic.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
+        elastic.on_abandon = self._saving.close_all  # another trainer saves next, and a table has one capture
         return elastic
 
     def _end(self, reason: str) -> None:
@@ -301,10 +301,11 @@ class ParameterServer(RunService):
 
 def make(settings: RoleSettings) -> Service:
     """The server of a process; see `karvan/cluster/role_process.py`."""
+    job = settings.job
     return ParameterServer(
-        settings.index,
-        settings.count,
-        checkpoints=settings.checkpoints,
+        job.index,
+        job.count,
+        checkpoints=job.checkpoints,
         generations=generations_of(settings),
-        capacity=settings.capacity,
+        capacity=job.capacity,
     )
