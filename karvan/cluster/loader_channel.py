@@ -49,7 +49,7 @@ _POSITIONS = 8  # of batches handed out: reading can restart where the slowest t
 A = TypeVar("A")
 
 
-class BatchSource(Protocol):
+class StreamSource(Protocol):
     """Where batches come from, under the lock of the stream that takes them."""
 
     waiting: deque[Any]
@@ -62,7 +62,7 @@ class BatchSource(Protocol):
         """Raise if no batch will come, or none has come for so many seconds."""
 
 
-S = TypeVar("S", bound=BatchSource)
+S = TypeVar("S", bound=StreamSource)
 
 
 class BatchStream(Generic[S]):
@@ -391,7 +391,7 @@ class ChannelSettings:
     access: LoaderAccess
 
 
-class _Received(NamedTuple):
+class _WaitingBatch(NamedTuple):
     """A batch that waits, and where its loader can start to read it again."""
 
     head: protocol.EpochBatch
@@ -429,7 +429,7 @@ class LoaderChannel:
         self.loader = loader
         self.name = f"loader {loader}"
         self.epoch = epoch
-        self.waiting: deque[_Received] = deque()
+        self.waiting: deque[_WaitingBatch] = deque()
         self.end: Known | None = None  # of its epoch: how many batches, and the position after them
         self._missing: list[int] = []  # trainers that the loader waits for
         self._error: Exception | None = None
@@ -491,7 +491,7 @@ class LoaderChannel:
         except (WireError, RefusedError) as error:
             self._fail(error)
 
-    def take(self) -> tuple[_Received, IdsReference | None]:
+    def take(self) -> tuple[_WaitingBatch, IdsReference | None]:
         """The next batch, which then counts as handed out, and the reference to its ids if a worker has them.
 
         The batch is unfinished for as long as the reference exists.
@@ -649,7 +649,7 @@ class LoaderChannel:
             self.end = self.end or (head.end, head.position)
         elif isinstance(head, protocol.EpochBatch) and head.index >= self._received:
             self._received = head.index + 1
-            self.waiting.append(_Received(head, arrays, self._last))
+            self.waiting.append(_WaitingBatch(head, arrays, self._last))
             self._last = self._received, head.position
 
 

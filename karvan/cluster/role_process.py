@@ -201,7 +201,8 @@ _PATIENCE = 60.0  # seconds for the registry to answer
 class Generations:
     """What a service knows of its job's generation.
 
-    registry: "host:port", or "" if there is none. own: the generation with which the service was started.
+    registry: "host:port", or "" if there is none. requested: the generation with which the
+    service was started.
     """
 
     def __init__(

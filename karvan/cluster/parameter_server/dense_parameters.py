@@ -210,7 +210,7 @@ class _Push:
 
 
 @dataclass
-class _Held:
+class _LoadedModel:
     """What a server has once a model was loaded."""
 
     parameters: dict[str, Tensor]
@@ -228,7 +228,7 @@ class DenseParameters:
     def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
         self._policy = policy or AsyncPolicy()
         self._repeats: AnswerWindow[str, Answer] = AnswerWindow(window)
-        self._model: _Held | None = None
+        self._model: _LoadedModel | None = None
         self._counts = PushCounts()
         self._lock = threading.Lock()
 
@@ -241,7 +241,7 @@ class DenseParameters:
     def version(self) -> int:
         """The number of steps made."""
         with self._lock:
-            return self._held().version
+            return self._loaded().version
 
     @property
     def counts(self) -> PushCounts:
@@ -252,7 +252,7 @@ class DenseParameters:
     def pull(self, version: int | None = None) -> tuple[int, dict[str, Tensor] | None]:
         """The version, and copies of its parameters unless it is the one the caller has."""
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             if version == model.version:
                 return version, None
             return model.version, {name: parameter.clone() for name, parameter in model.parameters.items()}
@@ -260,7 +260,7 @@ class DenseParameters:
     def expect(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise if `push_gradients` would not accept them."""
         with self._lock:
-            expect_gradients(self._held().parameters, gradients)
+            expect_gradients(self._loaded().parameters, gradients)
         if not all_finite(gradients.values()):
             raise ValueError("Expected finite gradients, got an infinity or a NaN.")
 
@@ -282,7 +282,7 @@ class DenseParameters:
         copies = {name: dense_tensor(name, gradients[name], copy=waits) for name in sorted(gradients)}
         finite = all_finite(copies.values())
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             expect_gradients(model.parameters, copies)
             staleness = model.version - version
             if (former := self._repeats.find(trainer, sequence)) is not None:
@@ -318,7 +318,7 @@ class DenseParameters:
     def flush(self) -> int:
         """Make a step of the waiting pushes, however few; returns the version. For the end of training."""
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             if model.waiting:
                 self._apply()
             return model.version
@@ -326,7 +326,7 @@ class DenseParameters:
     def state(self) -> dict[str, Any]:
         """All that later steps depend on, copied: dicts and lists of tensors and JSON values."""
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             return {
                 "version": model.version,
                 "optimizer": describe(model.optimizer),
@@ -359,25 +359,25 @@ class DenseParameters:
         with self._lock:
             if first and self._model is not None:
                 return
-            self._model = _Held(parameters, optimizer, state["version"], waiting)
+            self._model = _LoadedModel(parameters, optimizer, state["version"], waiting)
             self._repeats.load(answers)
             self._apply_full()
 
-    def _held(self) -> _Held:
+    def _loaded(self) -> _LoadedModel:
         if self._model is None:
             raise RuntimeError("No trainer has loaded a model into this server: expected load_state first.")
         return self._model
 
     def _apply_full(self) -> bool:
         """Make a step if enough pushes wait."""
-        if len(self._held().waiting) < self._policy.grads_to_wait:
+        if len(self._loaded().waiting) < self._policy.grads_to_wait:
             return False
         self._apply()
         return True
 
     def _apply(self) -> None:
         """Make a step with the mean of all waiting pushes."""
-        model = self._held()
+        model = self._loaded()
         pushes, model.waiting = sorted(model.waiting, key=_order), []
         usual = rate_of(model.optimizer)
         rates = [self._policy.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
