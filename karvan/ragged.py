@@ -550,7 +550,9 @@ class Batch(Mapping[str, Entry]):
         Returns:
             The batch there.
         """
-        return Batch({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
+        return self.with_entries(
+            {name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()}
+        )
 
     def pin_memory(self) -> Batch:
         """Copy every entry to page-locked memory.
@@ -558,7 +560,7 @@ class Batch(Mapping[str, Entry]):
         Returns:
             The copy.
         """
-        return Batch({name: entry.pin_memory() for name, entry in self.items()})
+        return self.with_entries({name: entry.pin_memory() for name, entry in self.items()})
 
     def with_entries(self, entries: Mapping[str, Any]) -> Batch:
         """Replace the entries, and keep what else the batch has, such as its `meta`.

@@ -17,7 +17,7 @@ from karvan.cluster.role_process import RoleSettings, stop_signals
 from karvan.discovery.registry import Registry
 from karvan.job.checkpoint_url import local_path
 from karvan.owner import own
-from karvan.work.ledger_file import LedgerError
+from karvan.work.ledger import LedgerError
 from karvan.work.service import PATIENCE, WorkService
 from karvan.work.trainer_group import TrainerGroup
 
@@ -32,16 +32,17 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
 
     patience: seconds without progress after which tasks are taken from their holder.
     """
-    if not settings.checkpoints:
+    job = settings.job
+    if not job.checkpoints:
         raise ValueError(
             "A master expects the folder of the job's checkpoints, which holds its ledger: set --checkpoints."
         )
-    if settings.registry or settings.count > 1 or settings.generation or settings.advertise:
+    if job.registry or job.count > 1 or job.generation or job.advertise:
         raise ValueError(
             "A master is the registry of its job, and there is one: it expects no registry, index, count, "
             "generation or advertise."
         )
-    path = local_path(settings.checkpoints) / LEDGER
+    path = local_path(job.checkpoints) / LEDGER
     with stop_signals() as ended, ExitStack() as stack:
         owner = own(path.parent)  # not of all checkpoints, which the trainers write
         stack.callback(owner.release)
@@ -52,7 +53,7 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
         stack.callback(work.close)
         group = TrainerGroup(path.with_name("group.json"), settled=partial(release_all, work))
         work.refuse(group.gone)
-        registry = Registry(settings.host, settings.port, settings.security, beside=[work, group])
+        registry = Registry(settings.host, job.port, settings.security, beside=[work, group])
         stack.callback(registry.close)
         _log.info("master at %s, ledger in %s", registry.address, path)
         while not ended.wait(_CHECK_EVERY):

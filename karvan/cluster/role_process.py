@@ -29,7 +29,7 @@ from karvan.job.address import MasterAddress, reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role, all_roles
 from karvan.outages import is_out_of_memory
-from karvan.protocol.values import GENERATION, GENERATION_OF_JOB
+from karvan.protocol.values import GENERATION, GENERATION_OF_JOB, RunHello
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 _log = logging.getLogger("karvan.cluster")
@@ -42,67 +42,42 @@ class RoleSettings:
     """What a process of a job knows about itself."""
 
     role: Role
-    index: int = 0
-    count: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    registry: str = ""
-    master_address_file: str = ""
-    threads: int = 0
-    generation: int = 0
-    checkpoints: str = ""
-    capacity: int | None = None
+    job: JobEnvironment = field(default_factory=JobEnvironment)
     security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
-        if self.count < 1 or not 0 <= self.index < self.count:
+        job, threads = self.job, self.job.threads or 0
+        if job.count < 1 or not 0 <= job.index < job.count:
             raise ValueError(
-                f"{self.role} expects an index below its count, got index {self.index} of {self.count}."
+                f"{self.role} expects an index below its count, got index {job.index} of {job.count}."
             )
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"{self.role} expects a port from 0 to 65535, got {self.port}.")
-        if self.threads < 0 or self.generation < 0:
+        if not 0 <= job.port < 65536:
+            raise ValueError(f"{self.role} expects a port from 0 to 65535, got {job.port}.")
+        if threads < 0 or job.generation < 0:
             raise ValueError(
                 f"{self.role} expects threads and a generation of 0 or more, "
-                f"got {self.threads} and {self.generation}."
+                f"got {threads} and {job.generation}."
             )
-
-        if self.capacity is not None and not self.role.holds_rows:
+        if job.capacity is not None and not self.role.holds_rows:
             owners = ", ".join(role for role in all_roles() if role.holds_rows)
             raise ValueError(
-                f"{self.role} has no rows: expected a capacity of {owners} only, got {self.capacity}."
+                f"{self.role} has no rows: expected a capacity of {owners} only, got {job.capacity}."
             )
 
     @property
     def name(self) -> str:
         """Such as "parameter-server 0"."""
-        return f"{self.role} {self.index}"
+        return f"{self.role} {self.job.index}"
 
     @property
-    def master(self) -> MasterAddress:
-        """Where the registry is, if there is one."""
-        return MasterAddress(self.registry, self.master_address_file)
+    def host(self) -> str:
+        """Where it listens."""
+        return self.job.host or "127.0.0.1"
 
     @classmethod
     def from_environment(cls, role: Role, environment: Mapping[str, str] | None = None) -> RoleSettings:
         """Read the variables; an error names the variable."""
-        job = JobEnvironment.read(environment)
-        return cls(
-            role=role,
-            index=job.index,
-            count=job.count,
-            host=job.host or "127.0.0.1",
-            port=job.port,
-            advertise=job.advertise,
-            registry=job.registry,
-            master_address_file=job.master_address_file,
-            threads=job.threads or 0,
-            generation=job.generation,
-            checkpoints=job.checkpoints,
-            capacity=job.capacity,
-            security=Security.from_environment(environment),
-        )
+        return cls(role, JobEnvironment.read(environment), Security.from_environment(environment))
 
 
 def factory_of(name: str) -> Callable[[RoleSettings], Service]:
@@ -122,10 +97,10 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
     Sets signal handlers while it runs, so it must be called on the process's main thread.
     """
     with stop_signals() as ended:
-        if settings.threads:
+        if settings.job.threads:
             from karvan.threads import set_num_threads
 
-            set_num_threads(settings.threads)
+            set_num_threads(settings.job.threads)
         service = make(settings)
         with listening(service, settings, ended):
             while not ended.wait(1.0):  # without a timeout, some systems would not deliver signals
@@ -154,11 +129,11 @@ def listening(
     """Answer calls and be registered while inside; once `ended` is set, stop waiting for a registry."""
     service.on_exhaustion = partial(_end_exhausted, settings.name)
     try:
-        with Server(service, settings.host, settings.port, settings.security) as server:
-            address = reachable(server.address, settings.advertise)
-            membership = _join(settings, address, ended) if settings.registry else None
+        with Server(service, settings.host, settings.job.port, settings.security) as server:
+            address = reachable(server.address, settings.job.advertise)
+            membership = _join(settings, address, ended) if settings.job.registry else None
             try:
-                _log.info("%s of %d at %s", settings.name, settings.count, address)
+                _log.info("%s of %d at %s", settings.name, settings.job.count, address)
                 yield membership
             finally:
                 if membership is not None:
@@ -192,13 +167,13 @@ def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membe
     while not ended.is_set():
         try:
             return Membership(
-                settings.master,
+                settings.job.master,
                 settings.role,
-                settings.index,
+                settings.job.index,
                 address,
                 settings.security,
-                settings.generation,
-                count=settings.count,
+                settings.job.generation,
+                count=settings.job.count,
                 patience=1.0,
             )
         except WireError:
@@ -226,7 +201,8 @@ _PATIENCE = 60.0  # seconds for the registry to answer
 class Generations:
     """What a service knows of its job's generation.
 
-    registry: "host:port", or "" if there is none. own: the generation with which the service was started.
+    registry: "host:port", or "" if there is none. requested: the generation with which the
+    service was started.
     """
 
     def __init__(
@@ -275,4 +251,51 @@ class Generations:
 
 def generations_of(settings: RoleSettings) -> Generations:
     """The generations of the service of a process."""
-    return Generations(settings.master if settings.registry else "", settings.security, settings.generation)
+    job = settings.job
+    return Generations(job.master if job.registry else "", settings.security, job.generation)
+
+
+OLDER_RUN = "expected a trainer of the job's newest run, got one of an older run."
+
+
+class RunService(Service):
+    """A service of trainers, of the newest run in the newest generation that it has heard of.
+
+    The trainers of a run have agreed on its name. A run that another has followed is over, and its trainers
+    are refused.
+    """
+
+    def __init__(self, generations: Generations | None) -> None:
+        self._generations = generations or Generations()
+        self._generation = -1
+        self._run = ""
+        self._past_runs: set[str] = set()  # of this generation
+        self._lock = threading.Lock()
+
+    def _enter(self, hello: RunHello) -> None:
+        """A trainer says hello; if it is the first one of a generation or of a run, that begins."""
+        generation = self._generations.check(hello.generation)
+        with self._lock:
+            if generation < self._generation:
+                raise RefusedError(
+                    f"expected generation {self._generation} or a newer one, got {generation}."
+                )
+            if generation > self._generation:
+                self._begin_generation(generation)
+                self._generation, self._run, self._past_runs = generation, "", set()
+            if hello.run in self._past_runs:
+                raise RefusedError(OLDER_RUN)
+            if hello.run != self._run:
+                self._begin_run(hello)
+                self._past_runs.add(self._run)
+                self._run = hello.run
+            self._admit(hello)
+
+    def _begin_generation(self, generation: int) -> None:
+        """The job has gone back to a checkpoint; under the lock."""
+
+    def _begin_run(self, hello: Any) -> None:
+        """The trainers are others than before; under the lock."""
+
+    def _admit(self, hello: Any) -> None:
+        """A trainer of the current run has connected, for the first time or again; under the lock."""

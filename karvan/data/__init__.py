@@ -23,7 +23,7 @@ from karvan.data.streams import Stream, Window, Windows
 from karvan.public_names import publish
 
 if TYPE_CHECKING:
-    from karvan.cluster.streams.loader_stream import from_loaders
+    from karvan.cluster.loader_stream import from_loaders
 
 __all__ = [
     "read",
@@ -61,4 +61,4 @@ __all__ = [
 
 # `from_loaders` reads data, so users look for it here. Its code belongs to the cluster, a higher layer that
 # nothing in this package may depend on, so it is imported only on first use.
-publish("karvan.data", {"karvan.cluster.streams.loader_stream": "from_loaders"})
+publish("karvan.data", {"karvan.cluster.loader_stream": "from_loaders"})

@@ -1,6 +1,6 @@
 """Data whose records are leased: its interface for `Trainer.fit`, its tasks, plans and batches.
 
-`SharedData` is read by the trainer itself; that of `karvan/cluster/streams/` by the loaders of the job.
+`SharedData` is read by the trainer itself; that of `karvan/cluster/task_stream.py` by the loaders of the job.
 
 Which process gets which records is decided while a job runs, so that processes may come, go and be slow. The
 records of a batch are done when whoever has them (`hand_over`) acknowledges them, in the order of the

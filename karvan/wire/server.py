@@ -63,10 +63,10 @@ class Request(NamedTuple, Generic[H]):
 
 
 class Endpoint(NamedTuple, Generic[H]):
-    """A declared call and the method that executes it."""
+    """A declared call and the method that executes it; None stands for an empty answer."""
 
     call: Call[H, Any]
-    method: Callable[[Request[H]], Message[Any]]
+    method: Callable[[Request[H]], Message[Any] | None]
 
 
 def endpoints(calls: CallTable, *methods: Endpoint[Any]) -> dict[str, Endpoint[Any]]:
@@ -116,7 +116,7 @@ class Service:
                 f"{self.name} does not know the call {shown(method)}; expected one of {names}."
             )
         self.admit(caller)
-        return endpoint.method(Request(endpoint.call.check(call), call.arrays, caller))
+        return endpoint.method(Request(endpoint.call.check(call), call.arrays, caller)) or Message({})
 
     def close(self) -> None:
         """Release resources; called by the owner of the service, after the server has ended."""

@@ -33,14 +33,201 @@ open tasks. Deadlines are not stored: after a restart every holder has its full 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import errno
+import json
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from karvan.work.ledger_file import LedgerError, LedgerFile, LedgerPosition, OpenTask, fields_of, task_from
 from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, TaskPlan, WorkSpec
+
+# The ledger's file: SQLite, in which every change of the ledger is one transaction.
+#
+#     ledger     one row: the version of the file, the settings of the `WorkSpec` as JSON, and the
+#                `LedgerPosition`
+#     parts      the parts of the data, in order
+#     tasks      the open tasks, by token. One without a holder waits to be leased
+#
+# Only open tasks are stored, so the file stays as small as the number of trainers. The journal is SQLite's
+# write-ahead log, synchronous NORMAL: what was committed survives the death of the process. If the machine
+# loses power, the last commits may be lost, and the job continues from its checkpoint, which has a position
+# of its own. The file is locked while it is open: a second master is refused.
+
+VERSION = 3
+
+
+class LedgerPosition(NamedTuple):
+    """What has been issued of the plan, and what came of it."""
+
+    epoch: int = 0
+    issued: int = 0
+    """Tasks of the epoch that have been issued at least once."""
+    token: int = 0
+    """The last one that was used."""
+    records: int = 0
+    """Records of training tasks that have been acknowledged since the job began."""
+    bad_records: int = 0
+    exported: int = 0
+    """Whether the export task is done, and nothing was trained since: 0 or 1."""
+    failure: str | None = None
+    evaluation: int = 0
+    """The number of the last evaluation that has begun."""
+    prediction: int = 0
+    """The number of the last prediction that has begun."""
+
+
+class OpenTask(NamedTuple):
+    """A task, its token, and its holder or None if it waits."""
+
+    token: int
+    holder: str | None
+    task: Task
+
+
+_TABLES = (
+    f"CREATE TABLE IF NOT EXISTS ledger (version, settings, {', '.join(LedgerPosition._fields)})",
+    "CREATE TABLE IF NOT EXISTS parts (path, records)",
+    f"CREATE TABLE IF NOT EXISTS tasks (token INTEGER PRIMARY KEY, holder, {', '.join(Task._fields)})",
+)
+_COLUMNS = ", ".join(LedgerPosition._fields)
+_SET_POSITION = f"UPDATE ledger SET ({_COLUMNS}) = ({', '.join('?' * len(LedgerPosition._fields))})"
+_PUT = f"INSERT OR REPLACE INTO tasks VALUES ({', '.join('?' * (len(Task._fields) + 2))})"
+_REMOVE = "DELETE FROM tasks WHERE token = ?"
+
+
+class LedgerError(RuntimeError):
+    """A ledger that cannot be used: in use by another master, damaged, or of another job."""
+
+
+class LedgerDiskError(OSError):
+    """The disk did not take a change of the ledger, so nothing has changed: it may be full."""
+
+
+_OUTAGES = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+}
+
+
+class LedgerFile:
+    """The open tasks and the settings of a ledger on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
+            self._database.executescript(
+                "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;"
+            )
+            with self.transaction():
+                for statement in _TABLES:
+                    self._database.execute(statement)
+                row = self._database.execute("SELECT version FROM ledger").fetchone()
+        except sqlite3.OperationalError as error:
+            if (number := _outage(error)) is not None:
+                raise LedgerDiskError(number, f"{path} could not be opened: {error}") from None
+            if "locked" not in str(error):
+                raise LedgerError(f"{path} could not be opened: {error}.") from None
+            raise LedgerError(
+                f"{path} is in use: another master runs this job. Stop it first, or wait until it has ended."
+            ) from None
+        except sqlite3.DatabaseError as error:
+            raise self._damage(error) from None
+        if row is not None and row[0] != VERSION:
+            self.close()
+            raise LedgerError(
+                f"Expected version {VERSION} of the ledger {path}, got {row[0]}, of another Karvan. Finish "
+                "the job with that one, or remove the file: Trainer.fit then continues from the position in "
+                "its newest checkpoint, and kv.data.elastic begins anew."
+            )
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All changes inside of it are on disk, or none."""
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            yield
+            self._database.execute("COMMIT")
+        except BaseException as error:
+            if self._database.in_transaction:  # SQLite itself undoes one that found the disk full
+                self._database.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                number = _outage(error) or errno.EIO
+                text = f"{self.path} could not be written, nothing was changed: {error}"
+                raise LedgerDiskError(number, text) from None
+            raise
+
+    def begin(self, spec: WorkSpec) -> None:
+        """Write a spec, and the position at its start, into a new file."""
+        values = (VERSION, json.dumps(spec.settings()), *LedgerPosition())
+        with self.transaction():
+            self._database.execute(f"INSERT INTO ledger VALUES ({', '.join('?' * len(values))})", values)
+            self._database.executemany("INSERT INTO parts VALUES (?, ?)", spec.parts)
+
+    def set_spec(self, spec: WorkSpec) -> None:
+        """Have other settings, and parts."""
+        with self.transaction():
+            self._database.execute("UPDATE ledger SET settings = ?", (json.dumps(spec.settings()),))
+            self._database.execute("DELETE FROM parts")
+            self._database.executemany("INSERT INTO parts VALUES (?, ?)", spec.parts)
+
+    def read(self) -> tuple[WorkSpec, LedgerPosition, list[OpenTask]] | None:
+        """The spec, the position and the open tasks, the oldest first; None if the file is new."""
+        try:
+            row = self._database.execute("SELECT * FROM ledger").fetchone()
+            if row is None:
+                return None
+            _, settings, *position = row
+            parts = tuple(self._database.execute("SELECT path, records FROM parts ORDER BY rowid"))
+            spec = WorkSpec(**{**json.loads(settings), "parts": parts})
+            rows = self._database.execute("SELECT * FROM tasks ORDER BY token")
+            tasks = [OpenTask(token, holder, task_from(fields)) for token, holder, *fields in rows]
+            return spec, LedgerPosition(*position), tasks
+        except (sqlite3.DatabaseError, TypeError, ValueError, RecursionError) as error:
+            if (number := _outage(error)) is not None:
+                raise LedgerDiskError(number, f"{self.path} could not be read: {error}") from None
+            raise self._damage(error) from None
+
+    def _damage(self, error: Exception) -> LedgerError:
+        return LedgerError(
+            f"{self.path} is not a ledger, or it is damaged ({error}). Remove it: the job then continues "
+            "from its newest checkpoint, which holds the position in the data."
+        )
+
+    def change(self, position: LedgerPosition, remove: Iterable[int], put: Iterable[OpenTask]) -> None:
+        """Set the position, remove open tasks by token, and store others, in one transaction."""
+        with self.transaction():
+            self._database.execute(_SET_POSITION, position)
+            self._database.executemany(_REMOVE, ((token,) for token in remove))
+            self._database.executemany(
+                _PUT, ((token, holder, *fields_of(task)) for token, holder, task in put)
+            )
+
+    def close(self) -> None:
+        """Close the file; the next master can open it."""
+        self._database.close()
+
+
+def _outage(error: Exception) -> int | None:
+    """The error number of an outage of the disk, if that is what SQLite reports."""
+    return _OUTAGES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+
+
+def fields_of(task: Task) -> list[Any]:
+    """A task as plain values."""
+    return [*task[:-1], ",".join(map(str, task.skipped))]
+
+
+def task_from(fields: Sequence[Any]) -> Task:
+    """A task from `fields_of` it."""
+    kind, *others, skipped = fields
+    return Task._make([TaskKind(kind), *others, tuple(map(int, filter(None, skipped.split(","))))])
+
 
 _MOST_WAITING = 1 << 20  # all tasks of an evaluation or a prediction are stored at once
 
@@ -84,7 +271,7 @@ class Ledger:
         self._waiting: dict[int, Task] = {}
         self._file = LedgerFile(path)
         try:
-            self.spec, self._position = self._read(spec)
+            self.spec, self.position = self._read(spec)  # what has been issued, and what came of it
         except BaseException:
             self._file.close()
             raise
@@ -101,27 +288,13 @@ class Ledger:
         return cls(path) if begun else None
 
     @property
-    def position(self) -> LedgerPosition:
-        """What has been issued, and what came of it."""
-        return self._position
-
-    @property
     def leases(self) -> list[TaskLease]:
         """All tasks that have a holder."""
         return list(self._leases.values())
 
-    def is_leased(self, token: int) -> bool:
-        """Whether the lease with this token has not ended."""
-        return token in self._leases
-
     def lease_of(self, token: int) -> TaskLease | None:
         """The lease with this token, unless it has ended."""
         return self._leases.get(token)
-
-    @property
-    def holders(self) -> int:
-        """How many holders have a lease."""
-        return len(self._tokens)
 
     def leases_of(self, holder: str) -> list[TaskLease]:
         """The tasks that a holder has, the oldest first."""
@@ -135,7 +308,7 @@ class Ledger:
     @property
     def complete(self) -> bool:
         """Whether all tasks were issued, also that of the export if there is one, and none is open."""
-        exported = not self.spec.export or bool(self._position.exported)
+        exported = not self.spec.export or bool(self.position.exported)
         return exported and not self._open() and self._next_position().issued >= len(self._plan)
 
     # Leasing
@@ -148,17 +321,17 @@ class Ledger:
         epoch: only tasks of this one; NoTask.DONE says that it is complete, whether or not others follow. Of
         prediction tasks it is the number of the prediction, and there must be one.
         """
-        if self._position.failure is not None:
-            raise JobFailedError(self._position.failure)
+        if self.position.failure is not None:
+            raise JobFailedError(self.position.failure)
         kinds = frozenset(kinds)
         if kinds == {TaskKind.PREDICT} and epoch is not None:
             return self._lease_prediction(holder, epoch, most)
-        if epoch is not None and self._position.epoch >= epoch and self._is_complete(epoch):
+        if epoch is not None and self.position.epoch >= epoch and self._is_complete(epoch):
             return NoTask.DONE
-        waiting = list(islice((token for token, task in self._waiting.items() if task.kind in kinds), most))
+        waiting = self._first_waiting(kinds, most)
         tasks = [self._waiting[token] for token in waiting]
         following = self._next_position()
-        now = self._position
+        now = self.position
         if TaskKind.TRAIN in kinds:
             now = following
             issued = min(now.issued + most - len(tasks), len(self._plan))
@@ -173,36 +346,29 @@ class Ledger:
                 return NoTask.DONE
             if TaskKind.EXPORT not in kinds:
                 return NoTask.WAIT
-            tasks = [Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)]
+            tasks = [_export(now)]
         if any(task.kind is TaskKind.TRAIN for task in tasks):
             now = now._replace(exported=0)  # what was exported is not the end any more
-        leases = [TaskLease(token, holder, task) for token, task in enumerate(tasks, now.token + 1)]
-        put = [OpenTask(*lease) for lease in leases]
-        self._commit(now._replace(token=now.token + len(leases)), remove=waiting, put=put)
-        return leases
+        return self._issue(now, tasks, holder, remove=waiting)
 
     def _lease_prediction(self, holder: str, number: int, most: int) -> list[TaskLease] | NoTask:
-        now = self._position
         if not self.is_predicting(number):
             return NoTask.DONE
-        waiting = {token: task for token, task in self._waiting.items() if task.kind is TaskKind.PREDICT}
-        selected = dict(islice(waiting.items(), most))
-        if not selected:
+        tokens = self._first_waiting({TaskKind.PREDICT}, most)
+        if not tokens:
             return NoTask.WAIT
-        leases = [
-            TaskLease(token, holder, task) for token, task in enumerate(selected.values(), now.token + 1)
-        ]
-        put = [OpenTask(*lease) for lease in leases]
-        self._commit(now._replace(token=now.token + len(leases)), remove=list(selected), put=put)
-        return leases
+        return self._issue(self.position, [self._waiting[token] for token in tokens], holder, remove=tokens)
+
+    def _first_waiting(self, kinds: Collection[TaskKind], most: int) -> list[int]:
+        return list(islice((token for token, task in self._waiting.items() if task.kind in kinds), most))
 
     def is_predicting(self, number: int) -> bool:
         """Whether a prediction has records that are not done, and no later one has begun."""
-        return number == self._position.prediction and bool(self._tokens_of(TaskKind.PREDICT))
+        return number == self.position.prediction and bool(self._tokens_of(TaskKind.PREDICT))
 
     def _next_position(self) -> LedgerPosition:
         """The position, in the next epoch if this one is complete and there is another."""
-        now = self._position
+        now = self.position
         epochs = self.spec.epochs
         last = epochs is not None and epochs > 0 and now.epoch + 1 >= epochs
         if last or not len(self._plan) or not self._is_complete(now.epoch):
@@ -211,7 +377,7 @@ class Ledger:
 
     def _is_complete(self, epoch: int) -> bool:
         """Whether all records of an epoch that has begun are done."""
-        now = self._position
+        now = self.position
         if now.epoch != epoch:
             return now.epoch > epoch
         tasks = [task for _, task in self._open() if task.kind is TaskKind.TRAIN]
@@ -219,19 +385,19 @@ class Ledger:
 
     def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
         """Let the tasks of an evaluation wait, once: whoever takes part in it calls this with its number."""
-        if self._position.evaluation != number:
-            now = self._position._replace(evaluation=number)
+        if self.position.evaluation != number:
+            now = self.position._replace(evaluation=number)
             self._begin(now, TaskKind.EVALUATE, number, TaskPlan(parts, records_per_task))
 
     def begin_prediction(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
         """Let the tasks of a prediction wait, once, unless a later one has begun; see `begin_evaluation`."""
-        if self._position.prediction < number:
-            now = self._position._replace(prediction=number)
+        if self.position.prediction < number:
+            now = self.position._replace(prediction=number)
             self._begin(now, TaskKind.PREDICT, number, TaskPlan(parts, records_per_task))
 
     def forget_predictions(self) -> None:
         """All predictions begin again: the job was launched again."""
-        self._commit(self._position._replace(prediction=0), remove=self._tokens_of(TaskKind.PREDICT))
+        self._commit(self.position._replace(prediction=0), remove=self._tokens_of(TaskKind.PREDICT))
 
     def _begin(self, now: LedgerPosition, kind: TaskKind, number: int, plan: TaskPlan) -> None:
         """Let all tasks of a plan wait, in place of those of this kind."""
@@ -241,16 +407,13 @@ class Ledger:
                 f"{len(plan):,}: take more records a task."
             )
         tasks = [plan.task(number, index, kind) for index in range(len(plan))]
-        put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
-        self._commit(now._replace(token=now.token + len(tasks)), remove=self._tokens_of(kind), put=put)
+        self._issue(now, tasks, remove=self._tokens_of(kind))
 
     def begin_export(self, holder: str) -> TaskLease:
         """All is trained: lease the export task, also if another holder has it."""
-        now = self._position
-        lease = TaskLease(now.token + 1, holder, Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0))
+        now = self.position._replace(exported=0)
         over = [*self._tokens_of(TaskKind.EXPORT), *self._tokens_of(TaskKind.EVALUATE)]
-        self._commit(now._replace(token=lease.token, exported=0), remove=over, put=[OpenTask(*lease)])
-        return lease
+        return self._issue(now, [_export(now)], holder, remove=over)[0]
 
     def _tokens_of(self, kind: TaskKind) -> list[int]:
         return [token for token, task in self._open() if task.kind is kind]
@@ -269,7 +432,7 @@ class Ledger:
         missing = [token for token in done if token not in self._leases]
         put: list[OpenTask] = []
         remove: list[int] = []
-        now = self._position
+        now = self.position
         for token, count in done.items():
             lease = self._leases.get(token)
             if lease is None:
@@ -295,12 +458,6 @@ class Ledger:
         """End leases; what is left of their tasks waits. Tokens of leases that have ended change nothing."""
         self._requeue([self._leases[token] for token in tokens if token in self._leases])
 
-    def release(self, holder: str) -> list[Task]:
-        """End all leases of a holder that has died or left; returns the tasks."""
-        ended = self.leases_of(holder)
-        self._requeue(ended)
-        return [lease.task for lease in ended]
-
     def fail(
         self, token: int, error: str, record: int | None = None, number: int | None = None
     ) -> TaskFailure:
@@ -310,8 +467,8 @@ class Ledger:
         """
         lease = self._leases.get(token)
         if lease is None:
-            return TaskFailure(failure=self._position.failure)
-        task, now = lease.task, self._position
+            return TaskFailure(failure=self.position.failure)
+        task, now = lease.task, self.position
         if record is not None and not task.done <= record < task.records:
             raise ValueError(
                 f"Expected a record from {task.done} to {task.records - 1} of {task}, got {record}."
@@ -329,11 +486,9 @@ class Ledger:
 
     def _requeue(self, leases: Sequence[TaskLease], now: LedgerPosition | None = None) -> None:
         """Let tasks wait, ahead of those that were never issued; each under a token that nobody has."""
-        now = self._position if now is None else now
         if leases:
-            put = [OpenTask(token, None, lease.task) for token, lease in enumerate(leases, now.token + 1)]
-            remove = [lease.token for lease in leases]
-            self._commit(now._replace(token=now.token + len(leases)), remove=remove, put=put)
+            tasks, tokens = [lease.task for lease in leases], [lease.token for lease in leases]
+            self._issue(now or self.position, tasks, remove=tokens)
 
     # Checkpoints
 
@@ -346,7 +501,7 @@ class Ledger:
         tasks = [task for _, task in self._open() if task.kind is TaskKind.TRAIN]
         return {
             "spec": self.spec.settings(),
-            "position": self._position._asdict(),
+            "position": self.position._asdict(),
             "tasks": [fields_of(task) for task in tasks],
         }
 
@@ -360,18 +515,17 @@ class Ledger:
             if task.kind is not TaskKind.TRAIN or not in_part or task.done > task.records:
                 raise ValueError(f"it has {task} with {task.done} records done, got data without them")
         now = LedgerPosition(**{**state["position"], "failure": None, "evaluation": 0})
-        self._return_to(now._replace(token=max(now.token, self._position.token)), tasks)
+        self._return_to(now._replace(token=max(now.token, self.position.token)), tasks)
 
     def reset(self) -> None:
         """Return to the beginning: nothing is done. All leases end; tokens are not used again."""
-        self._return_to(LedgerPosition(token=self._position.token), [])
+        self._return_to(LedgerPosition(token=self.position.token), [])
 
     def _return_to(self, now: LedgerPosition, tasks: Sequence[Task]) -> None:
         """Have this position and these open tasks, and the prediction that there is."""
         tasks = [*tasks, *(task for _, task in self._open() if task.kind is TaskKind.PREDICT)]
-        put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
-        now = now._replace(token=now.token + len(tasks), prediction=self._position.prediction)
-        self._commit(now, remove=[*self._waiting, *self._leases], put=put)
+        now = now._replace(prediction=self.position.prediction)
+        self._issue(now, tasks, remove=[*self._waiting, *self._leases])
 
     # The file
 
@@ -393,7 +547,7 @@ class Ledger:
 
     def _is_trained(self) -> bool:
         """Whether all of the data is trained as often as was said, or whole epochs if nothing was."""
-        whole = self.spec.epochs is None and self._position.issued in (0, len(self._plan))
+        whole = self.spec.epochs is None and self.position.issued in (0, len(self._plan))
         return self.complete or (whole and not self._open())
 
     def close(self) -> None:
@@ -418,12 +572,25 @@ class Ledger:
             self._note(task)
         return spec or before, position
 
+    def _issue(
+        self,
+        now: LedgerPosition,
+        tasks: Sequence[Task],
+        holder: str | None = None,
+        *,
+        remove: Sequence[int] = (),
+    ) -> list[TaskLease]:
+        """Open tasks under new tokens, in place of others: leased to a holder, or else waiting."""
+        put = [OpenTask(token, holder, task) for token, task in enumerate(tasks, now.token + 1)]
+        self._commit(now._replace(token=now.token + len(put)), remove=remove, put=put)
+        return self.leases_of(holder)[-len(put) :] if holder is not None and put else []
+
     def _commit(
         self, now: LedgerPosition, *, remove: Sequence[int] = (), put: Sequence[OpenTask] = ()
     ) -> None:
         """Change the file, then memory: if the disk is full, neither changes."""
         self._file.change(now, remove, put)
-        self._position = now
+        self.position = now
         for token in remove:
             self._waiting.pop(token, None)
             if (lease := self._leases.pop(token, None)) is not None:
@@ -441,6 +608,10 @@ class Ledger:
         if token not in self._leases:
             self._tokens.setdefault(holder, []).append(token)
         self._leases[token] = TaskLease(token, holder, task)
+
+
+def _export(now: LedgerPosition) -> Task:
+    return Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)
 
 
 def _failure(task: Task, error: str, number: int | None, bad_records: int) -> str:

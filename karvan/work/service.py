@@ -43,7 +43,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,7 @@ from karvan.clock import clock
 from karvan.outages import mark
 from karvan.protocol import work as protocol
 from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
-from karvan.work.ledger import JobFailedError, Ledger, NoTask
-from karvan.work.ledger_file import LedgerDiskError, LedgerError
+from karvan.work.ledger import JobFailedError, Ledger, LedgerDiskError, LedgerError, NoTask
 from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, WorkSpec, is_of_process, process_of
 
 _log = logging.getLogger(__name__)
@@ -118,32 +117,27 @@ class WorkService(Service):
         if self._opened is not None:
             self._opened.close()
 
-    def _open(self, request: Request[protocol.OpenWork]) -> Message:
+    def _open(self, request: Request[protocol.OpenWork]) -> None:
         fields = request.head.spec
         spec = WorkSpec(**{**fields, "parts": tuple(map(tuple, fields["parts"]))})
-        with self._lock:
-            try:
-                spec.plan()  # which must be one before it is written
-                if self._opened is None:
-                    self._opened = Ledger(self._path, spec)
-                elif not self._described:
-                    self._opened.change_settings(spec, request.head.drops_rest)
-                else:
-                    spec.check(self._opened.spec.settings(), data_only=False)
-                self._described = True
-            except (ValueError, LedgerError) as error:
-                raise RefusedError(str(error)) from None
-        return Message({})
+        with self._lock, _refusing():
+            spec.plan()  # which must be one before it is written
+            if self._opened is None:
+                self._opened = Ledger(self._path, spec)
+            elif not self._described:
+                self._opened.change_settings(spec, request.head.drops_rest)
+            else:
+                spec.check(self._opened.spec.settings(), data_only=False)
+            self._described = True
 
     def release(self, holder: str) -> list[Task]:
         """A holder has died or left: its tasks wait. Returns them."""
         with self._lock:
             if self._opened is None:
                 return []
-            tokens = [lease.token for lease in self.ledger.leases_of(holder)]
-            tasks = self.ledger.release(holder)
-            self._forget(tokens)
-            return tasks
+            leases = self._opened.leases_of(holder)
+            self._end(leases)
+            return [lease.task for lease in leases]
 
     @contextmanager
     def _postponing(self, again: Callable[[], object]) -> Iterator[None]:
@@ -191,14 +185,13 @@ class WorkService(Service):
             self._leave_prediction(process_holder)
             if self._opened is None:
                 return False
-            tokens = [
-                lease.token
+            leases = [
+                lease
                 for lease in self._opened.leases
                 if lease.task.kind is TaskKind.PREDICT and is_of_process(lease.holder, process_holder)
             ]
             with self._postponing(partial(self.release_predictions, process_holder)):
-                self._opened.give_back(tokens)
-                self._forget(tokens)
+                self._end(leases)
             return bool(self._in_prediction(self._opened.position.prediction))
 
     def forget_predictions(self) -> None:
@@ -228,10 +221,10 @@ class WorkService(Service):
             if self._opened is None:
                 return None
             position, spec = self._opened.position, self._opened.spec
-            leased, waiting = [leases.task for leases in self._opened.leases], self._opened.waiting
-            training = sum(task.kind is TaskKind.TRAIN for task in (*leased, *waiting))
-            predicting = sum(task.left for task in (*leased, *waiting) if task.kind is TaskKind.PREDICT)
-            exports = any(task.kind is TaskKind.EXPORT for task in (*leased, *waiting))
+            leased, waiting = [lease.task for lease in self._opened.leases], self._opened.waiting
+            tasks = [*leased, *waiting]
+            training = sum(task.kind is TaskKind.TRAIN for task in tasks)
+            exports = any(task.kind is TaskKind.EXPORT for task in tasks)
             return {
                 "epoch": position.epoch,
                 "epochs": spec.epochs,
@@ -241,7 +234,7 @@ class WorkService(Service):
                 "waiting": len(waiting),
                 "records": position.records,
                 "bad_records": position.bad_records,
-                "to_predict": predicting,
+                "to_predict": sum(task.left for task in tasks if task.kind is TaskKind.PREDICT),
                 "export": "done" if position.exported else "open" if exports else "none",
                 "failure": position.failure,
             }
@@ -275,12 +268,10 @@ class WorkService(Service):
                 if now - self._heard.setdefault(lease.holder, now) > limit
                 and (lease.task.kind is TaskKind.PREDICT or not spared(lease.holder))
             ]
-            tokens = [lease.token for lease in late]
             try:
-                self.ledger.give_back(tokens)
+                self._end(late)
             except LedgerDiskError:  # the next time
                 return []
-            self._forget(tokens)
             return late
 
     def _lease(self, request: Request[protocol.LeaseTasks]) -> Message[protocol.LeaseAnswer]:
@@ -312,45 +303,35 @@ class WorkService(Service):
         done = dict(request.head.done)
         with self._lock:
             holders = {lease.holder for lease in map(self.ledger.lease_of, done) if lease is not None}
-            try:
+            with _refusing():
                 ended = self.ledger.acknowledge(done)
-            except ValueError as error:
-                raise RefusedError(str(error)) from None
             now = self._now()
             self._heard.update(dict.fromkeys(holders, now))
             for token in done:
-                if not self.ledger.is_leased(token) and token in self._begun:
+                if self.ledger.lease_of(token) is None and token in self._begun:
                     self._slowest = max(self._slowest, now - self._begun[token])
             self._forget(done)
         return Message(protocol.EndedLeases(ended=ended))
 
-    def _give_back(self, request: Request[protocol.ReturnedLeases]) -> Message:
+    def _give_back(self, request: Request[protocol.ReturnedLeases]) -> None:
         with self._lock:
-            mine = {lease.token for lease in self.ledger.leases_of(request.head.holder)}
-            tokens = sorted(mine.intersection(request.head.tokens))  # wait in the order of their leases
-            self.ledger.give_back(tokens)
-            self._forget(tokens)
-        return Message({})
+            mine, tokens = self.ledger.leases_of(request.head.holder), set(request.head.tokens)
+            self._end([lease for lease in mine if lease.token in tokens])  # wait in the order of their leases
 
     def _fail(self, request: Request[protocol.FailedLease]) -> Message[protocol.FailureAnswer]:
         head = request.head
         with self._lock:
-            try:
+            with _refusing():
                 failed = self.ledger.fail(head.token, head.error, head.record, head.number_in_file)
-            except ValueError as error:
-                raise RefusedError(str(error)) from None
             self._forget([head.token])
         return Message(protocol.FailureAnswer(**failed._asdict()))
 
-    def _begin_evaluation(self, request: Request[protocol.BeginEvaluation]) -> Message:
+    def _begin_evaluation(self, request: Request[protocol.BeginEvaluation]) -> None:
         head = request.head
         with self._lock:
             self._require_running(head.holder)
-            try:
+            with _refusing():
                 self.ledger.begin_evaluation(head.evaluation, head.parts, head.records_per_task)
-            except ValueError as error:
-                raise RefusedError(str(error)) from None
-        return Message({})
 
     def _begin_prediction(self, request: Request[protocol.BeginPrediction]) -> Message[protocol.Begun]:
         head = request.head
@@ -365,10 +346,8 @@ class WorkService(Service):
                 unknown = now - self._started < _PRESENT  # who has asked the master before this one
                 if unknown or self._in_prediction(last) - {holder}:
                     return Message(protocol.Begun(begun=False))
-            try:
+            with _refusing():
                 self._opened.begin_prediction(number, head.parts, head.records_per_task)
-            except ValueError as error:
-                raise RefusedError(str(error)) from None
         return Message(protocol.Begun(begun=True))
 
     def _begin_export(self, request: Request[protocol.Holder]) -> Message[protocol.Token]:
@@ -384,7 +363,7 @@ class WorkService(Service):
             self._require_running(request.head.holder)
             return Message(protocol.SavedPosition(state=json.dumps(self.ledger.state_dict())))
 
-    def _restore_position(self, request: Request[protocol.RestorePosition]) -> Message:
+    def _restore_position(self, request: Request[protocol.RestorePosition]) -> None:
         state = request.head.state
         with self._lock:
             self._require_running(request.head.holder)
@@ -396,19 +375,33 @@ class WorkService(Service):
             except (RefusedError, RecursionError, ValueError) as error:
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
-        return Message({})
 
     def _require_running(self, holder: str) -> None:
         if process_of(holder) in self._ended:
             text = f"expected a process of the running job, got {holder}: others have its tasks now."
             raise mark(RefusedError(text), True)
 
+    def _end(self, leases: Sequence[TaskLease]) -> None:
+        """What is left of the tasks of these leases waits."""
+        tokens = [lease.token for lease in leases]
+        self.ledger.give_back(tokens)
+        self._forget(tokens)
+
     def _forget(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            if not self.ledger.is_leased(token):
+            if self.ledger.lease_of(token) is None:
                 self._begun.pop(token, None)
-        if len(self._heard) > 2 * self.ledger.holders + 100:  # of holders that come and go
+        if len(self._heard) > 2 * len(self.ledger.leases) + 100:  # of holders that come and go
             self._heard = {holder: at for holder, at in self._heard.items() if self.ledger.leases_of(holder)}
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse a call that the ledger does not accept."""
+    try:
+        yield
+    except (ValueError, LedgerError) as error:
+        raise RefusedError(str(error)) from None
 
 
 def _leased(leases: Iterable[TaskLease]) -> Message[protocol.LeaseAnswer]:

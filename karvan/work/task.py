@@ -178,11 +178,6 @@ class WorkSpec:
             **{name: getattr(self, name) for name in self.__slots__ if name != "parts"},
         }
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], parts: tuple[tuple[str, int], ...]) -> WorkSpec:
-        """The spec of these parts with the other settings."""
-        return cls(**{**settings, "parts": parts})
-
     def check(self, stored: Mapping[str, Any], *, data_only: bool) -> None:
         """Raise a ValueError if other settings are stored; with `data_only`, if they are of other data."""
         for name, value in self.settings().items():

@@ -72,7 +72,7 @@ class TrainerGroup(Service):
         self._on_settled = settled
         self._now = now
         self._lock = threading.Lock()
-        self._round = 0
+        self.round = 0  # the number of the current one; 0 before the first
         self._run = secrets.token_hex(8)
         self._group = secrets.token_hex(16)
         self._members: list[int] = []
@@ -105,12 +105,7 @@ class TrainerGroup(Service):
     def gone(self) -> list[str]:
         """The processes without which the others have continued, or will."""
         with self._lock:
-            return [name for member, name in self._processes.items() if member in self._gone]
-
-    @property
-    def round(self) -> int:
-        """The number of the current round; 0 before the first."""
-        return self._round
+            return self._processes_gone()
 
     def has_begun(self) -> bool:
         """Whether there is a round in which trainers train."""
@@ -121,11 +116,10 @@ class TrainerGroup(Service):
         """A process has ended. Returns whether others of its round are left, who will continue without it."""
         with self._lock:
             member = self._member_of(process)
-            if member is None:
-                return bool(self._present())
-            self._gone.add(member)
-            self._end_run()
-            self._write()
+            if member is not None:
+                self._gone.add(member)
+                self._end_run()
+                self._write()
             return bool(self._present())
 
     def expect(self, trainers: int) -> None:
@@ -148,9 +142,6 @@ class TrainerGroup(Service):
             member = self._member_of(process)
             return member is not None and member not in self._gone
 
-    def close(self) -> None:
-        """Nothing to do: the file is closed after each change."""
-
     def _enter(self, request: Request[protocol.GroupProcess]) -> Message[protocol.EnteredGroup]:
         with self._lock:
             member = self._admit(request.head.process)
@@ -161,7 +152,7 @@ class TrainerGroup(Service):
         with self._lock:
             member = self._admit(head.process)
             self._hear(member, now)
-            if member in self._members and head.round < self._round:
+            if member in self._members and head.round < self.round:
                 return self._answer(member)
             self._waits[member] = now
             if lost := {name for name in head.lost if name in self._members} - self._gone:
@@ -171,27 +162,23 @@ class TrainerGroup(Service):
             return self._answer(member)
 
     def _answer(self, member: int) -> Message[protocol.JoinedGroup]:
-        if member in self._members and member not in self._waits:
-            return Message(
-                protocol.JoinedGroup(member=member, round=self._round, members=self._members, run=self._run)
-            )
-        return Message(protocol.JoinedGroup(member=member, round=0, members=[], run=""))
+        trains = member in self._members and member not in self._waits
+        number, members, run = (self.round, self._members, self._run) if trains else (0, [], "")
+        return Message(protocol.JoinedGroup(member=member, round=number, members=members, run=run))
 
     def _begin_round(self, now: float) -> None:
         """Begin the next round, if all who are needed for it wait."""
-        for member in self._present():
-            if now - self._heard.setdefault(member, now) > self._lost_after:
-                self._gone.add(member)
+        self._drop_silent(now)
         survivors = self._present()
-        present = self._here(now)
-        if not set(survivors) <= set(present):
+        waiting = self._waiting(now)
+        if not set(survivors) <= waiting:
             return
-        joiners = sorted(set(present) - set(survivors))
+        joiners = sorted(waiting.difference(survivors))
         if not survivors and len(joiners) < min(self._least, self._expected):
             return
         self._end_run()
         self._members = [*survivors, *joiners]
-        self._round += 1
+        self.round += 1
         self._waits = {}
         self._write()
 
@@ -208,36 +195,32 @@ class TrainerGroup(Service):
             self._hear(member, now)
             if self._unwritten:
                 self._write()
-            if head.round != self._round:
+            if head.round != self.round:
                 return Message(protocol.RoundState(regroup=True, broken=True, gone=[], waiting=[]))
-            for name in self._present():
-                if now - self._heard.setdefault(name, now) > self._lost_after:
-                    self._gone.add(name)
-            present = set(self._here(now))
+            self._drop_silent(now)
+            waiting = self._waiting(now)
             lost = [member for member in self._members if member in self._gone]
-            broken = bool(lost) or not present.isdisjoint(self._members)
-            state = protocol.RoundState(
-                regroup=broken or bool(present), broken=broken, gone=lost, waiting=sorted(present)
+            broken = bool(lost) or not waiting.isdisjoint(self._members)
+            return Message(
+                protocol.RoundState(
+                    regroup=broken or bool(waiting), broken=broken, gone=lost, waiting=sorted(waiting)
+                )
             )
-            return Message(state)
 
-    def _settle(self, request: Request[protocol.ProcessRound]) -> Message:
+    def _settle(self, request: Request[protocol.ProcessRound]) -> None:
         with self._lock:
             self._admit(request.head.process)
-            if request.head.round != self._round:
-                return Message({})
-            lost = [name for name in self._processes if name in self._gone]
-            processes = [self._processes[name] for name in lost]
+            if request.head.round != self.round:
+                return
+            processes = self._processes_gone()
         self._on_settled(processes)
-        return Message({})
 
-    def _leave(self, request: Request[protocol.GroupProcess]) -> Message:
+    def _leave(self, request: Request[protocol.GroupProcess]) -> None:
         process = request.head.process
         with self._lock:
             if self._member_of(process) in self._members:
                 self._left.add(process)
         self.remove(process)
-        return Message({})
 
     def _admit(self, process: str) -> int:
         member = self._member_of(process)
@@ -263,19 +246,28 @@ class TrainerGroup(Service):
     def _member_of(self, process: str) -> int | None:
         return next((member for member, name in self._processes.items() if name == process), None)
 
-    def _here(self, now: float) -> list[int]:
+    def _drop_silent(self, now: float) -> None:
+        """Members of the round that were not heard for long are gone."""
+        for member in self._present():
+            if now - self._heard.setdefault(member, now) > self._lost_after:
+                self._gone.add(member)
+
+    def _waiting(self, now: float) -> set[int]:
         """Those that wait for the next round."""
-        waits = self._waits.items()
-        return [member for member, at in waits if now - at <= _PRESENT and member not in self._gone]
+        return {member for member, at in self._waits.items() if now - at <= _PRESENT} - self._gone
 
     def _present(self) -> list[int]:
+        """Members of the round that are not gone, in the order of their ranks."""
         return [member for member in self._members if member not in self._gone]
+
+    def _processes_gone(self) -> list[str]:
+        return [name for member, name in self._processes.items() if member in self._gone]
 
     def _write(self) -> None:
         if self._path is None:
             return
         state = {
-            "round": self._round,
+            "round": self.round,
             "run": self._run,
             "group": self._group,
             "members": self._members,
@@ -294,7 +286,7 @@ class TrainerGroup(Service):
             self._unwritten = True
 
     def _read(self, state: dict[str, Any]) -> None:
-        self._round, self._run, self._group = state["round"], state["run"], state["group"]
+        self.round, self._run, self._group = state["round"], state["run"], state["group"]
         self._members, self._next_member = state["members"], state["next_member"]
         self._processes = {int(member): name for member, name in state["processes"].items()}
         self._gone, self._left = set(state["gone"]), set(state["left"])

@@ -7,7 +7,7 @@ import torch
 
 import karvan as kv
 from karvan.cluster.loader.epoch_service import EpochService, serve
-from karvan.cluster.loader.id_forwarding import BatchName, SentIds
+from karvan.cluster.loader.service import BatchName, SentIds
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
 
@@ -74,12 +74,14 @@ def test_a_stream_gets_references_and_has_ids_sent_again():
     with Server(service) as server:
         one = kv.data.from_loaders(loaders=[server.address], ids=["user"])
         batches = list(one)
-        assert [(each.samples, list(each), each.worker) for each in batches] == [
+        assert [(each.samples, list(each), each[REFERENCE].worker) for each in batches] == [
             (2, ["price", REFERENCE], 0)
         ] * 3
-        assert [each.reference for each in batches] == [reference for reference, _ in workers[0].had]
-        assert batches[0].to("cpu").reference == batches[0].reference
-        names = [kv.ragged.IdsReference(0, each.reference.name, each.samples) for each in batches]
+        names = [BatchName.named(each[REFERENCE].name) for each in batches]
+        assert names == [reference for reference, _ in workers[0].had]
+        moved = batches[2].to("cpu")
+        assert (moved[REFERENCE].name, moved.number) == (batches[2][REFERENCE].name, 2)
+        names = [kv.ragged.IdsReference(0, each[REFERENCE].name, each.samples) for each in batches]
         one._resend(names[2])
         assert workers[0].had[3] == workers[0].had[2]
         one._released.extend(names[:2])

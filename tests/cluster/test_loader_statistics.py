@@ -15,6 +15,7 @@ from support_paths import support_path
 
 import karvan as kv
 from karvan.cluster.role_process import RoleSettings
+from karvan.job.environment import JobEnvironment
 from karvan.train.results import pack
 
 PROGRAM = str(support_path("cluster/feature_loader.py"))
@@ -95,7 +96,9 @@ class ThreadLoaders(Loaders):
         super().__init__(count)
 
     def start(self, index):
-        settings = RoleSettings("loader", index, self.count, registry=self.registry.address)
+        settings = RoleSettings(
+            "loader", JobEnvironment(index=index, count=self.count, registry=self.registry.address)
+        )
         self._contexts.append(kv.LoaderContext(settings=settings))
         self._threads.append(threading.Thread(target=self._run, args=(self._contexts[-1],), daemon=True))
         self._threads[-1].start()

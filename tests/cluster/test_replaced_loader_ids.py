@@ -8,8 +8,7 @@ import torch
 
 import karvan as kv
 from karvan.cluster.loader.epoch_service import EpochService, serve
-from karvan.cluster.loader.id_forwarding import BatchName
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import BatchName, LoaderStatistics
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
 

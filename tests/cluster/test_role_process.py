@@ -261,8 +261,9 @@ def test_wrong_options_are_told_in_a_line(arguments, code, said):
 def test_settings_come_from_the_environment():
     given = {"KARVAN_INDEX": "1", "KARVAN_COUNT": "4", "KARVAN_PORT": "7000", "KARVAN_THREADS": "2"}
     settings = RoleSettings.from_environment("loader", given)
-    assert (settings.index, settings.count, settings.port, settings.threads) == (1, 4, 7000, 2)
-    assert (settings.host, settings.registry, settings.generation) == ("127.0.0.1", "", 0)
+    job = settings.job
+    assert (job.index, job.count, job.port, job.threads) == (1, 4, 7000, 2)
+    assert (settings.host, job.registry, job.generation) == ("127.0.0.1", "", 0)
     assert RoleSettings.from_environment("loader", {}) == RoleSettings("loader")
     with pytest.raises(ValueError, match="KARVAN_PORT expects a whole number, got 'x'"):
         RoleSettings.from_environment("loader", {"KARVAN_PORT": "x"})

@@ -12,11 +12,11 @@ from task_loaders import Numbers, shared_data, task_loaders
 
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.loader.id_forwarding import SendTo, TaskIds
-from karvan.cluster.streams.loader_connection import LoaderConnection
-from karvan.cluster.streams.task_stream import resender, tasks_head
+from karvan.cluster.loader.service import SendTo, TaskIds
+from karvan.cluster.loader_channel import LoaderConnection
+from karvan.cluster.task_stream import TaskRequests
 from karvan.data.task_records import TaskToRead, records_done
-from karvan.outages import is_temporary
+from karvan.errors import is_temporary
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import RefusedError, Server
 from karvan.work.task import Task, TaskKind
@@ -77,7 +77,7 @@ def test_ids_that_any_loader_sends_again_are_those_of_the_batch(
         with task_loaders(folder, data, data, workers=workers.clients) as loaders:
             leased = loaders.data(ids=["id"])
             client = loaders.client(leased.spec())
-            resend = resender(loaders.access(), ["id"], leased._description.digest)
+            resend = TaskRequests(loaders.access(), ["id"], leased._description.digest).resend
             batches, seen = leased.lease(client, 0), []
             for batch in batches:
                 reference = batch[REFERENCE]
@@ -95,7 +95,7 @@ def test_planned_batches_can_be_sent_again_too(tmp_path):
     data = shared_data(Numbers([50, 9]), 4, 7, both)
     with workers_of(1) as workers, task_loaders(tmp_path, data, workers=workers.clients) as loaders:
         leased = loaders.data(ids=["id"])
-        resend = resender(loaders.access(), ["id"], leased._description.digest)
+        resend = TaskRequests(loaders.access(), ["id"], leased._description.digest).resend
         for batch in leased.planned(leased.plan(), epoch=1, first=2, rank=0, ranks=2, of_step=3):
             workers.services[0]._ids.forget([batch[REFERENCE].name])
             resend(batch[REFERENCE])
@@ -118,7 +118,9 @@ def test_what_was_read_in_advance_for_nobody_is_forgotten(tmp_path):
 
         tasks = [TaskToRead(Task(TaskKind.TRAIN, 0, 0, "0", 0, 400), True)]
         connection = LoaderConnection(0, loaders.access())
-        while "wait" in connection.call("read_batch", tasks_head(tasks, ["id"])).head:
+        while (
+            "wait" in connection.call("read_batch", TaskRequests(loaders.access(), ["id"]).head(tasks)).head
+        ):
             pass
         wait_for(lambda: held() == 3)  # the batch of the caller, and two that wait for it
         connection.leave()
@@ -158,7 +160,7 @@ def test_a_transform_that_gives_other_ids_is_an_error_and_not_a_wrong_row(tmp_pa
     data = shared_data(Numbers([40]), 4, transform=random)
     with workers_of(1) as workers, task_loaders(tmp_path, data, workers=workers.clients) as loaders:
         leased = loaders.data(ids=["id"])
-        resend = resender(loaders.access(), ["id"], leased._description.digest)
+        resend = TaskRequests(loaders.access(), ["id"], leased._description.digest).resend
         batch = next(iter(leased.lease(loaders.client(leased.spec()), 0)))
         with pytest.raises(RuntimeError, match="expected to read the same ids again, got others") as caught:
             resend(batch[REFERENCE])

@@ -13,12 +13,13 @@ from task_loaders import Numbers, shared_data, task_loaders
 
 import karvan as kv
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import LoaderStatistics
 from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings
 from karvan.data.loading.rank_shares import permutation
 from karvan.data.task_records import TaskToRead, after, places_of, records_done
 from karvan.discovery.registry import Registry
+from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.protocol.loader import NoAnswerYet, TaskReadingHello
 from karvan.train.choice import require_evaluable
@@ -341,7 +342,9 @@ def elastic_loader(monkeypatch):
     with closing(Registry()) as registry:
         monkeypatch.setenv("KARVAN_SHARDING", "dynamic")
         monkeypatch.setenv("KARVAN_ROLE", "loader")
-        yield lambda: kv.LoaderContext(settings=RoleSettings(Role.LOADER, registry=registry.address))
+        yield lambda: kv.LoaderContext(
+            settings=RoleSettings(Role.LOADER, JobEnvironment(registry=registry.address))
+        )
 
 
 @pytest.mark.parametrize(

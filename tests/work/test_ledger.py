@@ -12,10 +12,9 @@ from subprocess import PIPE
 
 import pytest
 from forked_programs import ForkedProgram, run_forked
-from ledger_helpers import PARTS, every_record, finish, lease_of
+from ledger_helpers import PARTS, every_record, finish, lease_of, release
 
-from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
-from karvan.work.ledger_file import LedgerDiskError, LedgerError
+from karvan.work.ledger import JobFailedError, Ledger, LedgerDiskError, LedgerError, NoTask, TaskFailure
 from karvan.work.task import TaskKind, WorkSpec
 
 
@@ -74,7 +73,7 @@ def test_elasticdl_4_the_tasks_of_a_dead_holder_return_and_no_others(open_ledger
     ledger = open_ledger()
     lost = [lease_of(ledger, "dead").task for _ in range(3)]
     held = lease_of(ledger, "alive")
-    assert ledger.release("dead") == lost
+    assert release(ledger, "dead") == lost
     assert ledger.leases == [held]
     assert [lease_of(ledger, "new").task for _ in range(3)] == lost
     finish(ledger, held)
@@ -96,7 +95,7 @@ def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
     ledger = open_ledger(most_tries=1)
     for number in range(100):
         lease_of(ledger, f"holder {number}")
-        ledger.release(f"holder {number}")
+        release(ledger, f"holder {number}")
     assert run_to_the_end(ledger) == every_record(1)
 
 
@@ -117,7 +116,7 @@ def test_elasticdl_6_a_task_that_fails_too_often_fails_the_job_and_is_named(open
 def test_elasticdl_7_a_late_report_changes_nothing(open_ledger):
     ledger = open_ledger()
     late = lease_of(ledger, "a")
-    ledger.release("a")
+    release(ledger, "a")
     now = lease_of(ledger, "b")
     assert now.task == late.task
     before = ledger.state_dict()
@@ -137,7 +136,7 @@ def test_elasticdl_9_records_are_acknowledged_one_by_one(open_ledger):
     assert ledger.position.records == 4
     ledger.acknowledge({two.token: 1})
     assert ledger.position.records == 4
-    (rest,) = ledger.release("a")
+    (rest,) = release(ledger, "a")
     assert (rest.number, rest.done, rest.left) == (1, 1, 2)
     assert lease_of(ledger, "b").task == rest
 
@@ -181,7 +180,7 @@ def test_a_job_that_is_started_again_has_other_data_when_the_earlier_data_is_tra
     lease_of(ledger, "a")
     with pytest.raises(ValueError, match=r"numbers of records of the files was.*to its end first"):
         ledger.change_settings(tomorrow)
-    ledger.release("a")
+    release(ledger, "a")
     while ledger.position.records < 20:
         finish(ledger, lease_of(ledger))
     with pytest.raises(ValueError, match="records_per_task was 3, and is now 2"):
@@ -225,7 +224,7 @@ def test_an_evaluation_begins_once_and_ends_with_the_next(open_ledger):
         ledger.begin_evaluation(1, [("valid", 5)], 2)
     lost = lease_of(ledger, "a", [TaskKind.EVALUATE])
     finish(ledger, lease_of(ledger, "a", [TaskKind.EVALUATE]))
-    ledger.release("a")
+    release(ledger, "a")
     records = [lease_of(ledger, "b", [TaskKind.EVALUATE]).task.first for _ in range(2)]
     assert records == [4, 0]
     assert lease_of(ledger, "b", [TaskKind.EVALUATE]) is NoTask.WAIT
@@ -248,7 +247,7 @@ def test_the_last_task_is_one_export(open_ledger):
     export = lease_of(ledger, "a")
     assert export.task.kind is TaskKind.EXPORT
     assert lease_of(ledger, "b") is NoTask.WAIT
-    ledger.release("a")
+    release(ledger, "a")
     again = lease_of(ledger, "b")
     assert again.task == export.task
     finish(ledger, again)
@@ -344,7 +343,7 @@ def test_a_second_master_is_refused(open_ledger, tmp_path):
     ledger = open_ledger()
     lease_of(ledger, "a")
     program = (
-        "import sys; from pathlib import Path; from karvan.work.ledger_file import LedgerFile\n"
+        "import sys; from pathlib import Path; from karvan.work.ledger import LedgerFile\n"
         "LedgerFile(Path(sys.argv[1]))"
     )
     result = run_forked([sys.executable, "-c", program, tmp_path / "ledger.db"])

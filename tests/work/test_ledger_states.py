@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ledger_helpers import every_record, lease_of
+from ledger_helpers import every_record, lease_of, release
 
 from karvan.work.ledger import Ledger, NoTask, TaskFailure
 from karvan.work.task import TaskLease, WorkSpec
@@ -77,7 +77,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(holder=holders)
     def die(self, holder):
         mine = [token for token, lease in self.live.items() if lease.holder == holder]
-        assert sorted(map(self.key, self.ledger.release(holder))) == sorted(
+        assert sorted(map(self.key, release(self.ledger, holder))) == sorted(
             self.key(self.end(token).task) for token in mine
         )
 

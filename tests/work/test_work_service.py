@@ -20,8 +20,7 @@ from karvan.data.work_client import WorkClient
 from karvan.outages import is_temporary
 from karvan.protocol.work import ACKNOWLEDGE_RECORDS, FAIL_TASK, LEASE_TASKS, TAKE_POSITION
 from karvan.wire import Client, RefusedError, Server
-from karvan.work.ledger import Ledger
-from karvan.work.ledger_file import LedgerFile
+from karvan.work.ledger import Ledger, LedgerFile
 from karvan.work.service import WorkService
 from karvan.work.task import WorkSpec
 

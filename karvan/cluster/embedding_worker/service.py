@@ -26,29 +26,222 @@ to it first; workers report the restart to their trainers.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding, TrainerSession
-from karvan.cluster.role_process import Generations, RoleSettings, generations_of
+from karvan.cluster.role_process import Generations, RoleSettings, RunService, generations_of
 from karvan.distributed.parameter_servers import Servers, find_servers
-from karvan.job.environment import JobEnvironment
+from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
+from karvan.native import _native
 from karvan.protocol import embedding_worker as protocol
-from karvan.protocol.parameter_server import expect_trainer
+from karvan.protocol.parameter_server import PUSH, expect_trainer
+from karvan.protocol.values import DeclaredTable
 from karvan.ragged import Batch, Ragged
-from karvan.store.messages import to_wire
+from karvan.store.messages import from_wire, to_wire
+from karvan.store.remote.servers import ServerLookup, begin_pull
 from karvan.store.remote.workers import pack_layouts
 from karvan.store.types import LookupContext
-from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
+from karvan.wire import Array, Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
+from karvan.wire.schema import H
+
+# Embeds batches on behalf of a trainer, with the trainer's own code.
+#
+# A `TrainerSession` acts for one trainer and has its engines, each an `Embedding`; one of its batches is an
+# `Embedded`.
+
+
+class TrainerSession:
+    """Calls the parameter servers on behalf of one trainer."""
+
+    def __init__(self, servers: Servers, hello: protocol.WorkerHello) -> None:
+        self.servers = servers
+        self.scale = 1.0 / hello.divisor
+        self.engines: dict[str, Embedding] = {}
+        self._lock = threading.Lock()
+        self._batches: dict[tuple[int, int], Embedded] = {}  # by store and batch
+        self._done: dict[int, list[int]] = {}  # by store: batches that servers may release
+        self._restarted: list[tuple[int, str]] = []  # servers, and their new lives
+        self.declarations = 0  # of tables, that the trainer has sent
+        self._calls = 0  # in progress
+        self._last_call = clock.now()
+        servers.on_restart(lambda server, life: self._restarted.append((server, life)))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """While a call of the trainer is executed."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._last_call = clock.now()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the trainer's last call."""
+        with self._lock:
+            return 0.0 if self._calls else clock.silence(self._last_call)
+
+    def add(self, store: int, batch: int, embedded: Embedded) -> None:
+        """Hold a batch until `forget`."""
+        with self._lock:
+            self._batches[store, batch] = embedded
+
+    def find(self, store: int, batch: int) -> Embedded | None:
+        """The batch, if it is held."""
+        with self._lock:
+            return self._batches.get((store, batch))
+
+    def forget(self, store: int, batches: Iterable[int]) -> None:
+        """The trainer is done with these; the next call to the servers reports it."""
+        with self._lock:
+            for batch in batches:
+                self._batches.pop((store, batch), None)
+                self._done.setdefault(store, []).append(batch)
+
+    def take_done(self, store: int) -> list[int]:
+        """Finished batches that were not reported to the servers yet."""
+        with self._lock:
+            return self._done.pop(store, [])
+
+    def declare(self, tables: Mapping[str, DeclaredTable], declarations: int) -> None:
+        """Remember the tables, for servers that restart."""
+        for name, declaration in tables.items():
+            self.servers.declare(name, **declaration.as_json())
+        self.declarations = max(self.declarations, declarations)
+
+    def take_restarted(self) -> list[tuple[int, str]]:
+        """The servers that have restarted, as far as the trainer does not know yet."""
+        restarted, self._restarted = self._restarted, []
+        return restarted
+
+    def close(self) -> None:
+        """Disconnect from the servers."""
+        self.servers.close()
+
+
+class Embedding:
+    """An engine of a trainer: features in their layouts, without rows."""
+
+    def __init__(self, session: TrainerSession, features: Mapping[str, Any], wire: str) -> None:
+        self.session = session
+        self.count = len(session.servers)
+        self.wire = wire
+        self.features = features_from_json(features)
+        self.program = make_program(self.features)
+        dims = {feature.table: feature.dim for feature in self.program.features}
+        self.dims = [dims[table] for table in self.program.tables]
+
+    def push(self, head: protocol.PushPasses, sums: Sequence[tuple[Tensor, ...]]) -> None:
+        """Send sums by key, by pass and server, and wait until they have been applied, or staged.
+
+        Servers that have restarted since the lookup do not apply them; they count the updates they contain.
+        """
+        names = ("store", "sequence", "batches", "mine", "rules", "steps", "skipped", "complete", "wire")
+        step = {} if head.step is None else {"step": head.step}  # of an elastic run, whose servers stage it
+        request = {
+            **{name: getattr(head, name) for name in names},
+            **step,
+            "done": self.session.take_done(head.store),
+        }
+        replies = []
+        for server in range(self.count):
+            arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
+            # Not queued behind lookups: they wait for those of other trainers, which may wait for this push.
+            replies.append(self.session.servers.peer(server, "push").begin(PUSH, request, arrays))
+        for reply in replies:
+            reply.wait()
+
+
+class Embedded:
+    """A batch between its lookup and its gradients."""
+
+    def __init__(self, engine: Embedding, ids: Mapping[str, Any], store: int, context: LookupContext) -> None:
+        self._engine = engine
+        session = engine.session
+        self.inputs: list[FeatureInput] = []
+        for feature, table in engine.features.items():
+            name = table.name or feature
+            entry = ids.get(feature)
+            if entry is None and table.missing == "empty":
+                entry = absent_ids(ids)
+            if entry is None:
+                raise ValueError(
+                    f"Feature '{feature}' of table '{name}' is not in the batch, "
+                    f"which has: {', '.join(map(str, ids)) or 'nothing'}."
+                )
+            input_ = FeatureInput(feature, name, table, entry)
+            if input_.lists is not None:
+                raise ValueError(
+                    f"Feature '{feature}' of table '{name}': expected a list of ids for each sample, as "
+                    "embedding workers take them, got lists of lists; run the job without embedding workers."
+                )
+            self.inputs.append(input_)
+        plan = _native.prepare(engine.program.native, [input_.arrays() for input_ in self.inputs])
+        self.pull = ServerLookup(
+            engine.program,
+            plan,
+            context,
+            servers=engine.count,
+            dims=engine.dims,
+            wire=engine.wire,
+            send=lambda lookup: begin_pull(
+                session.servers, lookup, store=store, done=session.take_done(store)
+            ),
+        )
+        self._sizes = [input_.numel() for input_ in self.inputs]
+
+    def finish(self) -> list[Tensor]:
+        """The outputs of all features, once the servers have answered."""
+        self.pull.finish()
+        return [input_.take_out() for input_ in self.inputs]
+
+    def sum(self, array: Array, positions: Sequence[int], complete: bool) -> tuple[Tensor, ...]:
+        """Sum gradients of outputs by key: for each server, those of its keys.
+
+        array: the gradients of the features at these positions, one after the other.
+        """
+        if any(type(position) is not int or not 0 <= position < len(self._sizes) for position in positions):
+            raise RefusedError(f"expected gradients of {len(self._sizes)} features, got some of {positions}.")
+        expected = sum(self._sizes[position] for position in positions)
+        kind = np.float32 if self._engine.wire == "float32" else np.uint16
+        if array.shape != (expected,) or array.dtype != kind or len(set(positions)) != len(positions):
+            raise RefusedError(
+                f"expected {expected} gradients of {np.dtype(kind)}, got {array.dtype} {array.shape}."
+            )
+        if complete and len(positions) < len(self._sizes):
+            raise RefusedError(
+                f"expected gradients of all {len(self._sizes)} features, got {len(positions)}."
+            )
+        flat = from_wire(array, self._engine.wire)
+        addresses, strides = [0] * len(self._sizes), [0] * len(self._sizes)
+        at = 0
+        for position in positions:
+            # An address of 0 means no gradient; the address of an empty gradient is never read.
+            addresses[position] = (
+                flat.ctypes.data + 4 * at if self._sizes[position] else self.pull.sent[0].ctypes.data
+            )
+            strides[position] = self.inputs[position].table.dim
+            at += self._sizes[position]
+        sums = self.pull.plan.reduce(addresses, strides)
+        return self.pull.pack(sums, self._engine.session.scale, complete)
+
 
 # The id features that an embedding worker holds, by the names that loaders gave them.
 
@@ -56,15 +249,9 @@ from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Servic
 _REMEMBERED = 4096  # names of expired batches, to explain why they are missing
 
 
-@dataclass
-class _Entry:
+class _Claimed(NamedTuple):
     ids: Batch
-    arrived: float
-    trainer: int | None = None  # who has claimed it
-
-    @property
-    def claimed(self) -> bool:
-        return self.trainer is not None
+    trainer: int
 
 
 class IdCache:
@@ -78,8 +265,8 @@ class IdCache:
         self.expire = expire
         self._most = most
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}  # the oldest first
-        self._waiting = 0  # entries that were not claimed
+        self._waiting: dict[str, tuple[Batch, float]] = {}  # with the time of arrival, the oldest first
+        self._claimed: dict[str, _Claimed] = {}
         self._requested: set[str] = set()  # claimed before they arrived
         self._dropped: deque[str] = deque(maxlen=_REMEMBERED)
         self.expired = 0
@@ -90,38 +277,37 @@ class IdCache:
         """Batches that nobody has claimed."""
         with self._lock:
             self._drop_old()
-            return self._waiting
+            return len(self._waiting)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._waiting) + len(self._claimed)
 
     def put(self, name: str, ids: Batch) -> bool:
         """Store a batch, replacing one of that name; False if there is no room now."""
         with self._lock:
             self._drop_old()
-            if name in self._entries:
-                self._entries[name].ids = ids
-                return True
-            if self._waiting >= self._most and name not in self._requested:
+            if name in self._claimed:
+                self._claimed[name] = self._claimed[name]._replace(ids=ids)
+            elif name in self._waiting:
+                self._waiting[name] = ids, self._waiting[name][1]
+            elif len(self._waiting) >= self._most and name not in self._requested:
                 return False
-            self._requested.discard(name)
-            self._entries[name] = _Entry(ids, clock.now())
-            self._waiting += 1
-            self.received += 1
+            else:
+                self._requested.discard(name)
+                self._waiting[name] = ids, clock.now()
+                self.received += 1
             return True
 
     def claim(self, name: str, trainer: int = 0) -> Batch | None:
         """The batch, which stays until `forget`; None if it is not here."""
         with self._lock:
             self._drop_old()
-            entry = self._entries.get(name)
-            if entry is None:
+            batch = self._waiting.pop(name, None) or self._claimed.get(name)
+            if batch is None:
                 self._requested.add(name)
                 return None
-            if not entry.claimed:
-                self._waiting -= 1
-            entry.trainer = trainer
-            return entry.ids
+            self._claimed[name] = _Claimed(batch[0], trainer)
+            return batch[0]
 
     def why_missing(self, name: str) -> str:
         """The reason, for an error message."""
@@ -135,40 +321,33 @@ class IdCache:
         with self._lock:
             for name in names:
                 self._requested.discard(name)
-                entry = self._entries.pop(name, None)
-                if entry is not None and not entry.claimed:
-                    self._waiting -= 1
+                self._waiting.pop(name, None)
+                self._claimed.pop(name, None)
 
     def forget_claimed(self, trainer: int | None = None) -> None:
         """Drop the batches that a trainer has claimed, which is gone; None: those of all trainers."""
         with self._lock:
-            self._entries = {
-                name: entry
-                for name, entry in self._entries.items()
-                if not entry.claimed or (trainer is not None and entry.trainer != trainer)
-            }
             if trainer is None:
+                self._claimed.clear()
                 self._requested.clear()
+            else:
+                mine = [name for name, batch in self._claimed.items() if batch.trainer == trainer]
+                for name in mine:
+                    del self._claimed[name]
 
     def _drop_old(self) -> None:
         before = clock.now() - self.expire
-        old = []
-        for name, entry in self._entries.items():
-            if entry.arrived > before:
-                break
-            if not entry.claimed:
-                old.append(name)
+        old = list(itertools.takewhile(lambda name: self._waiting[name][1] <= before, self._waiting))
         for name in old:
-            del self._entries[name]
+            del self._waiting[name]
         self._dropped.extend(old)
-        self._waiting -= len(old)
         self.expired += len(old)
 
 
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
 
-class EmbeddingWorker(Service):
+class EmbeddingWorker(RunService):
     """Worker number `index`; expire and most: see `IdCache`."""
 
     hello = protocol.WORKER_HELLO
@@ -181,26 +360,22 @@ class EmbeddingWorker(Service):
         most: int = 1000,
         generations: Generations | None = None,
     ) -> None:
+        super().__init__(generations)
         self.name = f"embedding worker {index}"
         self._index = index
         self._ids = IdCache(expire, most)
-        self._lock = threading.Lock()
-        self._generations = generations or Generations()
-        self._generation = -1
-        self._run = ""
-        self._past_runs: set[str] = set()  # of this generation
         self._sessions: dict[int, TrainerSession] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
         self.endpoints = endpoints(
             protocol.WORKER_CALLS,
             Endpoint(protocol.PUT, self._put),
-            Endpoint(protocol.FORGET, self._forget),
+            Endpoint(protocol.FORGET, lambda call: self._ids.forget(call.head.references)),
             Endpoint(protocol.ABANDON_MEMBERS, self._abandon),
             Endpoint(protocol.DESCRIBE_WORKER, self._describe),
             Endpoint(protocol.ENGINE, self._engine),
-            Endpoint(protocol.CLAIM, self._claim),
-            Endpoint(protocol.BACKWARD, self._backward),
+            Endpoint(protocol.CLAIM, self._in_session(self._embed)),
+            Endpoint(protocol.BACKWARD, self._in_session(self._push)),
         )
 
     @override
@@ -209,26 +384,19 @@ class EmbeddingWorker(Service):
         hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
         if isinstance(hello, protocol.IdSenderHello):
             return {"worker": self._index}
-        its_generation, run, worker = hello.generation, hello.run, hello.worker
-        if worker != self._index:
-            raise RefusedError(f"expected to be asked for as worker {self._index}, got {worker}.")
+        if hello.worker != self._index:
+            raise RefusedError(f"expected to be asked for as worker {self._index}, got {hello.worker}.")
         expect_trainer(hello)
-        generation = self._generations.check(its_generation)
-        with self._lock:
-            if generation < self._generation:
-                raise RefusedError(
-                    f"expected generation {self._generation} or a newer one, got {generation}."
-                )
-            if generation > self._generation:
-                self._past_runs = set()
-            if run in self._past_runs:
-                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
-            if run != self._run:
-                self._leave()
-                self._past_runs.add(self._run)
-                self._generation, self._run = generation, run
-            self._open(hello)
+        self._enter(hello)
         return {"worker": self._index}
+
+    @override
+    def _begin_run(self, hello: protocol.WorkerHello) -> None:
+        self._leave()
+
+    @override
+    def _admit(self, hello: protocol.WorkerHello) -> None:
+        self._open(hello)
 
     def _open(self, hello: protocol.WorkerHello) -> TrainerSession:
         """The session of a trainer; one that was dropped is opened again."""
@@ -253,24 +421,34 @@ class EmbeddingWorker(Service):
     @contextmanager
     def _session(self, caller: Caller) -> Iterator[TrainerSession]:
         """The session of a trainer, while its call is executed."""
-        with self._lock:
-            hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
-            if isinstance(hello, protocol.IdSenderHello) or hello.run != self._run:
-                raise RefusedError("expected a trainer of the job's newest run, got another caller.")
-            session = self._open(hello)
-            session.begin_call()
-            if hello.elastic:
-                self._drop([name for name, its in self._sessions.items() if its.silence > self._ids.expire])
-        try:
+        with ExitStack() as calls:
+            with self._lock:
+                hello: protocol.WorkerHello | protocol.IdSenderHello = caller.hello
+                if isinstance(hello, protocol.IdSenderHello) or hello.run != self._run:
+                    raise RefusedError("expected a trainer of the job's newest run, got another caller.")
+                session = self._open(hello)
+                calls.enter_context(session.call())
+                if hello.elastic:
+                    self._drop(
+                        [name for name, its in self._sessions.items() if its.silence > self._ids.expire]
+                    )
             yield session
-        finally:
-            session.end_call()
 
-    def _abandon(self, call: Request[protocol.GoneMembers]) -> Message:
+    def _in_session(
+        self, work: Callable[[TrainerSession, Request[H]], Message]
+    ) -> Callable[[Request[H]], Message]:
+        """The method of a trainer's call."""
+
+        def execute(call: Request[H]) -> Message:
+            with self._session(call.caller) as session:
+                return work(session, call)
+
+        return execute
+
+    def _abandon(self, call: Request[protocol.GoneMembers]) -> None:
         """Members of an elastic run are gone; a trainer of the same run says so."""
         with self._session(call.caller), self._lock:
             self._drop(call.head.members)
-        return Message({})
 
     def _put(self, call: Request[protocol.Put]) -> Message:
         ids = unpack(call.head.batch, call.arrays)
@@ -288,35 +466,27 @@ class EmbeddingWorker(Service):
                     )
         return Message({"kept": self._ids.put(call.head.reference, ids)})
 
-    def _forget(self, call: Request[protocol.IdNames]) -> Message:
-        self._ids.forget(call.head.references)
-        return Message({})
-
-    def _engine(self, call: Request[protocol.EngineHead]) -> Message:
+    def _engine(self, call: Request[protocol.EngineHead]) -> None:
         head = call.head
         with self._session(call.caller) as session:
             engine = Embedding(session, head.features, head.wire)
             session.declare(head.tables, head.declarations)
             session.engines[head.engine] = engine
-        return Message({})
-
-    def _claim(self, call: Request[protocol.Claim]) -> Message:
-        with self._session(call.caller) as session:
-            return self._embed(session, call)
 
     def _embed(self, session: TrainerSession, call: Request[protocol.Claim]) -> Message:
         """The outputs of a batch, for its trainer."""
         head = call.head
-        self._release(head.store, head.done, head.gone, session)
+        session.forget(head.store, head.done)
+        self._ids.forget(head.gone)
         engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
-        name = head.reference
-        ids = self._ids.claim(name, call.caller.hello.trainer)
+        ids = self._ids.claim(head.reference, call.caller.hello.trainer)
         if ids is None:
-            return self._needs_ids(name)
+            return self._needs_ids(head.reference)
         context = LookupContext(head.training, head.step, head.now)
-        embedded = engine.begin(ids, head.store, head.batch, context)
+        embedded = Embedded(engine, ids, head.store, context)
+        embedded.pull.begin(head.batch)
         outs = embedded.finish()
         if head.training:
             session.add(head.store, head.batch, embedded)
@@ -326,10 +496,6 @@ class EmbeddingWorker(Service):
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])
 
-    def _backward(self, call: Request[protocol.PushPasses]) -> Message:
-        with self._session(call.caller) as session:
-            return self._push(session, call)
-
     def _push(self, session: TrainerSession, call: Request[protocol.PushPasses]) -> Message:
         """Send the gradients of a batch to the servers, and wait until they have them."""
         head = call.head
@@ -338,32 +504,27 @@ class EmbeddingWorker(Service):
             return _needs_engine()
         if head.wire != engine.wire:
             raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head.wire}.")
-        store = head.store
-        batches = [head.batches[index] for index in head.mine]
         passes: list[Embedded] = []
-        for batch, described in zip(batches, head.passes, strict=True):
-            embedded = session.find(store, batch)
+        for index, described in zip(head.mine, head.passes, strict=True):
+            batch = head.batches[index]
+            embedded = session.find(head.store, batch)
             if embedded is None:
-                name = described.reference
-                ids = self._ids.claim(name, call.caller.hello.trainer)
+                ids = self._ids.claim(described.reference, call.caller.hello.trainer)
                 if ids is None:
-                    return self._needs_ids(name)
-                embedded = engine.group(ids)
-                session.add(store, batch, embedded)
+                    return self._needs_ids(described.reference)
+                embedded = Embedded(engine, ids, 0, LookupContext(True, 0, 0.0))  # only to group them by key
+                session.add(head.store, batch, embedded)
             passes.append(embedded)
         sums = [
             embedded.sum(array, described.given, head.complete)
             for embedded, described, array in zip(passes, head.passes, call.arrays, strict=True)
         ]
         # Servers hear of it with this push: a worker may die after its answer.
-        self._release(head.store, head.done, head.gone, session)
+        session.forget(head.store, head.done)
+        self._ids.forget(head.gone)
         engine.push(head, sums)
         self.backwards += 1
         return Message({"restarted_servers": session.take_restarted()})
-
-    def _release(self, store: int, done: list[int], lost: list[str], session: TrainerSession) -> None:
-        session.forget(store, done)
-        self._ids.forget(lost)
 
     def _needs_ids(self, name: str) -> Message:
         text = f"expected the ids of reference {name!r}, got a claim without: {self._ids.why_missing(name)}."
@@ -415,9 +576,9 @@ def _needs_engine() -> Message:
 
 def make(settings: RoleSettings) -> Service:
     """The worker of a process; see `karvan/cluster/role_process.py`."""
-    job = JobEnvironment.read()
+    job = settings.job
     return EmbeddingWorker(
-        settings.index,
+        job.index,
         expire=1000.0 if job.embedding_worker_expire is None else job.embedding_worker_expire,
         most=1000 if job.embedding_worker_batches is None else job.embedding_worker_batches,
         generations=generations_of(settings),

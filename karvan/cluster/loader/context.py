@@ -26,14 +26,20 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from karvan.checkpoint.transforms import has_state, name_of
 from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.loader.epoch_service import Batches, EpochService, as_batch, serve
-from karvan.cluster.loader.id_forwarding import ANSWER_WITHIN, IdReceiver, SplitIds, split_by_name
-from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
+from karvan.cluster.loader.service import (
+    ANSWER_WITHIN,
+    IdReceiver,
+    LoaderStatistics,
+    SavedStatistics,
+    SplitIds,
+    split_by_name,
+)
 from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.role_process import RoleSettings, generations_of, listening
 from karvan.data import Loader, SharedData, read
@@ -76,9 +82,9 @@ class LoaderContext:
         workers: Sequence[IdReceiver] | None = None,
         split: SplitIds = split_by_name,
     ) -> None:
-        self._settings = settings = settings or RoleSettings.from_environment(Role.LOADER)
-        self.index = settings.index
-        self.count = settings.count
+        settings = settings or RoleSettings.from_environment(Role.LOADER)
+        self.index = settings.job.index
+        self.count = settings.job.count
         leased = JobEnvironment.read().sharding == "dynamic"
         self._service = _service(settings, leased, queue, workers, split)
         self._transforms: list[object] = []  # with statistics
@@ -90,7 +96,7 @@ class LoaderContext:
         self._ended = threading.Event()
         self._stack = ExitStack()
         if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._terminate)
+            before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
             self._stack.callback(signal.signal, signal.SIGTERM, before)
         self._stack.enter_context(listening(self._service, settings, self._ended))
         atexit.register(self._leave)
@@ -298,9 +304,6 @@ class LoaderContext:
         self._ended.set()
         self._stack.close()
 
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        sys.exit(0)
-
 
 class _RestartRequiredError(RuntimeError):
     """The program has to be restarted."""
@@ -319,8 +322,8 @@ def _service(
     if workers is None:
         workers = workers_from_environment(ANSWER_WITHIN) if leased else workers_from_environment()
     if leased:
-        return TaskService(settings.index, workers=workers, split=split)
-    index, count, generations = settings.index, settings.count, generations_of(settings)
+        return TaskService(settings.job.index, workers=workers, split=split)
+    index, count, generations = settings.job.index, settings.job.count, generations_of(settings)
     return EpochService(index, count, queue=queue, generations=generations, workers=workers, split=split)
 
 
@@ -341,7 +344,7 @@ _OF_LOADER = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transf
 
 def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
-    source = read_share(_data(), settings.index, settings.count)
+    source = read_share(_data(), settings.job.index, settings.job.count)
     source.identity()  # reads a little of each file, so that an unreadable one is an error at once
     statistics = LoaderStatistics.of((), source.column_kinds())
     service = _service(settings, isinstance(source, SharedData))

@@ -13,11 +13,11 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
                                                        position after it, arrays; or "end" with the number
                                                        of its batches; or "wait" after a second
     next(epoch + 1)                                  reads the next epoch once one trainer has asked for it
-    resend(reference, worker), done(references)      see `id_forwarding.py`; "wait" after a second, if the
+    resend(reference, worker), done(references)      see `service.py`; "wait" after a second, if the
                                                        batch has still to be read again
     identity                                         the identity of its data, once its program has set it;
                                                        "wait" after a second
-    statistics(whole)                                see `statistics.py`
+    statistics(whole)                                see `service.py`
     leave                                            this trainer needs no more
 
 A queue holds a bounded number of batches, and reading waits while that of the next batch is full.
@@ -45,14 +45,19 @@ from typing_extensions import override
 
 from karvan.activity import TRAINERS, activity
 from karvan.cluster.batch_messages import pack
-from karvan.cluster.loader.id_forwarding import BatchName, IdReceiver, SentIds, SplitIds, split_by_name
-from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import (
+    BatchName,
+    IdReceiver,
+    LoaderService,
+    LoaderStatistics,
+    SentIds,
+    SplitIds,
+    split_by_name,
+)
 from karvan.cluster.role_process import Generations
 from karvan.devices import require_cpu_batches
 from karvan.protocol import loader as protocol
 from karvan.ragged import Batch
-from karvan.train.types import Positioned
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, endpoints
 from karvan.wire.schema import Head, Struct
 
@@ -210,7 +215,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
             self._trainers[trainer] = queue
         self._changed.notify_all()
 
-    def _stay(self, call: Request[Head]) -> Message:
+    def _stay(self, call: Request[Head]) -> None:
         with self._changed:
             trainer = self._of(call.caller)
             # The first one is answered at once: if loaders are killed one after the other, a call that waits
@@ -218,16 +223,14 @@ class EpochService(LoaderService[protocol.DataIdentity]):
             if trainer.watches:
                 self._changed.wait_for(lambda: self._closed or not self._expects(trainer), self.stay)
             trainer.watches = True
-        return Message({})
 
-    def _done(self, call: Request[protocol.References]) -> Message:
+    def _done(self, call: Request[protocol.References]) -> None:
         number, references = call.caller.hello.trainer, call.head.references
         with self._changed:
             trainer = self._trainers.get(number)
             if trainer is not None:
                 trainer.unread -= {(epoch, index // self._count) for _, epoch, index in references}
         self._sent.done(number, references)
-        return Message({})
 
     def _resend(
         self, call: Request[protocol.IdsOfBatch]
@@ -255,13 +258,12 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         begin = reference.epoch, reference.number // self._count
         return begin < trainer.filled and begin not in trainer.unread
 
-    def _leave(self, call: Request[Head]) -> Message:
+    def _leave(self, call: Request[Head]) -> None:
         with self._changed:
             trainer = self._of(call.caller)
             trainer.left = True
             trainer.unread.clear()
             self._changed.notify_all()
-        return Message({})
 
     def _next(self, call: Request[protocol.EpochNumber]) -> Message[Any]:
         epoch, caller = call.head.epoch, call.caller
@@ -485,7 +487,7 @@ def serve(service: EpochService, batches: Batches, statistics: LoaderStatistics 
     statistics: of the transforms that make the batches.
     """
     require_cpu_batches(batches)
-    source = _PerEpoch(batches) if callable(batches) else _Iterated(batches)
+    source = _Epochs(batches)
     describe = getattr(batches, "identity", lambda: None)()
     service.identify(None if describe is None else describe.state(), statistics)
     while (start := service.begin()) is not None:
@@ -497,7 +499,7 @@ def serve(service: EpochService, batches: Batches, statistics: LoaderStatistics 
             else:
                 # Sources that are made for each epoch have positions of their own.
                 if service.end(None if callable(batches) else source.position()):
-                    source.ended(start.epoch)
+                    source.following = start.epoch + 1
         finally:
             getattr(batches_of_epoch, "close", lambda: None)()
 
@@ -507,62 +509,44 @@ def as_batch(batch: Any) -> Batch:
     return batch if isinstance(batch, Batch) else Batch(batch)
 
 
-class _Iterated:
-    """Something that gives an epoch whenever it is iterated."""
+class _Epochs:
+    """What is sent: something that gives an epoch whenever it is iterated, or a function that makes one.
 
-    def __init__(self, source: Iterable[Any]) -> None:
-        self._source = source
+    following: the epoch that the next iteration gives; None: one is in progress.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._make = batches if callable(batches) else None
+        self._source: Any = None if callable(batches) else batches
         self._begin = self.position()
-        self._next: int | None = 0  # the epoch that the next iteration gives; None: one is in progress
+        self.following: int | None = 0
+
+    def position(self) -> Any:
+        """The position after the last batch; None if the source has none."""
+        return getattr(self._source, "state_dict", lambda: None)()
 
     def batches(self, start: Start) -> Iterator[Any]:
         """Batches from `start`; without a position all of the epoch."""
+        if self._make is not None:
+            self._source = self._make(start.epoch)
+            if start.position is not None:
+                self._source.load_state_dict(start.position)
+            yield from self._source
+            return
         moved = False
-        if (start.epoch, start.index) != (self._next, 0):
+        if (start.epoch, start.index) != (self.following, 0):
             position = self._begin if start == Start(0, 0, None) else start.position
             if position is not None:
-                assert isinstance(self._source, Positioned)  # the position came from it
-                self._source.load_state_dict(position)
+                self._source.load_state_dict(position)  # the position came from it
                 moved = start.index == 0
             elif hasattr(self._source, "start_epoch"):
                 self._source.start_epoch(start.epoch)
             elif self._begin is not None:
                 raise RuntimeError(f"Epoch {start.epoch} expects a position to begin at, got none.")
-        self._next = None
+        self.following = None
         empty = True
         for batch in self._source:
             empty = False
             yield batch
         if empty and moved and start.epoch:
             yield from self._source  # it was moved to the end of the previous epoch, which had nothing left
-
-    def position(self) -> Any:
-        """The position after the last batch; None if the source has none."""
-        return getattr(self._source, "state_dict", lambda: None)()
-
-    def ended(self, epoch: int) -> None:
-        """An epoch was read to its end."""
-        self._next = epoch + 1
-
-
-class _PerEpoch:
-    """A function from the number of an epoch to its batches."""
-
-    def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
-        self._make = make
-        self._source: Any = None
-
-    def batches(self, start: Start) -> Iterator[Any]:
-        """Make the source of an epoch, and iterate it from the start or a position."""
-        self._source = self._make(start.epoch)
-        if start.position is not None:
-            self._source.load_state_dict(start.position)
-        yield from self._source
-
-    def position(self) -> Any:
-        """The source's position, if it has one."""
-        return getattr(self._source, "state_dict", lambda: None)()
-
-    def ended(self, epoch: int) -> None:
-        """Nothing remains of an epoch."""
-        pass

@@ -7,7 +7,7 @@ reads what it is asked for:
     describe                                         the parts of the data, how they are cut into tasks, the
                                                        identity; "wait" after a second, until its program has
                                                        called `serve`
-    statistics(whole)                                see `karvan/cluster/loader/statistics.py`
+    statistics(whole)                                see `karvan/cluster/loader/service.py`
     read_batch(tasks, ids, to)                       the first batch of these tasks: all that the caller has
                                                        leased and not received, in order, each from its next
                                                        record on. "wait" after a second; "failed" with the
@@ -39,19 +39,25 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.cluster.batch_messages import pack
-from karvan.cluster.loader.id_forwarding import IdReceiver, SendTo, SplitIds, TaskIds, split_by_name
-from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.loader.service import (
+    IdReceiver,
+    LoaderService,
+    LoaderStatistics,
+    SendTo,
+    SplitIds,
+    TaskIds,
+    split_by_name,
+)
 from karvan.data.leased_data import SharedData
 from karvan.data.loading.pipeline import Closed
 from karvan.data.task_records import TaskToRead, places_of, rest_of
 from karvan.data.work_client import task_from
 from karvan.devices import require_cpu_batches
-from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
+from karvan.errors import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.protocol import loader as protocol
 from karvan.ragged import Batch, IdsReference
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, endpoints
-from karvan.wire.schema import Head, Struct
+from karvan.wire.schema import Struct
 from karvan.work.task import Task
 
 _log = logging.getLogger("karvan.cluster")
@@ -219,7 +225,7 @@ class TaskService(LoaderService[protocol.Description]):
             Endpoint(protocol.DESCRIBE, self._answer_description),
             Endpoint(protocol.STATISTICS, self._answer_statistics),
             Endpoint(protocol.READ_BATCH, self._read_batch),
-            Endpoint(protocol.STOP_READING, self._stop_reading),
+            Endpoint(protocol.STOP_READING, lambda call: self._drop(call.caller.session)),
         )
 
     def offer(self, data: SharedData, statistics: LoaderStatistics | None = None) -> None:
@@ -248,10 +254,6 @@ class TaskService(LoaderService[protocol.Description]):
             readings, self._readings = self._readings, {}
         for reading in readings.values():
             reading.close()
-
-    def _stop_reading(self, call: Request[Head]) -> Message:
-        self._drop(call.caller.session)
-        return Message({})
 
     def _read_batch(self, call: Request[protocol.RequestedTasks]) -> Message[Any]:
         description = self._described()

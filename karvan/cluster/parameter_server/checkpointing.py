@@ -31,10 +31,11 @@ from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttl
 from karvan.checkpoint.format.table_arrays import Extra, folder_of, join, own_extra, read_extras
 from karvan.checkpoint.pending_save import Writers
 from karvan.checkpoint.table_files import ShareSource, put_table
+from karvan.cluster.parameter_server.row_updates import ServerTables
 from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 from karvan.native import _native
 from karvan.protocol.parameter_server import CaptureHead
-from karvan.store import Capture, MemoryStore, Rows, TableSpec
+from karvan.store import Capture, Rows
 from karvan.store.types import Keys
 from karvan.wire import RefusedError
 
@@ -101,29 +102,23 @@ class Restored(NamedTuple):
 
 
 class SavedShare(Capture):
-    """The rows of server number `server` of `servers`.
+    """The rows that a server of these tables was restored from.
 
-    tables: from the save's request, see `SharedStore.save_tables`. A delta must build on the checkpoint that
-    the server was restored from, and is then empty.
+    requests: from the save's request, see `SharedStore.save_tables`. A delta must build on the checkpoint
+    that the server was restored from, and is then empty.
     """
 
     def __init__(
-        self,
-        restored: Restored,
-        specs: Mapping[str, TableSpec],
-        tables: Mapping[str, Mapping[str, Any]],
-        server: int,
-        servers: int,
+        self, tables: ServerTables, restored: Restored, requests: Mapping[str, Mapping[str, Any]]
     ) -> None:
+        self._tables = tables
         self._checkpoint = restored.checkpoint
         self._restored_tables = restored.tables
-        self._specs = specs
-        self._tables = tables
-        self._server, self._servers = server, servers
-        self._share = share_of(server, servers)
+        self._requests = requests
+        self._share = share_of(tables.index, tables.count)
         self.versions = {}
         restored_id = None if self._checkpoint is None else self._checkpoint.manifest.id
-        for name, request in tables.items():
+        for name, request in requests.items():
             if request["delta"] and request["base"] != restored_id:
                 raise RefusedError(
                     f"expected to save what changed in table '{name}' since the checkpoint that this server "
@@ -132,13 +127,13 @@ class SavedShare(Capture):
 
     @override
     def part(self, table: str, part: int) -> Rows:
-        mine = pieces(int(self._tables[table]["parts"]), self._share)
+        mine = pieces(int(self._requests[table]["parts"]), self._share)
         restored = self._restored_tables.get(table, {"initial": (), "keep": False})
         rows_: list[Rows] = []
-        if part in mine and self._saved(table) and not self._tables[table]["delta"]:
+        if part in mine and self._saved(table) and not self._requests[table]["delta"]:
             assert self._checkpoint is not None
             rows_ = list(self._checkpoint.parts(table, mine[part]))
-        rows = join(rows_) if rows_ else self._no_rows(table)
+        rows = join(rows_) if rows_ else _no_rows(self._tables.spec(table).dim)
         return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(rows_))
 
     @override
@@ -152,7 +147,7 @@ class SavedShare(Capture):
         assert self._checkpoint is not None
         files = self._checkpoint.manifest.tables[table].extras
         extras = read_extras(self._checkpoint.path, files, self._share)
-        return own_extra(extras, self._server, self._servers)
+        return own_extra(extras, self._tables.index, self._tables.count)
 
     @override
     def close(self) -> None:
@@ -161,10 +156,11 @@ class SavedShare(Capture):
     def _saved(self, table: str) -> bool:
         return self._checkpoint is not None and table in self._checkpoint.manifest.tables
 
-    def _no_rows(self, table: str) -> Rows:
-        none = np.empty(0, np.uint32)
-        vectors = np.empty((0, self._specs[table].dim), np.float32)
-        return Rows(np.empty(0, np.int64), vectors, np.empty((0, 0), np.float32), none, none)
+
+def _no_rows(dim: int) -> Rows:
+    none = np.empty(0, np.uint32)
+    vectors = np.empty((0, dim), np.float32)
+    return Rows(np.empty(0, np.int64), vectors, np.empty((0, 0), np.float32), none, none)
 
 
 # Where a parameter server may write: below the job's checkpoint folder, and nowhere else.
@@ -253,11 +249,8 @@ class _Held(NamedTuple):
 class Saving:
     """What a server holds for checkpoints, and what it remembers of earlier ones for deltas."""
 
-    def __init__(self, store: MemoryStore, specs: Mapping[str, TableSpec], server: int, servers: int) -> None:
-        self._store = store
-        self._specs = specs
-        self._server = server
-        self._servers = servers
+    def __init__(self, tables: ServerTables) -> None:
+        self._tables = tables
         self._lock = threading.Lock()
         self._open: dict[int, _Held] = {}
         self._versions: dict[int, dict[str, int]] = {}  # of captures that a delta may build on
@@ -275,9 +268,10 @@ class Saving:
                 raise ValueError(f"expected a tracked capture, got {head.since}.")
             versions = {name: self._versions[head.since][name] for name in head.tables}
         with self._lock:
-            capture = self._store.capture(head.tables, head.parts, versions, track=head.track, log=log)
+            store, tables = self._tables.store, self._tables
+            capture = store.capture(head.tables, head.parts, versions, track=head.track, log=log)
             extras = {
-                name: own_extra(self._store.table(name).extra(log), self._server, self._servers)
+                name: own_extra(store.table(name).extra(log), tables.index, tables.count)
                 for name in head.tables
             }
             self._open[head.capture] = _Held(capture, extras, updates, trainer)
@@ -289,7 +283,7 @@ class Saving:
     ) -> None:
         """For a server that was restored after a capture, and does not have it."""
         if number not in self._open:
-            share = SavedShare(restored, self._specs, tables, self._server, self._servers)
+            share = SavedShare(self._tables, restored, tables)
             extras = {name: share.extra(name) for name in tables}
             self._open[number] = _Held(share, extras, restored.updates.record(store))
 
@@ -300,16 +294,11 @@ class Saving:
         if save is not None:
             save.capture.close()
 
-    def close_of(self, trainer: int) -> None:
-        """Release the captures of a trainer that is gone."""
+    def close_all(self, trainer: int | None = None) -> None:
+        """Release all captures, or those of a trainer that is gone."""
         for number, save in list(self._open.items()):
-            if save.trainer == trainer:
+            if trainer is None or save.trainer == trainer:
                 self.close(number)
-
-    def close_all(self) -> None:
-        """Release all captures."""
-        for number in list(self._open):
-            self.close(number)
 
     def save(
         self, number: int, folder: Path, tables: Mapping[str, Mapping[str, Any]], writer_count: int
@@ -334,14 +323,14 @@ class Saving:
             shares = {}
             for name, request in tables.items():
                 source = ShareSource(
-                    self._specs[name],
+                    self._tables.spec(name),
                     request["optimizer"],
                     save.capture,
                     int(request["parts"]),
                     save.extras[name],
                     bool(request["delta"]),
-                    self._server,
-                    self._servers,
+                    self._tables.index,
+                    self._tables.count,
                 )
                 shares[name] = put_table(source, folder, put, pace)
             writers.finish()
@@ -352,9 +341,9 @@ class Saving:
     def fill(self, path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Empty tables, and read this server's rows of a checkpoint."""
         checkpoint = Checkpoint(path)
-        share = share_of(self._server, self._servers)
+        share = share_of(self._tables.index, self._tables.count)
         for name, request in tables.items():
-            table = self._store.table(name)
+            table = self._tables.store.table(name)
             table.clear()
             for rows in checkpoint.parts(name, share):
                 table.load(with_state(rows, request["initial"], bool(request["keep"])))

@@ -30,30 +30,47 @@ later version than the server; pushes of such gradients are rejected, so they pu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from statistics import mean
-from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from karvan.cluster.parameter_server.done_once import AnswerWindow
 from karvan.dense.steps import (
     Answer,
     Array,
     AsyncPolicy,
     Policy,
+    SyncPolicy,
     all_finite,
     dense_tensor,
     expect_gradients,
     expect_number,
 )
-from karvan.dense.wire_format import describe, make_optimizer, rate_of
+from karvan.dense.wire_format import (
+    WRONG,
+    describe,
+    make_optimizer,
+    rate_of,
+    state_message,
+    state_of,
+    tensors_message,
+    tensors_of,
+)
+from karvan.job.environment import DenseSettings
+from karvan.protocol import parameter_server as protocol
 from karvan.protocol.parameter_server import ANSWERS, OPTIMIZER, WAITING
-from karvan.protocol.values import NUMBER
+from karvan.protocol.values import NUMBER, RunHello
+from karvan.wire import Endpoint, Message, RefusedError, Request
+from karvan.wire.schema import Call
+
+K = TypeVar("K", bound=Hashable)
+M = TypeVar("M", bound=protocol.OfModel)
+T = TypeVar("T")
 
 # Checks states of dense parameters that a server receives.
 #
@@ -139,6 +156,56 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+# Each trainer numbers its pushes. The answers to its last `window` numbers are remembered; a push with one of
+# these is answered as it was the first time. Older numbers are refused: it is not known any more whether they
+# were applied. A window has to be longer than the number of pushes that a trainer can have in flight.
+
+
+class AnswerWindow(Generic[K, T]):
+    """Answers by trainer, or part of one, and sequence number."""
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}.")
+        self._window = window
+        self._answers: dict[K, dict[int, T]] = {}
+
+    def find(self, trainer: K, sequence: int) -> T | None:
+        """What was answered, if that is known."""
+        return self._answers.get(trainer, {}).get(sequence)
+
+    def forgotten(self, trainer: K, sequence: int) -> bool:
+        """Whether the number is before those that are remembered."""
+        return sequence < self.next_sequence(trainer) - self._window
+
+    def next_sequence(self, trainer: K) -> int:
+        """The number after the largest one that a trainer has used."""
+        return max(self._answers.get(trainer, ()), default=-1) + 1
+
+    def remember(self, trainer: K, sequence: int, answer: T) -> None:
+        """Store an answer, and drop those that are too old."""
+        answers = self._answers.setdefault(trainer, {})
+        answers[sequence] = answer
+        oldest = self.next_sequence(trainer) - self._window
+        for old in [number for number in answers if number < oldest]:
+            del answers[old]
+
+    def forget(self, trainer: K) -> None:
+        """Drop the answers of a trainer that will not come back."""
+        self._answers.pop(trainer, None)
+
+    def all(self) -> Mapping[K, Mapping[int, T]]:
+        """Everything that is remembered."""
+        return self._answers
+
+    def load(self, answers: Mapping[K, Mapping[int, T]]) -> None:
+        """Remember these instead."""
+        self._answers = {}
+        for trainer, its in answers.items():
+            for sequence in sorted(its):
+                self.remember(trainer, sequence, its[sequence])
+
+
 @dataclass
 class PushCounts:
     """Pushes by outcome; a repeated push counts as nothing else."""
@@ -160,7 +227,7 @@ class _Push:
 
 
 @dataclass
-class _Held:
+class _LoadedModel:
     """What a server has once a model was loaded."""
 
     parameters: dict[str, Tensor]
@@ -177,10 +244,10 @@ class DenseParameters:
 
     def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
         self._policy = policy or AsyncPolicy()
-        self._repeats: AnswerWindow[Answer] = AnswerWindow(window)
-        self._model: _Held | None = None
+        self._repeats: AnswerWindow[str, Answer] = AnswerWindow(window)
+        self._model: _LoadedModel | None = None
         self._counts = PushCounts()
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     @property
     def ready(self) -> bool:
@@ -191,7 +258,7 @@ class DenseParameters:
     def version(self) -> int:
         """The number of steps made."""
         with self._lock:
-            return self._held().version
+            return self._loaded().version
 
     @property
     def counts(self) -> PushCounts:
@@ -202,7 +269,7 @@ class DenseParameters:
     def pull(self, version: int | None = None) -> tuple[int, dict[str, Tensor] | None]:
         """The version, and copies of its parameters unless it is the one the caller has."""
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             if version == model.version:
                 return version, None
             return model.version, {name: parameter.clone() for name, parameter in model.parameters.items()}
@@ -210,7 +277,7 @@ class DenseParameters:
     def expect(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise if `push_gradients` would not accept them."""
         with self._lock:
-            expect_gradients(self._held().parameters, gradients)
+            expect_gradients(self._loaded().parameters, gradients)
         if not all_finite(gradients.values()):
             raise ValueError("Expected finite gradients, got an infinity or a NaN.")
 
@@ -232,7 +299,7 @@ class DenseParameters:
         copies = {name: dense_tensor(name, gradients[name], copy=waits) for name in sorted(gradients)}
         finite = all_finite(copies.values())
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             expect_gradients(model.parameters, copies)
             staleness = model.version - version
             if (former := self._repeats.find(trainer, sequence)) is not None:
@@ -268,7 +335,7 @@ class DenseParameters:
     def flush(self) -> int:
         """Make a step of the waiting pushes, however few; returns the version. For the end of training."""
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             if model.waiting:
                 self._apply()
             return model.version
@@ -276,7 +343,7 @@ class DenseParameters:
     def state(self) -> dict[str, Any]:
         """All that later steps depend on, copied: dicts and lists of tensors and JSON values."""
         with self._lock:
-            model = self._held()
+            model = self._loaded()
             return {
                 "version": model.version,
                 "optimizer": describe(model.optimizer),
@@ -309,25 +376,25 @@ class DenseParameters:
         with self._lock:
             if first and self._model is not None:
                 return
-            self._model = _Held(parameters, optimizer, state["version"], waiting)
+            self._model = _LoadedModel(parameters, optimizer, state["version"], waiting)
             self._repeats.load(answers)
             self._apply_full()
 
-    def _held(self) -> _Held:
+    def _loaded(self) -> _LoadedModel:
         if self._model is None:
             raise RuntimeError("No trainer has loaded a model into this server: expected load_state first.")
         return self._model
 
     def _apply_full(self) -> bool:
         """Make a step if enough pushes wait."""
-        if len(self._held().waiting) < self._policy.grads_to_wait:
+        if len(self._loaded().waiting) < self._policy.grads_to_wait:
             return False
         self._apply()
         return True
 
     def _apply(self) -> None:
         """Make a step with the mean of all waiting pushes."""
-        model = self._held()
+        model = self._loaded()
         pushes, model.waiting = sorted(model.waiting, key=_order), []
         usual = rate_of(model.optimizer)
         rates = [self._policy.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
@@ -363,12 +430,151 @@ def _set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of plain values, tensors and such dicts, in which nothing is shared."""
-    return {name: _clone(value) for name, value in values.items()}
+def _cloned(value: Any) -> Any:
+    """A plain value, a tensor or a dict of such values, in which nothing is shared."""
+    if isinstance(value, Mapping):
+        return {name: _cloned(part) for name, part in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
 
 
-def _clone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return _cloned(value) if isinstance(value, Mapping) else value
+# The calls by which trainers reach a server's dense parameters; `dense_parameters.py` explains them.
+#
+# | call | head and arrays | answer |
+# |---|---|---|
+# | pull_dense | version, or none | version; tensors, if they are newer |
+# | push_dense | version, trainer, sequence, lr; tensors | the outcome |
+# | stage_dense | version, step, lr; tensors | version; in an elastic run, see `batches.py` |
+# | next_sequence | trainer | sequence |
+# | flush_dense | | version |
+# | dense_state | | the state |
+# | load_dense_state | the state; first: only if there is none yet | version |
+#
+# Each call has the number of a model, as trainers may have several. The trainers' hello says what makes a
+# step, the same for all of them; a run of trainers with other settings continues with the parameters of the
+# run before. A malformed call is refused and changes nothing.
+
+_MOST_MODELS = 1024
+
+
+class DenseService:
+    """The models whose dense parameters a server has."""
+
+    def __init__(self) -> None:
+        self._settings = DenseSettings()
+        self._models: dict[int, DenseParameters] = {}
+        self._lock = threading.Lock()
+        self.endpoints: list[Endpoint[Any]] = [
+            self._about(protocol.PULL_DENSE, _pull),
+            self._about(protocol.PUSH_DENSE, _push),
+            Endpoint(protocol.STAGE_DENSE, _refuse_staging),
+            self._about(
+                protocol.NEXT_SEQUENCE,
+                lambda model, call: Message({"sequence": model.next_sequence(call.head.trainer)}),
+            ),
+            self._about(protocol.FLUSH_DENSE, lambda model, call: Message({"version": model.flush()})),
+            self._about(protocol.DENSE_STATE, lambda model, call: state_message(model.state())),
+            self._about(protocol.LOAD_DENSE_STATE, _load_state),
+        ]
+
+    def begin(self, settings: DenseSettings) -> None:
+        """A new run of trainers; parameters stay."""
+        with self._lock:
+            self._settings = settings
+            for number, model in list(self._models.items()):
+                renewed = DenseParameters(policy_of(settings))
+                if model.ready:
+                    renewed.load_state(model.state())
+                self._models[number] = renewed
+
+    def check(self, settings: DenseSettings) -> None:
+        """All trainers of a run must have the same settings."""
+        if settings != self._settings:
+            raise RefusedError(
+                f"expected dense parameters with {_in_words(self._settings)}, as the first trainer said, "
+                f"got {_in_words(settings)}."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Versions and counts of pushes, by model."""
+        with self._lock:
+            models = dict(self._models)
+        return {
+            str(number): {"version": model.version, **asdict(model.counts)}
+            for number, model in models.items()
+            if model.ready
+        }
+
+    def forget(self, trainer: str) -> None:
+        """A trainer will not come back: its numbers are not needed any more."""
+        with self._lock:
+            models = list(self._models.values())
+        for model in models:
+            model.forget(trainer)
+
+    def model(self, number: int) -> DenseParameters:
+        """The model of a number, without parameters before they are loaded."""
+        with self._lock:
+            if number not in self._models:
+                if len(self._models) >= _MOST_MODELS:
+                    raise RefusedError(f"expected up to {_MOST_MODELS} models, got one more.")
+                self._models[number] = DenseParameters(policy_of(self._settings))
+            return self._models[number]
+
+    def _about(
+        self, call: Call[M, Any], work: Callable[[DenseParameters, Request[M]], Message]
+    ) -> Endpoint[Any]:
+        """The endpoint of a call about one model."""
+        return Endpoint(call, lambda request: work(self.model(request.head.model), request))
+
+
+def _pull(model: DenseParameters, call: Request[protocol.PullDense]) -> Message:
+    version, parameters = model.pull(call.head.version)
+    if parameters is None:
+        return Message({"version": version})
+    return tensors_message(parameters, version=version)
+
+
+def _push(model: DenseParameters, call: Request[protocol.PushDense]) -> Message:
+    head, gradients = call.head, tensors_of(call.head.tensors, call.arrays)
+    answer = model.push_gradients(
+        gradients, head.version, trainer=head.trainer, sequence=head.sequence, lr=head.lr
+    )
+    return Message({"answer": astuple(answer)})
+
+
+def _load_state(model: DenseParameters, call: Request[protocol.LoadDenseState]) -> Message:
+    state = state_of(call.arrays)
+    try:
+        model.load_state(state, first=call.head.first)
+    except WRONG as error:
+        raise RefusedError(
+            f"expected a state of dense parameters, got one that cannot be used: {error}"
+        ) from error
+    return Message({"version": model.version})
+
+
+def _refuse_staging(call: Request[protocol.StageDense]) -> Message:
+    raise RefusedError("expected an elastic run of mode async, got gradients to stage in another run.")
+
+
+def settings_of(hello: RunHello) -> DenseSettings:
+    """The settings of steps in a trainer's hello; a RefusedError if they are not valid."""
+    settings = hello.dense or {}
+    try:
+        return DenseSettings(**settings)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(
+            "expected lr_staleness, grads_to_wait, tolerance and pull_every, "
+            f"got {str(settings)[:100]}: {error}"
+        ) from error
+
+
+def policy_of(settings: DenseSettings) -> Policy:
+    """The policy that settings ask for."""
+    if settings.rejects:
+        return SyncPolicy(settings.together, settings.tolerance or 0)
+    return AsyncPolicy(settings.lr_staleness)
+
+
+def _in_words(settings: DenseSettings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in asdict(settings).items())

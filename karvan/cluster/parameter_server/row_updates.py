@@ -1,4 +1,6 @@
-"""`RowUpdates`: how lookups and pushes change a server's rows; one way for each kind of run.
+"""`ServerTables`, the tables of a server; and `RowUpdates`, how lookups and pushes change their rows.
+
+There is one way for each kind of run.
 
 `SingleUpdates`, for modes hybrid and async, and for a run of one trainer: a lookup inserts rows and counts
 uses when it arrives. If lookups may be made in advance, it is in the log of lookups in flight until its push
@@ -16,28 +18,196 @@ of trainers. A lookup without a committed push leaves no trace.
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.cluster.parameter_server.done_once import TrainerBarrier
-from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.activity import TRAINERS, activity
 from karvan.native import _native, output_buffers
-from karvan.protocol.parameter_server import PullHead, PushHead, ServerHello
-from karvan.store import TableSpec
-from karvan.store.messages import floats, rule_from_json
+from karvan.protocol import parameter_server as protocol
+from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
+from karvan.store.memory import MemoryTable
+from karvan.store.messages import floats, rule_from_json, spec_from_json
 from karvan.store.row_owner import Answered, Owner, Summed
-from karvan.store.types import Keys, LookupContext, Rule, Vectors
-from karvan.wire import RefusedError
-from karvan.wire.schema import expect_array
+from karvan.store.types import Keys, Rule, Vectors
+from karvan.system_limits import available_memory
+from karvan.wire import Endpoint, Message, RefusedError, Request
+from karvan.wire.schema import Call, expect_array
+
+# The tables of a parameter server, and the calls about them outside of training steps.
+#
+# Calls have been checked against their declarations (`karvan/protocol/parameter_server.py`). What depends on
+# the tables is checked here, before native code sees an array: that a table exists, how long its vectors are,
+# how much optimizer state a row can have.
+
+_log = logging.getLogger("karvan.cluster")
+R = TypeVar("R")
+T = TypeVar("T", bound=protocol.OfTable)
+
+_ROW_UNIT, _INDEX = 16, 30  # bytes to which a row is rounded up; bytes of a row in the index
+
+
+class ServerTables:
+    """The tables of server number `index` of `count`, which have up to `capacity` rows together."""
+
+    def __init__(self, index: int, count: int, capacity: int | None = None) -> None:
+        self.index = index
+        self.count = count
+        self._capacity = capacity
+        self._row_bytes: dict[str, int] = {}
+        self._warned = False
+        self._adding = threading.Lock()
+        self.store = MemoryStore(capacity=capacity)
+        self.owner = Owner(self.store)
+        self.specs: dict[str, TableSpec] = {}
+        self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
+        self.endpoints: list[Endpoint[Any]] = [
+            Endpoint(protocol.ADD_TABLE, lambda call: self.add(call.head.spec)),
+            Endpoint(
+                protocol.SET_STATE,
+                lambda call: self.set_state(call.head.table, call.head.initial, call.head.fresh),
+            ),
+            Endpoint(protocol.LOOKUP, self._lookup),
+            Endpoint(protocol.APPLY, self._apply),
+            self._about(protocol.SKIP, lambda table, call: table.skip()),
+            self._about(
+                protocol.EVICT,
+                lambda table, call: {"rows": table.evict(step=call.head.step, now=call.head.now)},
+            ),
+            self._about(protocol.ERASE, lambda table, call: {"rows": table.erase(call.arrays[0])}),
+            self._about(protocol.CLEAR, lambda table, call: table.clear()),
+            self._about(protocol.VERSION, lambda table, call: {"version": table.version}),
+            self._about(protocol.EVICTED_SINCE, lambda table, call: [table.evicted_since(call.head.version)]),
+            self._about(
+                protocol.SNAPSHOT, lambda table, call: list(table.snapshot(call.head.part, call.head.parts))
+            ),
+            self._about(protocol.LOAD, _load),
+            Endpoint(protocol.STATS, self._stats),
+        ]
+
+    def spec(self, table: str) -> TableSpec:
+        """The spec of a table; a RefusedError if there is none of that name."""
+        spec = self.specs.get(table)
+        if spec is None:
+            names = ", ".join(sorted(self.specs)[:8]) or "none"
+            raise RefusedError(f"expected one of the tables here ({names}), got '{table}'.")
+        return spec
+
+    def check_tables(self, tables: Sequence[str]) -> None:
+        """All of them must exist."""
+        for table in tables:
+            self.spec(table)
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Add the table of a spec, unless it exists."""
+        spec = spec_from_json(fields).share(self.index, self.count)
+        with self._adding:  # otherwise two calls could make two tables of one name, with different dims
+            self.store.add_table(spec)
+            self.specs[spec.name] = spec
+
+    def check_state(self, table: str, initial: Sequence[float]) -> None:
+        """An optimizer has no state, one number for a row, or one to three for each number of its vector."""
+        dim = self.spec(table).dim
+        sizes = sorted({0, 1, dim, 2 * dim, 3 * dim})
+        if len(initial) not in sizes:
+            raise RefusedError(
+                f"expected {', '.join(map(str, sizes))} floats of optimizer state for table '{table}', "
+                f"got {len(initial)}."
+            )
+
+    def check_rules(self, rules: Mapping[str, Mapping[str, Any]]) -> None:
+        """A ValueError unless the rows of these tables have the state that their rules need."""
+        for table, rule in rules.items():
+            if rule["kind"] in self._checked_kinds.get(table, ()):
+                continue
+            none = np.empty(0, np.int64), np.empty((0, self.spec(table).dim), np.float32)
+            version = self.store.table(table).version  # of now, so that no eviction is looked through
+            nothing = Push(*none, version)
+            self.store.apply({table: [nothing]}, {table: rule_from_json(rule)}, {table: 0})
+            self._checked_kinds.setdefault(table, set()).add(rule["kind"])
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """Set the optimizer state that new rows of a table get."""
+        self.check_state(table, initial)
+        self.store.table(table).set_state(initial, fresh)
+        self._checked_kinds.pop(table, None)
+        self._forecast(table, len(initial))
+
+    def _forecast(self, table: str, state: int) -> None:
+        """Warn if the rows that limits allow do not fit into memory, before they are there."""
+        spec = self.specs[table]
+        vector = spec.dim * (4 if spec.dtype == "float32" else 2)
+        self._row_bytes[table] = -(-(vector + 4 * state) // _ROW_UNIT) * _ROW_UNIT + _INDEX
+        if self._capacity is None:
+            limits = {name: self.specs[name].most_rows for name in self._row_bytes}
+            rows = sum(most or 0 for most in limits.values())
+            needed = sum((most or 0) * self._row_bytes[name] for name, most in limits.items())
+        else:
+            rows, needed = self._capacity, self._capacity * max(self._row_bytes.values())
+        available = available_memory()
+        if needed > available and not self._warned:
+            self._warned = True
+            sizes = (f"{size / 2**30:,.0f}" for size in (needed, available))
+            _log.warning(
+                "Server %d may have %s rows, which take %s GiB, but %s GiB of memory are available. Lower "
+                "the capacity of parameter servers or tables, or have more servers on other machines.",
+                *(self.index, f"{rows:,}", *sizes),
+            )
+
+    def _lookup(self, request: Request[protocol.Lookup]) -> Message:
+        head, arrays = request.head, request.arrays
+        tables = head.tables
+        self.check_tables(tables)
+        keys = {table: (arrays[2 * at], arrays[2 * at + 1]) for at, table in enumerate(tables)}
+        rows = self.store.lookup(keys, LookupContext(head.training, head.step, head.now))
+        return Message({}, [rows[table].vectors for table in tables])
+
+    def _apply(self, request: Request[protocol.Apply]) -> None:
+        head, arrays = request.head, iter(request.arrays)
+        self.check_tables(list(head.numbers))
+        pushes: dict[str, list[Push]] = {}
+        for table, number in head.numbers.items():
+            dim, version = self.spec(table).dim, self.store.table(table).version
+            pushes[table] = []
+            for _ in range(number):
+                keys, gradients = next(arrays), next(arrays)
+                expect_array(gradients, f"gradients of table '{table}'", "float32", len(keys), dim)
+                pushes[table].append(Push(keys, gradients, version))
+        rules = {table: rule_from_json(rule) for table, rule in head.rules.items()}
+        self.store.apply(pushes, rules, head.steps)
+
+    def _about(self, call: Call[T, Any], work: Callable[[MemoryTable, Request[T]], Any]) -> Endpoint[Any]:
+        """The endpoint of a call about one table; work returns the head or the arrays of the answer."""
+
+        def execute(request: Request[T]) -> Message:
+            result = work(self.store.table(self.spec(request.head.table).name), request)
+            return Message({}, result) if isinstance(result, list) else Message(result or {})
+
+        return Endpoint(call, execute)
+
+    def _stats(self, request: Request[protocol.OfTables]) -> Message:
+        tables = request.head.tables
+        self.check_tables(tables)
+        return Message({"stats": {table: self.store.table(table).stats() for table in tables}})
+
 
 _WAIT = 240.0  # seconds that trainers wait for each other, less than they wait for a server
+
+
+def _load(table: MemoryTable, request: Request[protocol.OfTable]) -> None:
+    rows = Rows(*request.arrays)
+    expect_array(rows.vectors, f"vectors of table '{table.name}'", "float32", len(rows.keys), table.spec.dim)
+    table.load(rows)  # which checks how much state a row has at that moment
+
 
 # `TableReads`: training lookups that change nothing in the tables.
 #
@@ -60,14 +230,13 @@ class _Zeros(NamedTuple):
 class TableReads:
     """Vectors for training, from the tables of a server; for one thread at a time."""
 
-    def __init__(self, owner: Owner, tables: ServerTables) -> None:
-        self._owner = owner
+    def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
         self._scratch: dict[str, tuple[TableSpec, _native.Table]] = {}
 
     def read(self, tables: Sequence[str], counts: Sequence[int], message: Keys) -> Tensor:
         """The vectors of a message's keys, one table after the other."""
-        answered = self._owner.lookup(tables, [list(counts)], [message], LookupContext(training=False))
+        answered = self._tables.owner.lookup(tables, [list(counts)], [message], LookupContext(training=False))
         flat = answered.vectors.numpy()
         key = start = 0
         zeros: dict[str, _Zeros] = {}
@@ -85,7 +254,7 @@ class TableReads:
 
     def _fill(self, zeros: Mapping[str, _Zeros]) -> None:
         """Write initial vectors where keys have no row; lookups have left zeros there."""
-        present = self._owner.present({table: vectors.keys for table, vectors in zeros.items()})
+        present = self._tables.owner.present({table: vectors.keys for table, vectors in zeros.items()})
         for table, (keys, vectors, places) in zeros.items():
             absent = ~present[table]
             if absent.any():
@@ -119,7 +288,7 @@ class HeldLookup:
     answered: the lookup in the tables, unless it has changed nothing in them.
     """
 
-    head: PullHead
+    head: protocol.PullHead
     dims: Sequence[int]
     keys: Keys  # and their uses: the message of the lookup
     vectors: Tensor
@@ -134,7 +303,7 @@ class WholePush:
     """The gradients of some lookups, one for each backward pass, not multiplied by a step's scale."""
 
     member: int
-    head: PushHead
+    head: protocol.PushHead
     passes: Sequence[Pass]
 
     @property
@@ -161,20 +330,18 @@ _Joint: TypeAlias = tuple[list[HeldLookup], Answered]
 class RowUpdates(ABC):
     """Lookups and updates of one run.
 
-    hello: says how gradients are reduced, and whether lookups are made in advance. counts_skips: whether this
-    server counts the updates that trainers skip.
+    hello: says how gradients are reduced, and whether lookups are made in advance.
     """
 
-    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
-        self.owner = owner
+    def __init__(self, tables: ServerTables, hello: protocol.ServerHello) -> None:
         self.tables = tables
+        self.owner = tables.owner
         self.by_key = hello.grad_reduce == "key"
-        self.counts_skips = counts_skips
         # Lookups in flight, which captures omit.
         self.log = _native.LookupLog() if hello.elastic or hello.staleness > 1 else None
 
     @abstractmethod
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
         """A lookup for training."""
 
     @abstractmethod
@@ -199,9 +366,9 @@ class RowUpdates(ABC):
             self.log.withdraw(plans)
 
     def skip(self, tables: Iterable[str]) -> None:
-        """Count updates that trainers have skipped, because their gradients are not finite."""
-        for table in tables if self.counts_skips else ():
-            self.owner.store.table(table).skip()
+        """Count updates that trainers have skipped, because their gradients are not finite; at one server."""
+        for table in tables if self.tables.index == 0 else ():
+            self.tables.store.table(table).skip()
 
     def update(
         self,
@@ -223,7 +390,7 @@ class SingleUpdates(RowUpdates):
     """Each part by itself, in the order of the parts."""
 
     @override
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
         context = LookupContext(True, head.step, head.now)
         answered = self.owner.lookup(head.tables, [head.counts], [keys], context, self.log)
         return HeldLookup(head, answered.dims, keys, answered.vectors, answered)
@@ -241,16 +408,66 @@ class SingleUpdates(RowUpdates):
             self.trained(part.lookups)
 
 
+class TrainerBarrier:
+    """Barriers by name; every trainer takes part in each of them once."""
+
+    def __init__(self, trainers: int, timeout: float) -> None:
+        self._trainers = trainers
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, tuple[dict[int, Any], Future[Any]]] = {}
+        self._ended = ""
+
+    def take_part(self, name: Hashable, trainer: int, value: Any, work: Callable[[list[Any]], R]) -> R:
+        """The result of `work` on the values of all trainers, in their order; the last to arrive runs it."""
+        future: Future[R]
+        with self._lock:
+            if self._ended:
+                raise RuntimeError(self._ended)
+            values, future = self._open.setdefault(name, ({}, Future()))
+            values[trainer] = value
+            if is_last := len(values) == self._trainers:
+                del self._open[name]
+        if is_last:
+            settle(future, lambda: work([values[rank] for rank in range(self._trainers)]))
+        else:
+            with activity.waiting(TRAINERS):
+                wait([future], self._timeout)
+            if not future.done():
+                missing = sorted(set(range(self._trainers)) - set(values))
+                raise RuntimeError(
+                    f"expected all {self._trainers} trainers within {self._timeout:.0f} s, "
+                    f"got nothing from trainer {', '.join(map(str, missing))}."
+                )
+        return future.result()
+
+    def end(self, reason: str) -> None:
+        """No trainer will come any more; those who wait get the reason."""
+        with self._lock:
+            self._ended = reason
+            waiting, self._open = list(self._open.values()), {}
+        for _, future in waiting:
+            future.set_exception(RuntimeError(reason))
+
+
+def settle(future: Future[R], work: Callable[[], R]) -> None:
+    """Do the work, and give its result or its error to all that wait for it."""
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+
+
 class BarrierUpdates(RowUpdates):
     """The lookups and gradients of a fixed number of trainers, in the order of ranks, once all have come."""
 
-    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
-        super().__init__(owner, tables, hello, counts_skips)
+    def __init__(self, tables: ServerTables, hello: protocol.ServerHello) -> None:
+        super().__init__(tables, hello)
         self._barrier = TrainerBarrier(hello.trainers, _WAIT)
 
     @override
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
-        def look_up_jointly(calls: list[tuple[PullHead, Keys]]) -> Answered:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
+        def look_up_jointly(calls: list[tuple[protocol.PullHead, Keys]]) -> Answered:
             if other := next((call.tables for call, _ in calls if call.tables != head.tables), None):
                 raise RefusedError(
                     f"expected all trainers to look up the same tables, got {head.tables} and {other}."
@@ -292,13 +509,13 @@ class BarrierUpdates(RowUpdates):
 class JointUpdates(RowUpdates):
     """All parts together: one lookup for each backward pass, and one update for each optimizer."""
 
-    def __init__(self, owner: Owner, tables: ServerTables, hello: ServerHello, counts_skips: bool) -> None:
-        super().__init__(owner, tables, hello, counts_skips)
+    def __init__(self, tables: ServerTables, hello: protocol.ServerHello) -> None:
+        super().__init__(tables, hello)
         self.log = None  # lookups change nothing
-        self._reads = TableReads(owner, tables)
+        self._reads = TableReads(tables)
 
     @override
-    def look_up(self, member: int, head: PullHead, keys: Keys) -> HeldLookup:
+    def look_up(self, member: int, head: protocol.PullHead, keys: Keys) -> HeldLookup:
         """The keys are kept for the commit."""
         vectors = self._reads.read(head.tables, head.counts, keys)
         dims = [self.owner.store.table(table).spec.dim for table in head.tables]

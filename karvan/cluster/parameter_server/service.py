@@ -3,7 +3,7 @@
 A run is one start of all trainers of a job; the generation counts how often the job went back to a
 checkpoint. A newer generation starts with empty tables, because its trainers load them from a checkpoint;
 calls of an older one are refused. A new run of the same generation finds the rows of the run before, and the
-dense parameters (`dense_service.py`) of trainers in mode async.
+dense parameters (`dense_parameters.py`) of trainers in mode async.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
-from karvan.cluster.parameter_server.batches import Batches, FixedBatches
+from karvan.cluster.parameter_server.batches import Batches, ElasticBatches, FixedBatches, OwnStepBatches
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
-from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
-from karvan.cluster.parameter_server.elastic_batches import ElasticBatches, OwnStepBatches
+from karvan.cluster.parameter_server.dense_parameters import DenseService, settings_of
 from karvan.cluster.parameter_server.row_updates import (
     BarrierUpdates,
     JointUpdates,
     RowUpdates,
+    ServerTables,
     SingleUpdates,
 )
-from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.cluster.role_process import Generations, RoleSettings, generations_of
+from karvan.cluster.role_process import OLDER_RUN, Generations, RoleSettings, RunService, generations_of
 from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES
 from karvan.outages import is_out_of_memory, is_temporary, mark
 from karvan.protocol import parameter_server as protocol
 from karvan.protocol.values import DeclaredTable
-from karvan.store.row_owner import Owner
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.wire.schema import Struct
 
 _log = logging.getLogger("karvan.cluster")
 
 
-class ParameterServer(Service):
+class ParameterServer(RunService):
     """Server number `index` of `count`, which saves only below the folder `checkpoints`.
 
     capacity: how many rows its tables have together at most; see `MemoryStore`.
@@ -62,6 +60,7 @@ class ParameterServer(Service):
         generations: Generations | None = None,
         capacity: int | None = None,
     ) -> None:
+        super().__init__(generations)
         if capacity is not None and capacity < 1:
             raise ValueError(f"A parameter server needs a capacity of at least 1 row, got {capacity}.")
         self._capacity = capacity
@@ -69,11 +68,6 @@ class ParameterServer(Service):
         self._folder = ServerFolder(self.name, checkpoints)
         self._index = index
         self._count = count
-        self._lock = threading.Lock()
-        self._generations = generations or Generations()
-        self._generation = -1
-        self._run = ""
-        self._past_runs: set[str] = set()  # of this generation
         self._fill_lock = threading.Lock()
         self._begin()
         self.endpoints = endpoints(
@@ -83,13 +77,12 @@ class ParameterServer(Service):
 
     def _begin(self) -> None:
         self._tables = ServerTables(self._index, self._count, self._capacity)
-        self._owner = Owner(self._tables.store)
-        self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
+        self._saving = Saving(self._tables)
         self._batches: Batches | None = None
         self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
 
-    def _methods(self) -> dict[str, Callable[[Request], Message[Any]]]:
+    def _methods(self) -> dict[str, Callable[[Request], Message[Any] | None]]:
         """The method of each call, in the current run of the current generation."""
         assert self._batches is not None
         methods: list[Endpoint[Any]] = [
@@ -98,7 +91,7 @@ class ParameterServer(Service):
             *self._batches.endpoints,  # in mode async one of the dense ones is another
             Endpoint(protocol.CAPTURE, self._capture),
             Endpoint(protocol.SAVE, self._save),
-            Endpoint(protocol.CLOSE_CAPTURE, self._close_capture),
+            Endpoint(protocol.CLOSE_CAPTURE, lambda call: self._saving.close(call.head.capture)),
             Endpoint(protocol.FILL, self._fill),
             Endpoint(protocol.RESTORE, self._restore),
             Endpoint(protocol.UPDATES, self._updates),
@@ -107,12 +100,12 @@ class ParameterServer(Service):
         ]
         return {endpoint.call.name: endpoint.method for endpoint in methods}
 
-    def _do(self, name: str, request: Request) -> Message[Any]:
+    def _do(self, name: str, request: Request) -> Message[Any] | None:
         """Do a call of the current run; callers of an older one are refused."""
         with self._lock:
             hello = request.caller.hello
             if (hello.generation, hello.run) != (self._generation, self._run):
-                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
+                raise RefusedError(OLDER_RUN)
             assert self._batches is not None
             self._batches.expect_caller(hello)
             method = self._by_name[name]
@@ -127,7 +120,6 @@ class ParameterServer(Service):
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
         hello = caller.hello
-        run = hello.run
         requested = (hello.server, hello.servers)
         if requested != (self._index, self._count):
             raise RefusedError(
@@ -135,35 +127,30 @@ class ParameterServer(Service):
                 f"got {requested[0]} of {requested[1]}."
             )
         protocol.expect_trainer(hello)
-        dense = settings_of(hello)
-        generation = self._generations.check(hello.generation)
-        with self._lock:
-            if generation < self._generation:
-                raise RefusedError(
-                    f"expected generation {self._generation} or a newer one, got {generation}."
-                )
-            if generation > self._generation:
-                if self._generation >= 0:
-                    _log.info("%s starts generation %d with empty tables.", self.name, generation)
-                self._end("the job has gone back to a checkpoint")
-                self._begin()
-                self._generation = generation
-                self._run = ""
-                self._past_runs = set()
-            if run in self._past_runs:
-                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
-            if run != self._run:
-                batches = self._make_batches(hello)
-                self._end("the job's trainers have restarted")
-                self._past_runs.add(self._run)
-                self._run = run
-                self._batches = batches
-                self._dense.begin(dense)
-                self._by_name = self._methods()
-            assert self._batches is not None
-            self._batches.check_run(hello)
-            self._dense.check(dense)
+        settings_of(hello)  # which must be valid before anything ends
+        self._enter(hello)
         return {"server": self._index, "generation": self._generation}
+
+    @override
+    def _begin_generation(self, generation: int) -> None:
+        if self._generation >= 0:
+            _log.info("%s starts generation %d with empty tables.", self.name, generation)
+        self._end("the job has gone back to a checkpoint")
+        self._begin()
+
+    @override
+    def _begin_run(self, hello: protocol.ServerHello) -> None:
+        batches = self._make_batches(hello)
+        self._end("the job's trainers have restarted")
+        self._batches = batches
+        self._dense.begin(settings_of(hello))
+        self._by_name = self._methods()
+
+    @override
+    def _admit(self, hello: protocol.ServerHello) -> None:
+        assert self._batches is not None
+        self._batches.check_run(hello)
+        self._dense.check(settings_of(hello))
 
     def _make_batches(self, hello: protocol.ServerHello) -> Batches:
         """The batches of a run, with the strategies that its mode asks for."""
@@ -171,13 +158,12 @@ class ParameterServer(Service):
         kind: type[RowUpdates] = SingleUpdates
         if mode.joint_rows and (hello.elastic or hello.trainers > 1):
             kind = JointUpdates if hello.elastic else BarrierUpdates
-        rows = kind(self._owner, self._tables, hello, counts_skips=self._index == 0)
+        rows = kind(self._tables, hello)
         if not hello.elastic:
             return FixedBatches(rows, hello)
-        elastic = (
-            OwnStepBatches(rows, hello, self._dense) if mode.dense_on_servers else ElasticBatches(rows, hello)
-        )
-        elastic.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
+        own_steps = mode.dense_on_servers
+        elastic = OwnStepBatches(rows, hello, self._dense) if own_steps else ElasticBatches(rows, hello)
+        elastic.on_abandon = self._saving.close_all  # another trainer saves next, and a table has one capture
         return elastic
 
     def _end(self, reason: str) -> None:
@@ -185,7 +171,7 @@ class ParameterServer(Service):
             self._batches.end(reason)
         self._saving.close_all()
 
-    def _capture(self, call: Request[protocol.CaptureHead]) -> Message:
+    def _capture(self, call: Request[protocol.CaptureHead]) -> None:
         head = call.head
         self._tables.check_tables(head.tables)
         assert self._batches is not None
@@ -193,7 +179,6 @@ class ParameterServer(Service):
         with self._batches.between_steps():
             updates = self._batches.updates.record(head.store)
             self._saving.capture(head, updates, self._batches.log, call.caller.hello.trainer)
-        return Message({})
 
     def _save(self, call: Request[protocol.Save]) -> Message:
         head = call.head
@@ -204,14 +189,9 @@ class ParameterServer(Service):
             self._saving.replace_lost(number, tables, head.store, self._batches.restored)
         return Message({"shares": self._saving.save(number, folder, tables, head.writers)})
 
-    def _check_folder(self, call: Request[protocol.Folder]) -> Message:
+    def _check_folder(self, call: Request[protocol.Folder]) -> None:
         """Whether a run's checkpoints can be saved there; checked before training starts."""
         self._folder.check(call.head.folder)
-        return Message({})
-
-    def _close_capture(self, call: Request[protocol.CloseCapture]) -> Message:
-        self._saving.close(call.head.capture)
-        return Message({})
 
     def _fill(self, call: Request[protocol.Fill]) -> Message:
         path, tables = local_path(call.head.path), call.head.tables
@@ -244,7 +224,7 @@ class ParameterServer(Service):
         checkpoint, pushes = Checkpoint(path).manifest.id, self._batches.pushes
         return self._run, path, checkpoint, call.head.tables, pushes, hello.trainer
 
-    def _restore(self, call: Request[protocol.Restore]) -> Message:
+    def _restore(self, call: Request[protocol.Restore]) -> None:
         """This server replaces a lost one: load its rows from the newest checkpoint, once.
 
         unless_tables: only if this server has no tables, for a caller that does not know whether it was lost.
@@ -258,7 +238,6 @@ class ParameterServer(Service):
                 batches.restored = self._restore_saved(call.head.tables, folder)
                 # A copy: these grow, and a save may need those of the checkpoint later.
                 batches.updates = self._updates_of(batches.restored.checkpoint)
-        return Message({})
 
     def _updates(self, call: Request[protocol.OfStore]) -> Message:
         """How many updates of each trainer the tables of a store contain."""
@@ -289,9 +268,8 @@ class ParameterServer(Service):
                 if name in saved:
                     keep = saved[name].optimizer is not None and declared.initial is not None
                     filled[name] = {**empty[name], "keep": keep}
-                self._tables.store.table(
-                    name
-                ).clear()  # a newer, damaged one may have loaded some of its rows
+                # A newer, damaged one may have loaded some of its rows.
+                self._tables.store.table(name).clear()
             self._saving.fill(newest.path, {name: filled[name] for name in tables if name in saved})
             return filled
 
@@ -323,10 +301,11 @@ class ParameterServer(Service):
 
 def make(settings: RoleSettings) -> Service:
     """The server of a process; see `karvan/cluster/role_process.py`."""
+    job = settings.job
     return ParameterServer(
-        settings.index,
-        settings.count,
-        checkpoints=settings.checkpoints,
+        job.index,
+        job.count,
+        checkpoints=job.checkpoints,
         generations=generations_of(settings),
-        capacity=settings.capacity,
+        capacity=job.capacity,
     )

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.cluster.streams.loader_stream import LoadedBatch
+from karvan.cluster.loader_stream import LoadedBatch
 from karvan.compat.persia import env
 from karvan.ragged import Ragged
 

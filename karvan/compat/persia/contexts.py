@@ -21,7 +21,7 @@ from karvan import distributed
 from karvan.checkpoint import is_imported
 from karvan.checkpoint.object_store.files import read_bytes
 from karvan.cluster.loader.context import LoaderContext
-from karvan.cluster.streams.loader_stream import LoaderStream, from_loaders
+from karvan.cluster.loader_stream import LoaderStream, from_loaders
 from karvan.compat.cuda_fallback import device_of
 from karvan.compat.persia.batches import (
     PersiaBatch,

@@ -9,7 +9,7 @@ from typing import Any
 
 from karvan import distributed
 from karvan.argument_checks import check_counts
-from karvan.cluster.streams.loader_stream import LoadedBatch
+from karvan.cluster.loader_stream import LoadedBatch
 from karvan.compat.persia.batches import (
     PersiaBatch,
     PersiaBatchDataSender,

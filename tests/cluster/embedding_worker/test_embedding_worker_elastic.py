@@ -12,8 +12,8 @@ from sharded_programs import global_batch, loss_of, part_of
 from karvan import distributed
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.streams.loaded_data import LoadedData
-from karvan.cluster.streams.loader_connection import LoaderAccess
+from karvan.cluster.loader_channel import LoaderAccess
+from karvan.cluster.task_stream import LoadedData
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import RefusedError, Security, Server
 

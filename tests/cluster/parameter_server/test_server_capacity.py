@@ -14,6 +14,7 @@ import karvan as kv
 from karvan import distributed
 from karvan.cluster.parameter_server.service import ParameterServer, make
 from karvan.cluster.role_process import RoleSettings
+from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.store import MemoryStore
 from karvan.wire import Server
@@ -102,4 +103,4 @@ def test_a_capacity_that_means_nothing_is_an_error():
     with pytest.raises(ValueError, match="needs a capacity of at least 1 row, got 0"):
         ParameterServer(capacity=0)
     with pytest.raises(ValueError, match="loader has no rows: expected a capacity of parameter-server only"):
-        RoleSettings(Role.LOADER, capacity=5)
+        RoleSettings(Role.LOADER, JobEnvironment(capacity=5))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from forked_programs import ForkedProgram
 
-from karvan.cluster.streams.loader_channel import leave_all
-from karvan.cluster.streams.loader_stream import from_loaders
+from karvan.cluster.loader_channel import leave_all
+from karvan.cluster.loader_stream import from_loaders
 from karvan.discovery.registry import Registry
 
 PROGRAM = Path(__file__).parent / "loader_program.py"
@@ -61,7 +61,7 @@ class Loaders:
         os.environ["KARVAN_REGISTRY"] = self.registry.address
         try:
             made = from_loaders(rank=rank, world_size=world, loaders=self.count, **options)
-            made._caller()  # finds the registry
+            made._connect()  # finds the registry
             self._streams.add(made)
             return made
         finally:

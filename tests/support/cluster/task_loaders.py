@@ -8,8 +8,8 @@ import pyarrow as pa
 import torch
 
 from karvan.cluster.loader.task_service import TaskService
-from karvan.cluster.streams.loaded_data import LoadedData
-from karvan.cluster.streams.loader_connection import LoaderAccess
+from karvan.cluster.loader_channel import LoaderAccess
+from karvan.cluster.task_stream import LoadedData
 from karvan.data.errors import DataError
 from karvan.data.leased_data import SharedData
 from karvan.data.loading.settings import ReadSettings

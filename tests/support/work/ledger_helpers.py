@@ -18,5 +18,12 @@ def finish(ledger, lease):
     assert ledger.acknowledge({lease.token: lease.task.records}) == []
 
 
+def release(ledger, holder):
+    """End all leases of a holder that has died or left; returns the tasks."""
+    leases = ledger.leases_of(holder)
+    ledger.give_back([lease.token for lease in leases])
+    return [lease.task for lease in leases]
+
+
 def every_record(epochs, parts=PARTS):
     return Counter((e, path, i) for e in range(epochs) for path, records in parts for i in range(records))

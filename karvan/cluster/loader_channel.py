@@ -1,26 +1,256 @@
-"""A trainer's channel to one loader: calls in flight, and batches that wait to be taken."""
+"""A trainer's connections to loaders, and how it waits for their batches.
+
+`BatchStream` takes batches of several sources, as they come. Its sources are the `LoaderChannel`s of fixed
+shares, each of one loader (`loader_stream.py`), or `TaskStream`s, of tasks that any loader can read
+(`task_stream.py`). A channel has several calls in flight, and waits for a loader that is replaced.
+
+`LoaderConnection` has one call at a time, which fails at once if the connection is lost. Unlike a parameter
+server, any other loader can answer the same call, so nobody waits for a lost one there. Before training, all
+loaders are asked what they read (`ask_all`), but one that is lost keeps nobody from training: its batches say
+what they were made of.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from karvan.activity import activity
 from karvan.clock import clock
-from karvan.cluster.loader.id_forwarding import BatchName
-from karvan.cluster.streams.loader_connection import LoaderAccess
+from karvan.cluster.loader.service import BatchName
 from karvan.data.loading.rank_shares import kind_of, mismatch, stream_of
 from karvan.protocol import loader as protocol
+from karvan.protocol.loader import NoAnswerYet
 from karvan.ragged import IdsReference
-from karvan.wire import Client, Message, RefusedError, Reply, WireError
+from karvan.threads import map_on_threads
+from karvan.wire import Array, Client, Message, RefusedError, Reply, Security, WireError
 from karvan.wire.message import Sent
 from karvan.wire.schema import Call
+
+_log = logging.getLogger("karvan.cluster")
+
+_OTHERS_WAIT = 5.0  # seconds for which a lost loader keeps others waiting
+_PAUSE = 0.1  # seconds
+_ANSWER_WITHIN = 60.0  # seconds; a loader that has nothing to send says so after one
+_LEAVE_WITHIN = 2.0  # seconds
+_WAKE = 1.0  # seconds between checks of a wait
+_LONG = 60.0  # seconds without a batch after which a warning is logged, again and again
+_POSITIONS = 8  # of batches handed out: reading can restart where the slowest trainer is, that many behind
+
+A = TypeVar("A")
+
+
+class StreamSource(Protocol):
+    """Where batches come from, under the lock of the stream that takes them."""
+
+    waiting: deque[Any]
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no batches after those that wait."""
+
+    def check(self, waited: float) -> None:
+        """Raise if no batch will come, or none has come for so many seconds."""
+
+
+S = TypeVar("S", bound=StreamSource)
+
+
+class BatchStream(Generic[S]):
+    """Takes batches of sources, which notify `changed` of every change."""
+
+    errors_first = False  # whether an error of a source comes before the batches of the others
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def _ready(self, sources: Sequence[S]) -> list[S]:
+        """Those of the sources that have a batch, once there are some; none if all of them have ended."""
+        with self._changed, self._wait_for(sources) as waited:
+            while not self._closed:
+                ready = [source for source in sources if source.waiting]
+                over = all(source.ended for source in sources)
+                if self.errors_first or not (ready or over):
+                    for source in sources:
+                        source.check(waited())
+                if ready or over:
+                    return ready
+                self._changed.wait(_WAKE)
+            return []
+
+    def _wait_for(self, sources: Sequence[S]) -> contextlib.AbstractContextManager[Callable[[], float]]:
+        """While `_ready` waits: for whom, if that is known; see `waiting_for`."""
+        return contextlib.nullcontext(lambda: 0.0)
+
+
+@contextlib.contextmanager
+def waiting_for(loaders: Iterable[int], warn: Callable[[float], None]) -> Iterator[Callable[[], float]]:
+    """While this thread waits for loaders, which heartbeats report.
+
+    Yields a function for the seconds of the wait. It calls `warn` with them when they are many.
+    """
+    began = warned = clock.now()
+
+    def waited() -> float:
+        nonlocal warned
+        now = clock.now()
+        if now - warned > _LONG:
+            warned = now
+            warn(now - began)
+        return now - began
+
+    with contextlib.ExitStack() as waits:
+        for loader in loaders:
+            waits.enter_context(activity.waiting(f"loader-{loader}"))
+        yield waited
+
+
+@dataclass(frozen=True)
+class LoaderAccess:
+    """How a trainer reaches the `count` loaders of its job; timeout: seconds to wait for a lost one."""
+
+    count: int
+    find: Callable[[int], str]
+    security: Security
+    timeout: float
+
+
+class LoaderLostError(Exception):
+    """A loader cannot be reached, or the connection to it broke; the message names it and says why."""
+
+
+class LoaderConnection:
+    """One connection to loader number `loader`; after a `LoaderLostError` it is of no use any more."""
+
+    def __init__(self, loader: int, access: LoaderAccess) -> None:
+        self.name = f"loader {loader}"
+        self._loader = loader
+        self._access = access
+        self._attempts = 0
+        self._client = Client(
+            self.name,
+            self._find,
+            access.security,
+            hello={"loader": loader},
+            deadline=_ANSWER_WITHIN,
+            forgetful=True,
+        )
+
+    def call(self, call: Call[Any, A], head: Sent | None = None) -> Message[A]:
+        """The loader's answer."""
+        try:
+            return self._client.call(call, head)
+        except WireError as error:
+            raise LoaderLostError(str(error)) from error
+        except RefusedError as error:
+            if self._client.connections:
+                raise
+            # Another service may listen at the address of a loader that was lost.
+            raise LoaderLostError(str(error)) from error
+
+    def leave(self) -> None:
+        """Have the loader drop what it has read in advance, and disconnect."""
+        with contextlib.suppress(WireError, RuntimeError, LoaderLostError):
+            self._client.call(protocol.STOP_READING, deadline=_LEAVE_WITHIN)
+        self._client.close()
+
+    def close(self) -> None:
+        """Disconnect; a call of another thread fails."""
+        self._client.begin_closing()
+
+    def _find(self) -> str:
+        """The address, once: an error of any other class than WireError ends the client's attempts."""
+        self._attempts += 1
+        if self._attempts > 1:
+            raise LoaderLostError(f"the connection to {self.name} was lost")
+        try:
+            return self._access.find(self._loader)
+        except WireError as error:
+            raise LoaderLostError(str(error)) from error
+
+
+TaskAnswer = Message[protocol.FailedTask | protocol.TaskBatch]
+
+
+def read_batch(access: LoaderAccess, head: protocol.RequestedTasks) -> tuple[int, TaskAnswer]:
+    """A batch by any loader, and which has given it; a WireError if none does in time."""
+    due = clock.now() + access.timeout
+    while True:
+        for loader in range(access.count):
+            answer: TaskAnswer | None = ask(access, loader, protocol.READ_BATCH, head, lambda: True)
+            if answer is not None:
+                return loader, answer
+        if clock.now() > due:
+            raise WireError(f"Expected one of {access.count} loaders to answer 'read_batch', got no answer.")
+
+
+def ask_all(access: LoaderAccess, call: Call[Any, NoAnswerYet | A]) -> dict[int, Message[A]]:
+    """The answers of all loaders, without those that are lost while others have answered."""
+    answered: list[float] = []  # when
+
+    def others_have() -> bool:
+        return bool(answered) and clock.now() > answered[0] + _OTHERS_WAIT
+
+    def ask_in_time(loader: int) -> Message[A] | None:
+        answer = ask(access, loader, call, {}, others_have)
+        if answer is not None:
+            answered.append(clock.now())
+        return answer
+
+    answers: dict[int, Message[A]] = {}
+    for loader, answer in enumerate(map_on_threads(ask_in_time, range(access.count), access.count)):
+        if answer is None:
+            _log.warning("loader %d cannot be reached; the others read its part.", loader)
+        else:
+            answers[loader] = answer
+    return answers
+
+
+def ask(
+    access: LoaderAccess,
+    loader: int,
+    call: Call[Any, NoAnswerYet | A],
+    head: Sent,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Message[A] | None:
+    """A loader's answer, which it has once its program serves data; a WireError if that takes too long.
+
+    None: it is lost, and `give_up` says that nobody has to wait for it.
+    """
+    due = clock.now() + access.timeout
+    problem = "its program has not called serve"
+    connection: LoaderConnection | None = None
+    try:
+        while True:
+            try:
+                connection = connection or LoaderConnection(loader, access)
+                answer = connection.call(call, head)
+                if not isinstance(answer.head, NoAnswerYet):
+                    return Message(answer.head, answer.arrays)
+            except LoaderLostError as error:
+                problem, connection = str(error), None
+                if give_up():
+                    return None
+                time.sleep(_PAUSE)
+            if clock.now() > due:
+                raise WireError(
+                    f"Expected loader {loader} to answer {call.name!r} within {access.timeout:.3g} s, "
+                    f"got: {problem}."
+                )
+    finally:
+        if connection is not None:
+            connection.close()
+
 
 # The position of trainers in the batches of all loaders, valid for any number of trainers.
 #
@@ -34,7 +264,6 @@ from karvan.wire.schema import Call
 VERSION = 1
 
 Known = tuple[int, Any]  # index, and the source's position before it
-A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -150,10 +379,6 @@ def _merged(states: list[Mapping[str, Any]], loader: int, loaders: int, trainers
     return loader_state(StreamBase(begin, trained, best), (), end, {})
 
 
-_LEAVE_WITHIN = 2.0  # seconds
-_POSITIONS = 8  # of batches handed out: reading can restart where the slowest trainer is, that many behind
-
-
 @dataclass(frozen=True)
 class ChannelSettings:
     """What all channels of a trainer have in common."""
@@ -166,25 +391,31 @@ class ChannelSettings:
     access: LoaderAccess
 
 
-@dataclass(frozen=True)
-class _Unfinished:
-    """A batch whose ids an embedding worker has. before: where its loader can start to read it again.
+class _WaitingBatch(NamedTuple):
+    """A batch that waits, and where its loader can start to read it again."""
 
-    alive: whether the trainer is not done with it yet.
-    """
+    head: protocol.EpochBatch
+    arrays: Sequence[Array]
+    before: Known
+
+
+class _Unfinished(NamedTuple):
+    """A batch that was handed out, whose ids an embedding worker has, while its reference exists."""
 
     epoch: int
-    index: int
+    number: int
     before: Known
-    alive: Callable[[], object]
+    reference: weakref.ref[IdsReference]
 
 
 class LoaderChannel:
     """Batches of loader number `loader`, from a saved state on.
 
     shape: the trainer's rank, how many trainers and how many loaders there are. All but the calls happens
-    under the stream's lock `changed`.
+    under the stream's lock `changed`. caller: as which trainer it connects; set before the first call.
     """
+
+    caller: ChannelSettings
 
     def __init__(
         self,
@@ -198,24 +429,22 @@ class LoaderChannel:
         self.loader = loader
         self.name = f"loader {loader}"
         self.epoch = epoch
-        self.waiting: deque[Message[protocol.EpochBatch]] = deque()
+        self.waiting: deque[_WaitingBatch] = deque()
         self.end: Known | None = None  # of its epoch: how many batches, and the position after them
-        self.missing: list[int] = []  # trainers that the loader waits for
-        self.error: Exception | None = None
+        self._missing: list[int] = []  # trainers that the loader waits for
+        self._error: Exception | None = None
         self._changed = changed
         self._base = base_of(state)
         # The index after the last batch that was handed out, and that was received.
         self._next = self._received = int(state["next"].get(str(rank), 0))
         positions = ((int(index), position) for index, position in state["positions"][1:])
         self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
-        # The last position received of the epoch, and the one before each batch that waits.
+        # The last position received of the epoch.
         self._last = self._positions[-1] if self._positions else self._base.position
-        self._before: deque[Known] = deque()
-        self._unfinished: list[_Unfinished] = []  # of the batches handed out
+        self._unfinished: list[_Unfinished] = []
         self._run = secrets.token_hex(8)
         self._asked = 0
         self._left = False
-        self._caller: ChannelSettings | None = None
         self._clients: dict[str, Client] = {}
         if state["end"] is not None:
             total, position = state["end"]
@@ -225,7 +454,7 @@ class LoaderChannel:
                 self.end = (int(total), position)
 
     def state(self, rank: int) -> dict[str, Any]:
-        """The position, which `position.py` describes."""
+        """The position, as `loader_state` describes it."""
         with self._changed:
             return loader_state(self._base, self._positions, self.end, {rank: self._next})
 
@@ -239,49 +468,47 @@ class LoaderChannel:
         is_trained = index < self._next or self._base.has(index)
         return not is_trained and (self.end is None or index < self.end[0])
 
-    def ready(self) -> bool:
-        """Whether there is a batch or the end."""
-        return bool(self.waiting) or self.end is not None
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the epoch was received; batches come before it."""
+        return self.end is not None
 
-    def ask(self, caller: ChannelSettings | None = None) -> None:
+    def ask(self) -> None:
         """Keep `prefetch` calls in flight."""
         with self._changed:
-            self._caller = caller or self._caller
-            assert self._caller is not None
             if "watch" not in self._clients:
-                self._client("watch", self._caller).begin(protocol.STAY, then=self._stayed)
-            if self.end is not None or self.error is not None:
+                self._client("watch").begin(protocol.STAY, then=self._stayed)
+            if self.end is not None or self._error is not None:
                 return
-            number = self._caller.prefetch - self._asked - len(self.waiting)
+            number = self.caller.prefetch - self._asked - len(self.waiting)
             self._asked += max(0, number)
-            client, epoch = self._client("batches", self._caller), self.epoch
+            client, epoch = self._client("batches"), self.epoch
         try:
             for _ in range(number):
                 client.begin(
                     protocol.NEXT, protocol.EpochNumber(epoch=epoch), then=partial(self._arrived, epoch)
                 )
         except (WireError, RefusedError) as error:
-            with self._changed:
-                self.error = error
-                self._changed.notify_all()
+            self._fail(error)
 
-    def take(self) -> tuple[Message[protocol.EpochBatch], IdsReference | None]:
+    def take(self) -> tuple[_WaitingBatch, IdsReference | None]:
         """The next batch, which then counts as handed out, and the reference to its ids if a worker has them.
 
         The batch is unfinished for as long as the reference exists.
         """
         with self._changed:
-            answer, before = self.waiting.popleft(), self._before.popleft()
-            head, reference = answer.head, None
+            batch, reference = self.waiting.popleft(), None
+            head = batch.head
             self._next = head.index + 1
             self._positions.append((self._next, head.position))
             if head.reference is not None and head.worker is not None:
                 reference = IdsReference(head.worker, BatchName(*head.reference).name, head.rows)
-                self._unfinished = [batch for batch in self._unfinished if batch.alive() is not None]
-                alive = weakref.ref(reference)
-                self._unfinished.append(_Unfinished(self.epoch, head.index, before, alive))
+                self._unfinished = [batch_ for batch_ in self._unfinished if batch_.reference() is not None]
+                self._unfinished.append(
+                    _Unfinished(self.epoch, head.index, batch.before, weakref.ref(reference))
+                )
         self.ask()
-        return answer, reference
+        return batch, reference
 
     def resend(self, reference: BatchName, worker: int) -> str:
         """Have the loader send the ids of a batch to a worker again; returns when the worker has them.
@@ -289,14 +516,14 @@ class LoaderChannel:
         A loader that was replaced has to read the batch first. Returns the digest of its statistics.
         """
         head = protocol.IdsOfBatch(reference=reference, worker=worker)
-        return self._answer(protocol.RESEND, head, f"to read batch {reference} again").head.statistics
+        return self.answer(protocol.RESEND, head, f"to read batch {reference} again").head.statistics
 
-    def check(self, late: bool) -> None:
+    def check(self, waited: float) -> None:
         """Raise if no batch will come."""
-        if self.error is not None:
-            raise self.error
-        if late and self.missing:
-            who = ", ".join(map(str, self.missing))
+        if self._error is not None:
+            raise self._error
+        if waited > self.caller.access.timeout and self._missing:
+            who = ", ".join(map(str, self._missing))
             raise WireError(f"{self.name} expected all trainers in time, got nothing from trainer {who}.")
 
     def next_epoch(self) -> None:
@@ -310,28 +537,23 @@ class LoaderChannel:
             self.epoch += 1
             self.end = None
 
-    def ask_program(
-        self, call: Call[Any, protocol.NoAnswerYet | A], caller: ChannelSettings, head: Sent | None = None
+    def answer(
+        self,
+        call: Call[Any, NoAnswerYet | A],
+        head: Sent | None = None,
+        what: str = "its program to start sending batches",
     ) -> Message[A]:
-        """The loader's answer, which it has once its program starts to send batches."""
-        with self._changed:
-            self._caller = caller
-        return self._answer(call, head, "its program to start sending batches")
-
-    def _answer(self, call: Call[Any, protocol.NoAnswerYet | A], head: Sent | None, what: str) -> Message[A]:
         """The loader's answer, once it has one; what: it is expected to do before."""
-        assert self._caller is not None
-        deadline = clock.now() + self._caller.access.timeout
-        while isinstance((answer := self.call(call, head).wait()).head, protocol.NoAnswerYet):
+        deadline = clock.now() + self.caller.access.timeout
+        while isinstance((answer := self.call(call, head).wait()).head, NoAnswerYet):
             if clock.now() > deadline:
                 raise WireError(f"{self.name} expected {what} in time.")
         return Message(answer.head, answer.arrays)
 
     def call(self, call: Call[Any, A], head: Sent | None = None, deadline: float | None = None) -> Reply[A]:
         """A call that does not wait behind those for batches."""
-        assert self._caller is not None
         with self._changed:
-            client = self._client("control", self._caller)
+            client = self._client("control")
         return client.begin(call, head, deadline=deadline)
 
     def leave(self) -> None:
@@ -339,20 +561,21 @@ class LoaderChannel:
         if not self._clients:
             return
         self._left = True
-        if not isinstance(self.error, WireError | RefusedError):  # otherwise there is no loader to call
+        if not isinstance(self._error, WireError | RefusedError):  # otherwise there is no loader to call
             with contextlib.suppress(WireError, RefusedError, RuntimeError):
                 self.call(protocol.LEAVE, deadline=_LEAVE_WITHIN).wait()
         for client in self._clients.values():
             client.close()
 
-    def _client(self, kind: str, caller: ChannelSettings) -> Client:
+    def _client(self, kind: str) -> Client:
         if kind not in self._clients:
+            access = self.caller.access
             self._clients[kind] = Client(
                 self.name,
-                partial(caller.access.find, self.loader),
-                caller.access.security,
-                hello=partial(self._hello, kind, caller),
-                deadline=caller.access.timeout,
+                partial(access.find, self.loader),
+                access.security,
+                hello=partial(self._hello, kind, self.caller),
+                deadline=access.timeout,
                 forgetful=True,
             )
         return self._clients[kind]
@@ -370,8 +593,14 @@ class LoaderChannel:
         }
         with self._changed:
             received = [(batch.head.index + 1, batch.head.position) for batch in self.waiting]
-            unfinished = [batch for batch in self._all_unfinished() if batch.alive() is not None]
-            oldest = min(unfinished, key=lambda batch: (batch.epoch, batch.index), default=None)
+            # Batches with a reference, also those that wait: epoch, index and what is before them.
+            unfinished = [batch[:3] for batch in self._unfinished if batch.reference() is not None]
+            unfinished += [
+                (self.epoch, head.index, before)
+                for head, _, before in self.waiting
+                if head.reference is not None
+            ]
+            oldest = min(unfinished, key=lambda batch: batch[:2], default=None)
             return {
                 **who,
                 "ids": list(caller.ids),
@@ -380,17 +609,9 @@ class LoaderChannel:
                 "taken": sorted(self._base.taken),
                 "end": self.end,
                 "positions": [self._base.position, *self._positions, *received],
-                "unfinished": [(batch.epoch, batch.index) for batch in unfinished],
-                "before_unfinished": None if oldest is None else (oldest.epoch, *oldest.before),
+                "unfinished": [batch[:2] for batch in unfinished],
+                "before_unfinished": None if oldest is None else (oldest[0], *oldest[2]),
             }
-
-    def _all_unfinished(self) -> list[_Unfinished]:
-        """Batches with a reference that were received, also those that wait to be taken."""
-        return self._unfinished + [
-            _Unfinished(self.epoch, batch.head.index, before, lambda: self)
-            for batch, before in zip(self.waiting, self._before, strict=True)
-            if batch.head.reference is not None
-        ]
 
     def _arrived(
         self, epoch: int, reply: Reply[protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch]
@@ -398,33 +619,37 @@ class LoaderChannel:
         with self._changed:
             self._asked -= 1
             if reply.error is not None:
-                self.error = self.error or reply.error
+                self._error = self._error or reply.error
             elif epoch == self.epoch:
-                self._receive(reply.wait())
+                answer = reply.wait()
+                self._receive(answer.head, answer.arrays)
             self._changed.notify_all()
         self.ask()
 
     def _stayed(self, reply: Reply[Any]) -> None:
         """Call `stay` again: the loader, or the one that replaces it, must know this trainer at any time."""
         if reply.error is not None:
-            with self._changed:
-                self.error = self.error or reply.error
-                self._changed.notify_all()
+            self._fail(reply.error)
         elif not self._left:
             with contextlib.suppress(WireError, RefusedError):
                 self._clients["watch"].begin(protocol.STAY, then=self._stayed)
 
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
     def _receive(
-        self, answer: Message[protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch]
+        self,
+        head: protocol.MissingTrainers | protocol.EndOfEpoch | protocol.EpochBatch,
+        arrays: Sequence[Array],
     ) -> None:
-        head = answer.head
-        self.missing = head.wait if isinstance(head, protocol.MissingTrainers) else []
+        self._missing = head.wait if isinstance(head, protocol.MissingTrainers) else []
         if isinstance(head, protocol.EndOfEpoch):
             self.end = self.end or (head.end, head.position)
         elif isinstance(head, protocol.EpochBatch) and head.index >= self._received:
             self._received = head.index + 1
-            self.waiting.append(Message(head, answer.arrays))
-            self._before.append(self._last)
+            self.waiting.append(_WaitingBatch(head, arrays, self._last))
             self._last = self._received, head.position
 
 

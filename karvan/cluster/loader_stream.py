@@ -12,28 +12,29 @@ import hashlib
 import json
 import logging
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from karvan import distributed, ragged
-from karvan.activity import activity
 from karvan.argument_checks import check_counts
-from karvan.clock import clock
+from karvan.cluster import loader_channel
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.loader.id_forwarding import BatchName, require_ids
-from karvan.cluster.loader.statistics import ask_loaders
-from karvan.cluster.streams import loader_channel
-from karvan.cluster.streams.loaded_data import LoadedData
-from karvan.cluster.streams.loader_channel import ChannelSettings, LoaderChannel, leave_all
-from karvan.cluster.streams.loader_connection import LoaderAccess
+from karvan.cluster.loader.service import BatchName, ask_loaders, require_ids
+from karvan.cluster.loader_channel import (
+    BatchStream,
+    ChannelSettings,
+    LoaderAccess,
+    LoaderChannel,
+    leave_all,
+    waiting_for,
+)
+from karvan.cluster.task_stream import LoadedData
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
 from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
@@ -47,36 +48,20 @@ _log = logging.getLogger("karvan.cluster")
 
 _FOUND_WITHIN = 5.0  # seconds; a caller that finds no loader tries again until its deadline
 _FOUND_SOON = 0.5  # seconds; of tasks that another loader can read
-_WAKE = 1.0  # seconds between checks of the timeout while waiting
-_LONG = 60.0  # seconds without a batch after which a warning is logged
 
 
 class LoadedBatch(Batch):
-    """A batch and where it comes from: its number in the epoch, and what its loader sent along (`meta`).
-
-    Where embedding workers have its ids, `reference` names them and `worker` is who has them.
-    """
+    """A batch and where it comes from: its number in the epoch, and what its loader sent along (`meta`)."""
 
     epoch = 0
     number = 0
     meta: Any = None
-    reference: BatchName | None = None
-    worker: int | None = None
 
     @override
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> LoadedBatch:
-        return self.with_entries(super().to(device, non_blocking))
-
-    @override
-    def pin_memory(self) -> LoadedBatch:
-        return self.with_entries(super().pin_memory())
-
     def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
         """Other entries, with the same origin."""
         batch = LoadedBatch.trusted(dict(entries), self.samples)
-        assert isinstance(batch, LoadedBatch)
-        for name in ("epoch", "number", "meta", "reference", "worker"):
-            setattr(batch, name, getattr(self, name))
+        batch.epoch, batch.number, batch.meta = self.epoch, self.number, self.meta
         return batch
 
 
@@ -147,8 +132,11 @@ def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory 
     return directory, loaders
 
 
-class LoaderStream:
+class LoaderStream(BatchStream[LoaderChannel]):
     """The batches of loaders; an iteration that was left early continues in the next one."""
+
+    _epoch: int
+    _finished: bool  # whether the epoch was read to its end, so that the next one follows
 
     def __init__(
         self,
@@ -162,25 +150,20 @@ class LoaderStream:
     ) -> None:
         if prefetch < 1:
             raise ValueError(f"prefetch must be at least 1, got {prefetch}.")
+        super().__init__()
         self._ordered = ordered
         self._prefetch = prefetch
         self._timeout = timeout
-        self._ids = list(ids or ())
-        self._given_ids = ids
+        self._ids = ids
         require_ids(ids)
         self._placement = rank, world_size  # None: as connected
         self._directory: Directory | StaticDirectory | None
         self._directory, count = _directory_of(loaders)
         self._digest: str | None = None  # of the loaders' statistics, if they were requested
-        self._epoch = 0
-        self._finished = False  # whether the epoch was read to its end, so that the next one follows
         self._released: deque[ragged.IdsReference] = deque()  # whose ids are not needed any more
-        self._changed = threading.Condition()
-        self._channels = [
-            LoaderChannel(loader, self._changed, 0, state, (0, 1, count))
-            for loader, state in enumerate(loader_channel.start_of_epoch(count))
-        ]
+        self._channels: list[LoaderChannel] = []
         weakref.finalize(self, leave_all, self._channels).atexit = False  # connections end with the process
+        self._go_to(0, loader_channel.start_of_epoch(count), (0, 1))
 
     @property
     def epoch(self) -> int:
@@ -189,22 +172,28 @@ class LoaderStream:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self._finished:
-            self._next_epoch()
-        require_ids(self._given_ids)  # the job may have been connected since
-        caller = self._caller()
+            self._finished = False
+            self._epoch += 1
+            for channel in self._channels:
+                channel.next_epoch()
+        require_ids(self._ids)  # the job may have been connected since
+        caller = self._connect()
         workers = distributed.current().workers
         if workers is not None:
             workers.resend, workers.release = self._resend, self._released.append
         for channel in self._channels:
-            channel.ask(caller)
-        for channel in self._by_number(caller) if self._ordered else self._by_arrival():
+            channel.ask()
+        for channel in (
+            self._by_number(caller.rank, caller.world_size) if self._ordered else self._by_arrival()
+        ):
             yield self._take(channel)
         self._finished = True
 
     def close(self) -> None:
         """Disconnect from the loaders; iterating again reconnects."""
-        rank, _ = self._own_placement()
-        self._go_to(self._epoch, [channel.state(rank) for channel in self._channels], self._finished)
+        rank, _ = placement = self._own_placement()
+        states = [channel.state(rank) for channel in self._channels]
+        self._go_to(self._epoch, states, placement, self._finished)
         if self._directory is not None:
             self._directory.close()
 
@@ -229,11 +218,11 @@ class LoaderStream:
             return
         if merged:
             state = loader_channel.merge([state])
-        self._go_to(int(state["epoch"]), state["loaders"], False)
+        self._go_to(int(state["epoch"]), state["loaders"], (rank, world))
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch, by its number from 0."""
-        self._go_to(epoch, loader_channel.start_of_epoch(len(self._channels)), False)
+        self._go_to(epoch, loader_channel.start_of_epoch(len(self._channels)), self._own_placement())
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the states of all trainers into one that any number of them can continue from."""
@@ -241,8 +230,8 @@ class LoaderStream:
 
     def identity(self) -> Identity | None:
         """The identity of the loaders' data; if they have none, that of the job's `data` section."""
-        caller = self._caller()
-        states = [channel.ask_program(IDENTITY, caller).head.identity for channel in self._channels]
+        self._connect()
+        states = [channel.answer(IDENTITY).head.identity for channel in self._channels]
         first = states[0]
         if first is not None and all(state == first for state in states):
             return Identity.from_state(first)
@@ -258,17 +247,23 @@ class LoaderStream:
 
         Loaders with different statistics are an error, also later, when one is replaced.
         """
-        caller = self._caller()
+        self._connect()
 
         def ask(loader: int, whole: bool) -> Message[Statistics]:
-            return self._channels[loader].ask_program(STATISTICS, caller, Whole(whole=whole))
+            return self._channels[loader].answer(STATISTICS, Whole(whole=whole))
 
         states, self._digest = ask_loaders(ask, range(len(self._channels)))
         return states
 
-    def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
+    def _go_to(
+        self,
+        epoch: int,
+        states: Sequence[Mapping[str, Any]],
+        placement: tuple[int, int],
+        finished: bool = False,
+    ) -> None:
+        """Begin an epoch at these states of loaders."""
         leave_all(self._channels)
-        placement = self._own_placement()
         self._epoch, self._finished = epoch, finished
         self._channels[:] = [
             LoaderChannel(loader, self._changed, epoch, state, (*placement, len(states)))
@@ -302,7 +297,8 @@ class LoaderStream:
             raise ValueError(f"A stream expects a rank below world_size, got {rank} of {world}.")
         return rank, world
 
-    def _caller(self) -> ChannelSettings:
+    def _connect(self) -> ChannelSettings:
+        """Have the channels connect as the trainer that this process is now."""
         rank, world = self._own_placement()
         security = Security.from_environment()
         if self._directory is None:
@@ -310,10 +306,13 @@ class LoaderStream:
         find = partial(self._directory.find, Role.LOADER, timeout=_FOUND_WITHIN)
         access = LoaderAccess(len(self._channels), find, security, self._timeout)
         generation = JobEnvironment.read().generation
-        return ChannelSettings(rank, world, generation, self._ids, self._prefetch, access)
+        caller = ChannelSettings(rank, world, generation, list(self._ids or ()), self._prefetch, access)
+        for channel in self._channels:
+            channel.caller = caller
+        return caller
 
-    def _by_number(self, caller: ChannelSettings) -> Iterator[LoaderChannel]:
-        rank, world, count = caller.rank, caller.world_size, len(self._channels)
+    def _by_number(self, rank: int, world: int) -> Iterator[LoaderChannel]:
+        count = len(self._channels)
         mine = [
             channel for channel in self._channels if (channel.loader - rank) % math.gcd(count, world) == 0
         ]
@@ -321,7 +320,7 @@ class LoaderStream:
         number = rank + max(0, -(-(first - rank) // world)) * world
         while not all(channel.end is not None and number // count >= channel.end[0] for channel in mine):
             channel, index = self._channels[number % count], number // count
-            if channel.wants(index) and self._has_batch(channel):
+            if channel.wants(index) and self._ready([channel]):
                 if channel.waiting[0].head.index != index:
                     raise RuntimeError(
                         f"{channel.name} expected to give its batch {index} of epoch {self._epoch}, "
@@ -330,60 +329,33 @@ class LoaderStream:
                 yield channel
             number += world
         for channel in self._channels:
-            self._has_batch(channel)  # the others have no batch for this trainer, only an end
+            self._ready([channel])  # the others have no batch for this trainer, only an end
 
     def _by_arrival(self) -> Iterator[LoaderChannel]:
-        def ready() -> bool:
-            return any(channel.waiting for channel in self._channels) or all(
-                channel.end for channel in self._channels
-            )
+        while channels := self._ready(self._channels):
+            yield min(channels, key=lambda channel: channel.waiting[0].head.index)
 
-        while True:
-            with self._changed:
-                self._wait(self._channels, ready)
-                waiting = [channel for channel in self._channels if channel.waiting]
-            if not waiting:
-                return
-            yield min(waiting, key=lambda channel: channel.waiting[0].head.index)
+    @override
+    def _wait_for(self, sources: Sequence[LoaderChannel]) -> AbstractContextManager[Callable[[], float]]:
+        def awaited() -> list[LoaderChannel]:
+            return [channel for channel in sources if not channel.waiting and not channel.ended]
 
-    def _has_batch(self, channel: LoaderChannel) -> bool:
-        """Wait for the next batch of a loader, or for its end."""
-        with self._changed:
-            self._wait([channel], channel.ready)
-            return bool(channel.waiting)
+        def warn(seconds: float) -> None:
+            names = ", ".join(channel.name for channel in awaited())
+            _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, seconds)
 
-    def _wait(self, channels: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
-        if ready():
-            return
-        with ExitStack() as waits:
-            for channel in channels:
-                if not channel.ready():
-                    waits.enter_context(activity.waiting(f"loader-{channel.loader}"))
-            started, warned = clock.now(), False
-            while not ready():
-                waited = clock.now() - started
-                for channel in channels:
-                    channel.check(waited > self._timeout)
-                if waited > _LONG and not warned:
-                    warned = True
-                    names = ", ".join(channel.name for channel in channels if not channel.ready())
-                    _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
-                self._changed.wait(_WAKE)
+        return waiting_for([channel.loader for channel in awaited()], warn)
 
     def _take(self, channel: LoaderChannel) -> LoadedBatch:
-        answer, reference = channel.take()
-        head = answer.head
+        (head, arrays, _), reference = channel.take()
         self._check_statistics(channel, head.statistics)
-        entries: dict[str, Any] = dict(unpack(head.batch, answer.arrays))
+        entries: dict[str, Any] = dict(unpack(head.batch, arrays))
         if reference is not None:
             entries[REFERENCE] = reference
+            self._release()
         batch = LoadedBatch.trusted(entries, head.rows)
-        assert isinstance(batch, LoadedBatch)
         batch.epoch, batch.meta = self._epoch, head.meta
         batch.number = head.index * len(self._channels) + channel.loader
-        if reference is not None:
-            batch.reference, batch.worker = BatchName.named(reference.name), reference.worker
-            self._release()
         return batch
 
     def _check_statistics(self, channel: LoaderChannel, digest: str) -> None:
@@ -395,9 +367,3 @@ class LoaderStream:
                 "statistics. Name the folder of checkpoints in the job (checkpoints), so that data.read "
                 "of the loader program loads them, or fit to data that does not change."
             )
-
-    def _next_epoch(self) -> None:
-        self._finished = False
-        self._epoch += 1
-        for channel in self._channels:
-            channel.next_epoch()
