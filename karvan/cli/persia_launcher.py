@@ -26,8 +26,7 @@ from karvan.compat.persia.config import (
     read_global_config,
     read_slots,
 )
-from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, wait_for_roles
-from karvan.compat.persia.utils import log_level
+from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, log_level, wait_for_roles
 from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role

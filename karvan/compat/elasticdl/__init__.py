@@ -4,8 +4,14 @@
 `karvan run --as elasticdl program.py` a program. Models are those of PyTorch.
 """
 
-from karvan.compat.elasticdl.callbacks import LearningRateScheduler, MaxStepsStopping, SavedModelExporter
-from karvan.compat.elasticdl.common import DistributionStrategy, Mode, TaskType
+from karvan.compat.elasticdl.contract import (
+    DistributionStrategy,
+    LearningRateScheduler,
+    MaxStepsStopping,
+    Mode,
+    SavedModelExporter,
+    TaskType,
+)
 from karvan.compat.elasticdl.ps_client import PSClient
 from karvan.compat.elasticdl.readers import AbstractDataReader, Metadata, Task
 

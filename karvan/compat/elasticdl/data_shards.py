@@ -37,7 +37,7 @@ from torch.utils.data import get_worker_info
 
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
-from karvan.compat.elasticdl.common import MINIBATCHES_PER_TASK, NUM_EPOCHS, TaskType
+from karvan.compat.elasticdl.contract import MINIBATCHES_PER_TASK, NUM_EPOCHS, TaskType
 from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.task_records import numbers_of, places_of

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.layers import initialiser_of
+from karvan.compat.elasticdl.preprocessing import initialiser_of
 from karvan.compat.unsupported import UnsupportedError
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.remote import DenseServerProxy, owner_of_parameter, split_state

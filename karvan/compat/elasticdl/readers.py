@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.compat.elasticdl.common import Mode, TaskType
-from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.contract import ContractError, Mode, TaskType
 from karvan.data import DataError, Part, Source, Split, open_files, read
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.loading.batch_steps import Transform

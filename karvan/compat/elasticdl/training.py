@@ -17,10 +17,8 @@ from typing_extensions import override
 
 from karvan import checkpoint
 from karvan.checkpoint import Checkpoints
-from karvan.compat.elasticdl.callbacks import fit_options
-from karvan.compat.elasticdl.common import Mode
-from karvan.compat.elasticdl.contract import ContractError, FunctionNames, ModelContract
-from karvan.compat.elasticdl.layers import row_optimizer
+from karvan.compat.elasticdl.contract import ContractError, FunctionNames, Mode, ModelContract, fit_options
+from karvan.compat.elasticdl.preprocessing import row_optimizer
 from karvan.compat.elasticdl.readers import FeedStep, open_data, parse_params
 from karvan.distributed import current
 from karvan.job.environment import JobEnvironment

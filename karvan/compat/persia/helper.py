@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from karvan import distributed
 from karvan.compat.persia.config import EMBEDDING_CONFIG, GLOBAL_CONFIG, read_global_config
-from karvan.compat.persia.utils import dump_yaml, find_free_port
+from karvan.compat.persia.env import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError, DamagedCheckpointError, import_recis
-from karvan.checkpoint.foreign.recis import read_recis
-from karvan.checkpoint.foreign.writing import no_progress, write
+from karvan.checkpoint.foreign_recis import read_recis
+from karvan.checkpoint.foreign_writing import no_progress, write
 
 OPTIMIZERS = {
     "sparse_adam_": ("Adam", ["exp_avg", "exp_avg_sq"]),
@@ -241,7 +241,7 @@ PEAK = """
 import sys, tracemalloc
 from pathlib import Path
 from karvan.checkpoint.foreign import recis
-from karvan.checkpoint.foreign.writing import no_progress, write
+from karvan.checkpoint.foreign_writing import no_progress, write
 
 recis.PIECE_ROWS = 1000
 contents = recis.read_recis(Path(sys.argv[1]), optimizer_state=True, betas=(0.9, 0.999), dense_prefix="")

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from karvan.checkpoint.checkpoint import TABLE_STEPS
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.foreign.writing import (
+from karvan.checkpoint.foreign_writing import (
     PIECE_BYTES,
     PIECE_ROWS,
     Advance,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.foreign.writing import (
+from karvan.checkpoint.foreign_writing import (
     PIECE_BYTES,
     Advance,
     Contents,
