@@ -143,7 +143,7 @@ class DataCtx(BaseCtx):
 
     def send_data(self, data: PersiaBatch | PyPersiaBatchData) -> None:
         """Send a batch; waits while the queue of its trainer is full."""
-        batch = data.batch() if isinstance(data, PyPersiaBatchData) else data
+        batch = data.data
         absent = dict.fromkeys(self._slots, no_ids(batch.batch_size))
         self._loader.send({**absent, **columns_of(batch)}, meta_of(batch))
 
@@ -211,10 +211,8 @@ class EmbeddingCtx(BaseCtx):
         context, embedded = self.open()
         with embedded.features_only():
             (non_ids, embeddings), _ = context.forward(batch.columns)
-        return non_ids, embeddings, self._labels(batch, context.device)
-
-    def _labels(self, batch: PersiaTrainingBatch, device: torch.device) -> list[Tensor] | None:
-        return None if self.preprocess_mode is PreprocessMode.INFERENCE else batch.labels(device)
+        has_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
+        return non_ids, embeddings, batch.labels(context.device) if has_labels else None
 
     def open(self, staleness: int | None = None, prefetch: int = PREFETCH) -> tuple[Any, EmbeddedModel]:
         """Karvan's context, and the model with its tables; made by the first call."""
@@ -302,8 +300,7 @@ class EmbeddingCtx(BaseCtx):
                 f"device_id={device_id} of a single batch",
                 f"features are made where the model is; this context has device_id={self.device_id}.",
             )
-        batch = persia_batch.batch() if isinstance(persia_batch, PyPersiaBatchData) else persia_batch
-        return PersiaTrainingBatch(local_batch(batch))
+        return PersiaTrainingBatch(local_batch(persia_batch.data))
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> PersiaTrainingBatch:
         """The same for the bytes of a batch."""

@@ -28,7 +28,7 @@ from karvan.compat.recis.metrics import is_accumulated
 from karvan.compat.recis.nn import connect_ranks
 from karvan.compat.recis.ragged import to_karvan, to_recis
 from karvan.compat.recis.serialize import load_bank
-from karvan.compat.unsupported import UnsupportedError, missing_names, refuse_methods, require_default
+from karvan.compat.unsupported import UnsupportedError, refuse_methods, require_default, require_defaults
 from karvan.data import Loader, merge
 from karvan.embedding.optim import SparseOptimizer
 from karvan.ragged import Batch
@@ -140,10 +140,6 @@ class HookCalls(Callback):
             self._signatures[method] = signature(method)
         return self._signatures[method]
 
-    def begin_training(self) -> None:
-        """A training batch is about to be computed; several can make a step."""
-        self._end_trained_batch()
-
     def begin_batch(self, samples: Any, training: bool) -> None:
         """A batch with samples is about to be computed."""
         if training and not self._within_epoch:
@@ -160,7 +156,8 @@ class HookCalls(Callback):
         """A batch of an evaluation has been computed."""
         self._after_step(is_train=False, eval_result=result)
 
-    def _end_trained_batch(self) -> None:
+    def end_trained_batch(self) -> None:
+        """Another training batch of the step is about to be computed, or the step ends."""
         if not self._trained:
             return
         self._trained = False
@@ -184,7 +181,7 @@ class HookCalls(Callback):
 
     @override
     def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        self._end_trained_batch()
+        self.end_trained_batch()
 
     @override
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
@@ -235,7 +232,9 @@ class ProgramData:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.batches: Iterable[Any] = dataset.loader if isinstance(dataset, DatasetBase) else _Pairs(dataset)
+        self.batches: Iterable[Any] = (
+            dataset.loader if isinstance(dataset, DatasetBase) else _Anew(lambda: _batches_of(dataset))
+        )
 
     def present(self, batch: Mapping[str, Any]) -> Any:
         """A batch as the program knows it."""
@@ -247,36 +246,31 @@ class ProgramData:
         """The first batches, or all of them."""
         if isinstance(self._dataset, DatasetBase):
             self._dataset.reset()
-        return self.batches if count is None else _First(self.batches, count)
+        return self.batches if count is None else _Anew(lambda: islice(self.batches, count))
 
     def short_epochs(self, count: int) -> Iterable[Any]:
         """The first batches in each epoch; of a dataset of RecIS's with their position."""
         loader = self.batches
-        return ShortEpochs(loader, count) if isinstance(loader, Loader) else _First(loader, count)
+        return ShortEpochs(loader, count) if isinstance(loader, Loader) else self.first(count)
 
 
-class _Pairs:
+def _batches_of(dataset: Any) -> Iterator[Batch]:
     """The batches of a dataset whose items are `(is_end, samples)`."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Batch]:
-        for is_end, samples in self._dataset:
-            if is_end:
-                getattr(self._dataset, "reset", lambda: None)()  # for the next epoch, as RecIS does
-                return
-            yield Batch({name: to_karvan(entry) for name, entry in samples.items()})
+    for is_end, samples in dataset:
+        if is_end:
+            getattr(dataset, "reset", lambda: None)()  # for the next epoch, as RecIS does
+            return
+        yield Batch({name: to_karvan(entry) for name, entry in samples.items()})
 
 
-class _First:
-    """The first batches of some."""
+class _Anew:
+    """Each iteration is over what a function gives."""
 
-    def __init__(self, batches: Iterable[Any], count: int) -> None:
-        self._batches, self._count = batches, count
+    def __init__(self, iterate: Callable[[], Iterator[Any]]) -> None:
+        self._iterate = iterate
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._batches, self._count)
+        return self._iterate()
 
 
 class ShortEpochs:
@@ -350,7 +344,7 @@ class ProgramModel:
             return None
         samples = self._data.present(self._batch)
         if module.training:
-            self._calls.begin_training()
+            self._calls.end_trained_batch()
         if self._batch.samples:
             self._calls.begin_batch(samples, module.training)
         else:
@@ -388,21 +382,17 @@ __all__ = ["Trainer", "TrainingArguments"]
 
 _WINDOWS = "train on windows by kv.data.Windows and one fit for each."
 _SAVED = "Karvan saves every save_steps steps and at the end."
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "save_every_n_windows": (1, _WINDOWS),
-    "save_every_n_epochs": (None, _SAVED),
-    "save_end": (True, _SAVED),
-    "load_update_steps": (None, "load other checkpoints by model_bank before training."),
-    "load_update_windows": (1, _WINDOWS),
-    "load_update_epochs": (None, "load other checkpoints by model_bank before training."),
-    "params_not_save": (None, "a checkpoint has the whole model."),
-    "save_filter_fn": (None, "a checkpoint has the whole model."),
-    "saver_option": (None, "give output_dir and max_to_keep."),
-    "ckpt_save_arg": (None, "give save_steps."),
-    "ckpt_load_arg": (None, "a fit continues from its newest checkpoint."),
-    "window_iter": (None, _WINDOWS),
-    "eval_mos_report_uri": (None, "use kv.loggers."),
-    "prefetch": (None, "batches are always prepared in advance."),
+_BANK = "load other checkpoints by model_bank before training."
+_REFUSED = {
+    **dict.fromkeys(("save_every_n_windows", "load_update_windows", "window_iter"), _WINDOWS),
+    **dict.fromkeys(("save_every_n_epochs", "save_end"), _SAVED),
+    **dict.fromkeys(("load_update_steps", "load_update_epochs"), _BANK),
+    **dict.fromkeys(("params_not_save", "save_filter_fn"), "a checkpoint has the whole model."),
+    "saver_option": "give output_dir and max_to_keep.",
+    "ckpt_save_arg": "give save_steps.",
+    "ckpt_load_arg": "a fit continues from its newest checkpoint.",
+    "eval_mos_report_uri": "use kv.loggers.",
+    "prefetch": "batches are always prepared in advance.",
 }
 
 
@@ -443,8 +433,7 @@ class TrainingArguments:
     prefetch: Any = None
 
     def __post_init__(self) -> None:
-        for name, (default, instead) in _REFUSED.items():
-            require_default(f"TrainingArguments {name}", getattr(self, name), default, instead)
+        require_defaults(TrainingArguments, self, _REFUSED)
         for name in ("gradient_accumulation_steps", "train_epoch", "train_steps", "save_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -653,7 +642,9 @@ class Trainer:
         refuse_methods(cls, _METHODS)
 
     def __getattr__(self, name: str) -> Any:
-        return missing_names("recis.framework.Trainer", _ATTRIBUTES)(name)
+        if name in _ATTRIBUTES:
+            raise UnsupportedError(f"recis.framework.Trainer.{name}", _ATTRIBUTES[name])
+        raise AttributeError(f"module 'recis.framework.Trainer' has no attribute '{name}'")
 
     def _load_bank(self) -> None:
         trainer = self.karvan_trainer

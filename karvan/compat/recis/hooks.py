@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from karvan.compat.recis.nn import filtered
 from karvan.compat.recis.utils import Logger
-from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.compat.unsupported import UnsupportedError, require_default, require_defaults
 
 __all__ = [
     "ClipGradNormHook",
@@ -138,9 +138,6 @@ class HashTableFilterHook(Hook):
                 handle.evict()
 
 
-_FIRST = ("epoch", "loss")
-
-
 class LoggerHook(Hook):
     """Logs `<gstep=20> <lstep=20> <qps=3.1> <epoch=0> <loss=0.69> <auc=0.51>`; a Trainer has one.
 
@@ -157,8 +154,8 @@ class LoggerHook(Hook):
 
     def format_metrics(self, metrics: Mapping[str, Any]) -> str:
         """The numbers as text: epoch and loss first, then the others in their order."""
-        names = [*(name for name in _FIRST if name in metrics), *(n for n in metrics if n not in _FIRST)]
-        return "".join(f" <{name}={_text(metrics[name])}>" for name in names)
+        first = [name for name in ("epoch", "loss") if name in metrics]
+        return "".join(f" <{name}={_text(metrics[name])}>" for name in dict.fromkeys((*first, *metrics)))
 
     @override
     def after_step(
@@ -202,9 +199,8 @@ class ReportArguments:
             raise ValueError(
                 f"ReportArguments expects interval_step of at least 1, got {self.interval_step}."
             )
-        for name in ("tflops_peak", "compute_precision", "eval_flops_ratio", "min_peak_coverage"):
-            default = type(self).__dataclass_fields__[name].default
-            require_default(f"ReportArguments {name}", getattr(self, name), default, _FLOPS)
+        counted = ("tflops_peak", "compute_precision", "eval_flops_ratio", "min_peak_coverage")
+        require_defaults(ReportArguments, self, dict.fromkeys(counted, _FLOPS))
 
 
 class MetricReportHook(TrainerOption):

@@ -25,7 +25,7 @@ from typing_extensions import override
 from karvan import distributed
 from karvan.compat.cuda_fallback import device_of
 from karvan.compat.recis.ragged import RaggedTensor, to_karvan
-from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.compat.unsupported import UnsupportedError, require_default, require_defaults
 from karvan.embedding import EmbeddingEngine as Engine
 from karvan.embedding import Table, TableHandle, init
 from karvan.embedding.admission import Admission, Always, ReadOnly
@@ -39,13 +39,14 @@ from karvan.store import Rows
 class Initializer(ABC):
     """The distribution of new rows' values."""
 
-    @abstractmethod
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """Karvan's initialiser for rows of so many values."""
+        generator = getattr(self, "generator", None)
+        require_default("generator", generator, None, "call torch.manual_seed before the model is made.")
+        return self._native(dim, block_size)
 
-
-def _no_generator(generator: Any) -> None:
-    require_default("generator", generator, None, "call torch.manual_seed before the model is made.")
+    @abstractmethod
+    def _native(self, dim: int, block_size: int) -> init.Initialiser: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ConstantInitializer(Initializer):
     init_val: float = 0.0
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return init.Constant(self.init_val)
 
 
@@ -68,8 +69,7 @@ class UniformInitializer(Initializer):
     generator: Any = None
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
-        _no_generator(self.generator)
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return init.Uniform(self.a, self.b)
 
 
@@ -82,8 +82,7 @@ class NormalInitializer(Initializer):
     generator: Any = None
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
-        _no_generator(self.generator)
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return init.Normal(self.mean, self.std)
 
 
@@ -98,8 +97,7 @@ class TruncNormalInitializer(Initializer):
     generator: Any = None
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
-        _no_generator(self.generator)
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return recis.truncated_normal(self.mean, self.std, self.a, self.b)
 
 
@@ -111,8 +109,7 @@ class XavierUniformInitializer(Initializer):
     generator: Any = None
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
-        _no_generator(self.generator)
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return recis.xavier_uniform(self.gain, block_size)
 
 
@@ -124,8 +121,7 @@ class XavierNormalInitializer(Initializer):
     generator: Any = None
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
-        _no_generator(self.generator)
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return recis.xavier_normal(self.gain, block_size)
 
 
@@ -137,7 +133,6 @@ class _Kaiming(Initializer):
     generator: Any = None
 
     def _gain(self) -> float:
-        _no_generator(self.generator)
         return calculate_gain(self.nonlinearity, self.a)  # type: ignore[arg-type]
 
     def _fan(self, dim: int, block_size: int) -> int:
@@ -151,7 +146,7 @@ class KaimingUniformInitializer(_Kaiming):
     """Uniform, by one fan of a block."""
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return init.KaimingUniform(self._gain(), self._fan(dim, block_size))
 
 
@@ -160,7 +155,7 @@ class KaimingNormalInitializer(_Kaiming):
     """Normal, by one fan of a block; RecIS 1.0 gives a uniform distribution instead."""
 
     @override
-    def native(self, dim: int, block_size: int) -> init.Initialiser:
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
         return init.KaimingNormal(self._gain(), self._fan(dim, block_size))
 
 
@@ -168,35 +163,30 @@ _ONLY_WHEN_ASKED = 1 << 30  # steps between two checks: HashTableFilterHook make
 
 
 class _Policy:
+    policy: str  # the only name that is supported
+    others: str  # Karvan's other rules
+    expects: tuple[set[str], str]  # the names of its parameters, also as a text
+
     def __init__(self, name: str, params: Mapping[str, Any] | None = None) -> None:
-        self._name = name
-        self._params = dict(params or {})
-
-    @property
-    def name(self) -> str:
-        """The name of the policy."""
-        return self._name
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Its parameters."""
-        return self._params
+        self.name = name
+        self.params = dict(params or {})
+        if name != self.policy:
+            raise UnsupportedError(
+                f'{type(self).__name__}("{name}")',
+                f'expected "{self.policy}"; see {self.others} for other rules.',
+            )
+        names, text = self.expects
+        if set(self.params) != names:
+            raise ValueError(f"{name} expects {text}, got {self.params}.")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r}, {self._params})"
+        return f"{type(self).__name__}({self.name!r}, {self.params})"
 
 
 class AdmitHook(_Policy):
     """Which unknown ids get rows: "ReadOnly", none."""
 
-    def __init__(self, name: str, params: Mapping[str, Any] | None = None) -> None:
-        super().__init__(name, params)
-        if name != "ReadOnly":
-            raise UnsupportedError(
-                f'AdmitHook("{name}")', 'expected "ReadOnly"; see kv.admission for other rules.'
-            )
-        if self.params:
-            raise ValueError(f"ReadOnly expects no parameters, got {self.params}.")
+    policy, others, expects = "ReadOnly", "kv.admission", (set(), "no parameters")
 
 
 class FilterHook(_Policy):
@@ -205,14 +195,8 @@ class FilterHook(_Policy):
     `HashTableFilterHook` says when.
     """
 
-    def __init__(self, name: str, params: Mapping[str, Any] | None = None) -> None:
-        super().__init__(name, params)
-        if name != "GlobalStepFilter":
-            raise UnsupportedError(
-                f'FilterHook("{name}")', 'expected "GlobalStepFilter"; see kv.eviction for other rules.'
-            )
-        if set(self.params) != {"filter_step"}:
-            raise ValueError(f'GlobalStepFilter expects {{"filter_step": steps}}, got {self.params}.')
+    policy, others = "GlobalStepFilter", "kv.eviction"
+    expects = ({"filter_step"}, '{"filter_step": steps}')
 
 
 def admission(hook: AdmitHook | None) -> Admission:
@@ -311,14 +295,14 @@ class SparseParameter:
         rows = self.handle.snapshot()
         return torch.from_numpy(rows.keys), torch.from_numpy(rows.vectors)
 
-    def clear(self, child: str | None = None) -> None:
-        """Remove all rows."""
-        self._check(child)
-        self.handle.clear()
-
     def reset(self) -> None:
         """Remove all rows."""
         self.handle.clear()
+
+    def clear(self, child: str | None = None) -> None:
+        """Remove all rows."""
+        self._check(child)
+        self.reset()
 
     def _check(self, child: str | None) -> None:
         if child not in (None, self.handle.name):
@@ -424,13 +408,7 @@ def engines_of(tables: Mapping[str, SparseParameter]) -> list[Engine]:
 
 
 _COMBINERS = ("sum", "mean", "tile")
-_LATER = {
-    "hdmp_group_size": None,
-    "hdmp_group_reduce_by": None,
-    "fp16_enabled": False,
-    "pg": None,
-    "max_partition_num": 65536,
-}
+_LATER = ("hdmp_group_size", "hdmp_group_reduce_by", "fp16_enabled", "pg", "max_partition_num")
 
 
 @dataclass
@@ -465,8 +443,7 @@ class EmbeddingOption:
     no_reduce: bool = False
 
     def __post_init__(self) -> None:
-        for name, default in _LATER.items():
-            require_default(f"EmbeddingOption {name}", getattr(self, name), default, "leave it out.")
+        require_defaults(EmbeddingOption, self, dict.fromkeys(_LATER, "leave it out."))
         require_unmerged(self.shared_name, self.coalesced, self.children)
         if self.no_reduce:
             return

@@ -180,16 +180,15 @@ class RaggedTensor:
 
 def to_recis(entry: Any) -> Any:
     """An entry of a Karvan batch as RecIS programs know it; what is no ragged stays as it is."""
+    if not isinstance(entry, Ragged | NestedRagged):
+        return entry
+    values = entry.values.view(torch.int8) if entry.values.dtype is torch.uint8 else entry.values
     if isinstance(entry, NestedRagged):
-        values = entry.values.view(torch.int8) if entry.values.dtype is torch.uint8 else entry.values
         return RaggedTensor(values, [entry.outer, entry.inner])
-    if isinstance(entry, Ragged):
-        offsets = entry.offsets
-        if offsets is None:
-            offsets = torch.arange(entry.rows + 1, device=entry.values.device)
-        values = entry.values.view(torch.int8) if entry.values.dtype is torch.uint8 else entry.values
-        return RaggedTensor(values, [offsets], entry.weights)
-    return entry
+    offsets = entry.offsets
+    if offsets is None:
+        offsets = torch.arange(entry.rows + 1, device=values.device)
+    return RaggedTensor(values, [offsets], entry.weights)
 
 
 def to_karvan(entry: Any) -> Entry:

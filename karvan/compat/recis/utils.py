@@ -16,6 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import override
 
+_LOG_METHODS = ("debug", "info", "warning", "error", "info_rank0", "warning_rank0", "error_rank0")
+
 
 class Logger:
     """A logger of a program; the methods that end with `_rank0` log on rank 0 alone."""
@@ -31,36 +33,14 @@ class Logger:
                 handler.setFormatter(form)
                 self._logger.addHandler(handler)
 
-    def debug(self, *args: Any, **options: Any) -> None:
-        """Log for debugging."""
-        self._logger.debug(*args, **options)
-
-    def info(self, *args: Any, **options: Any) -> None:
-        """Log information."""
-        self._logger.info(*args, **options)
-
-    def warning(self, *args: Any, **options: Any) -> None:
-        """Log a warning."""
-        self._logger.warning(*args, **options)
-
-    def error(self, *args: Any, **options: Any) -> None:
-        """Log an error."""
-        self._logger.error(*args, **options)
-
-    def info_rank0(self, *args: Any, **options: Any) -> None:
-        """Log information on rank 0."""
-        if _is_first():
-            self._logger.info(*args, **options)
-
-    def warning_rank0(self, *args: Any, **options: Any) -> None:
-        """Log a warning on rank 0."""
-        if _is_first():
-            self._logger.warning(*args, **options)
-
-    def error_rank0(self, *args: Any, **options: Any) -> None:
-        """Log an error on rank 0."""
-        if _is_first():
-            self._logger.error(*args, **options)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """The method `debug`, `info`, `warning` or `error` of the logger; with `_rank0` for rank 0 alone."""
+        if name not in _LOG_METHODS:
+            raise AttributeError(f"'Logger' object has no attribute '{name}'")
+        if name.endswith("_rank0") and os.environ.get("RANK", "0") != "0":
+            return lambda *args, **options: None
+        method: Callable[..., None] = getattr(self._logger, name.removesuffix("_rank0"))
+        return method
 
 
 class _Stream(logging.StreamHandler[Any]):
@@ -77,10 +57,6 @@ class _Stream(logging.StreamHandler[Any]):
 
 def _passes(informs: bool, record: logging.LogRecord) -> bool:
     return (record.levelno == logging.INFO) is informs
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def copy_data_to_device(data: Any, device: Any, *args: Any, **options: Any) -> Any:
@@ -106,8 +82,10 @@ def copy_data_to_device(data: Any, device: Any, *args: Any, **options: Any) -> A
     return data
 
 
-_YES, _NO = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
-_LEAVES = (int, float, str)
+_BOOLS = {
+    **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
+}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -149,7 +127,7 @@ class ArgumentParser(argparse.ArgumentParser):
         namespace_, rest = super().parse_known_args(args, namespace)
         values = vars(namespace_)
         for record in self._records:
-            setattr(namespace_, record.path, record.made(values))
+            setattr(namespace_, record.path, record.value(values))
         for option in self._options():
             values.pop(option.path, None)
         return namespace_, rest
@@ -200,22 +178,13 @@ class _Record:
     def options(self) -> Iterator[_Option]:
         """Those of all its fields."""
         for part in self.parts():
-            yield from part.options() if isinstance(part, _Record) else (part,)
+            yield from part.options()
 
-    def made(self, values: dict[str, Any]) -> Any:
+    def value(self, values: dict[str, Any]) -> Any:
         """The object."""
-        fields_of_text = {
-            part.path.rpartition(".")[2]: part.made(values)
-            if isinstance(part, _Record)
-            else values.get(part.path, part.default)
-            for part in self.parts()
-        }
-        if self.default is None:
-            return self.kind(**fields_of_text)
-        unchanged = {
-            field.name: getattr(self.default, field.name) for field in fields(self.kind) if field.init
-        }
-        return self.kind(**unchanged | fields_of_text)
+        given = {part.path.rpartition(".")[2]: part.value(values) for part in self.parts()}
+        names = [] if self.default is None else [field.name for field in fields(self.kind) if field.init]
+        return self.kind(**{name: getattr(self.default, name) for name in names} | given)
 
 
 @dataclass(frozen=True)
@@ -227,6 +196,14 @@ class _Option:
     hint: Any
     default: Any
     optional: bool  # whether None is a value
+
+    def options(self) -> Iterator[_Option]:
+        """The option alone."""
+        yield self
+
+    def value(self, values: dict[str, Any]) -> Any:
+        """What was given, or the default."""
+        return values.get(self.path, self.default)
 
     def add_to(self, parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         """Add it under some names."""
@@ -242,7 +219,7 @@ class _Option:
         if self.hint is bool:
             opposite = [f"--{head}{dot}no{last}" for head, dot, last in (n.rpartition(".") for n in names)]
             parser.add_argument(
-                *flags, *opposite, dest=self.path, type=read, nargs="?", const=True, action=_Flag, **shown
+                *flags, *opposite, dest=self.path, type=read, nargs="?", const=True, action=_Store, **shown
             )
             return
         reader = _optional(read) if self.optional else read
@@ -254,26 +231,19 @@ class _Option:
             type=reader,
             nargs=None if _items(self.hint) is None else count,
             metavar=self.name.upper(),
-            action=_Several if kind is tuple else "store",
+            action=_Store if kind is tuple else "store",
             **shown,
         )
 
 
-class _Flag(argparse.Action):
-    """A bool; the options with "no" are its opposite."""
+class _Store(argparse.Action):
+    """A bool, of which options with "no" are the opposite, or values as a tuple."""
 
     @override
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         middle = len(self.option_strings) // 2
-        setattr(namespace, self.dest, values is (option_string in self.option_strings[:middle]))
-
-
-class _Several(argparse.Action):
-    """Values as a tuple."""
-
-    @override
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
+        same = option_string in self.option_strings[:middle]
+        setattr(namespace, self.dest, values is same if isinstance(values, bool) else tuple(values))
 
 
 def _without_none(hint: Any) -> Any:
@@ -306,12 +276,12 @@ def _reader(hint: Any) -> Callable[[str], Any] | None:
         return None if None in readers else lambda text: _first(text, readers)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return lambda text: _choice(text, dict(hint.__members__))
-    return hint if hint in _LEAVES else None
+    return hint if hint in (int, float, str) else None
 
 
 def _yes_or_no(text: str) -> bool:
-    if text.lower() in (*_YES, *_NO):
-        return text.lower() in _YES
+    if text.lower() in _BOOLS:
+        return _BOOLS[text.lower()]
     raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
 
 
