@@ -17,8 +17,8 @@ from karvan.compat.persia.batches import (
     PyPersiaBatchData,
     local_batch,
 )
-from karvan.compat.persia.config import Tuning, unsupported, warn_of_tuning
-from karvan.compat.persia.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.config import unsupported, warn_of_tuning
+from karvan.compat.persia.ctx import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.env import join_job, wait_for_roles
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
@@ -102,7 +102,7 @@ class DataLoader:
             raise TypeError(
                 f"DataLoader expects a StreamingDataset or an IterableDataset, got {type(dataset).__name__}."
             )
-        warn_of_tuning(Tuning("num_workers", num_workers, 10, _LOOKUPS))
+        warn_of_tuning(_LOOKUPS, num_workers=(num_workers, 10))
         if isinstance(dataset, StreamingDataset):
             _check_stream(dataset, is_training)
         self.dataset = dataset
@@ -122,7 +122,7 @@ class DataLoader:
         context.open(self._staleness, self._prefetch)
         if self._prefetch != PREFETCH:
             here = f"this context prepares {context.prefetch} batches in advance since its first use."
-            warn_of_tuning(Tuning("forward_buffer_size", self._prefetch, context.prefetch, here))
+            warn_of_tuning(here, forward_buffer_size=(self._prefetch, context.prefetch))
         _check_staleness(self._staleness)
         self._context = context
 

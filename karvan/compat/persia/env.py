@@ -1,4 +1,4 @@
-"""`persia.env`: the place of this process among those of its kind, its job, and its services; `persia.utils`.
+"""`persia.env`: the place of this process among those of its kind, its job, and its services.
 
 The place comes from the variables of PERSIA or Karvan. A job has a registry, which stands for NATS. A
 launched job tells each process how many others there are. Processes that were started one by one ask the
@@ -21,7 +21,8 @@ import yaml
 
 from karvan import distributed
 from karvan.argument_checks import check_counts
-from karvan.compat.persia.config import read_global_config
+from karvan.compat.persia.config import read_global_config, unsupported, warn_of_tuning
+from karvan.dense.communication import DenseReduce
 from karvan.discovery.directory import Directory
 from karvan.job.environment import JobEnvironment, count_name, set_variables
 from karvan.job.roles import Role
@@ -171,6 +172,82 @@ def connect(staleness: int | None) -> None:
         distributed.connect("sharded", capacity=capacity)
     elif current.settings.capacity != capacity:
         distributed.connect("memory", capacity=capacity)
+
+
+# `persia.distributed`: how trainers keep their dense parameters equal, as `dense_reduce` of Karvan.
+
+_MEETING = "trainers meet through the registry of their job, or as torchrun says."
+_ALGORITHM = "gradient_allreduce"  # whose result is the mean
+_NEIGHBOURS = "trainers average with some neighbours; the nearest is kv.TrainContext(average_every=n)."
+_REFUSED = {
+    "bytegrad": "it sends gradients in 8 bits; the nearest is kv.TrainContext(dense_reduce='bf16').",
+    "qadam": "it sends the momentum of its own Adam in 8 bits; the nearest is "
+    "kv.TrainContext(dense_reduce='powersgd').",
+    "decentralized": _NEIGHBOURS,
+    "low_precision_decentralized": _NEIGHBOURS,
+    "async": "trainers average their parameters in the background; the nearest is "
+    "kv.TrainContext(average_every=n), or mode async of a job.",
+}
+
+
+class DistributedBaseOption:
+    """How the dense gradients of trainers become one."""
+
+    dense_reduce: DenseReduce = "mean"
+
+    def __init__(self, master_port: int, master_addr: str | None = None) -> None:
+        self.master_port = master_port
+        self.master_addr = master_addr
+        warn_of_tuning(_MEETING, master_port=(master_port, 23456), master_addr=(master_addr, None))
+
+
+class DDPOption(DistributedBaseOption):
+    """The mean of all gradients, by torch's DistributedDataParallel.
+
+    Karvan chooses the backend by where tensors are: nccl for those on GPUs, gloo for others.
+    """
+
+    def __init__(
+        self,
+        initialization_method: str = "tcp",
+        backend: str = "nccl",
+        *,
+        master_port: int = 23456,
+        master_addr: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(master_port, master_addr)
+        initialization_method = options.pop("init_method", initialization_method)
+        if backend not in ("nccl", "gloo"):
+            raise ValueError(f"DDPOption expects a backend of nccl, gloo, got {backend!r}.")
+        if initialization_method not in ("tcp", "file"):
+            raise ValueError(
+                f"DDPOption expects an initialization_method of tcp, file, got {initialization_method!r}."
+            )
+        if options:
+            raise unsupported(f"DDPOption({', '.join(options)})", _MEETING)
+        self.backend = backend
+        self.initialization_method = initialization_method
+
+
+class BaguaDistributedOption(DistributedBaseOption):
+    """An algorithm of Bagua that Karvan has: gradient_allreduce."""
+
+    def __init__(self, algorithm: str, **options: Any) -> None:
+        super().__init__(options.pop("master_port", 23456), options.pop("master_addr", None))
+        if algorithm in _REFUSED:
+            raise unsupported(f"BaguaDistributedOption({algorithm!r})", _REFUSED[algorithm])
+        if algorithm != _ALGORITHM:
+            allowed = ", ".join([_ALGORITHM, *_REFUSED])
+            raise ValueError(f"BaguaDistributedOption expects one of {allowed}, got {algorithm!r}.")
+        if options:
+            raise unsupported(f"BaguaDistributedOption({', '.join(options)})", "torch chooses its buckets.")
+        self.algorithm = algorithm
+
+
+def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
+    """The mean of all gradients."""
+    return DDPOption(backend="gloo" if device_id is None or not torch.cuda.is_available() else "nccl")
 
 
 # `persia.utils`: seeds, YAML files, free ports; and loggers of the standard library with PERSIA's names.
