@@ -35,8 +35,9 @@ from karvan.checkpoint.foreign_writing import (
     check_step,
     make_rows,
     no_progress,
-    read_tensors,
+    read_dense,
     read_torch,
+    state_floats,
     write,
 )
 from karvan.checkpoint.format.safetensors_file import FilePosition, read_header, unread_error
@@ -282,7 +283,7 @@ def read_recis(
         contents.tables[name] = contents.plans[name].table
     contents.parts = files.tables
     _read_extra(folder, contents)
-    _read_dense(folder, contents, dense_prefix)
+    read_dense(contents, "model.pt", dense_prefix, _FILTER_STEPS)
     if optimizer_state:
         _read_steps(files, contents, betas)
     return contents
@@ -402,7 +403,6 @@ def _plan(
         )
     slots = optimizers[0] if optimizers else ()
     kind = _OPTIMIZERS[slots] if slots else None
-    floats = {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1, None: 0}[kind]
     width = 1 if kind == "Adagrad by row" else dim
     for slot in slots:
         if rest[slot][0] not in _DTYPES or rest[slot][1] != (width,):
@@ -412,7 +412,8 @@ def _plan(
     if others := [slot for slot in rest if slot not in slots and slot != last_use]:
         notes.append(f"Table '{name}': {_listed(others)} not imported; it starts from its initial values.")
     rows = sum(part.slots[ID].rows for part in parts)
-    return _Plan(ForeignTable(name, dim, _DTYPES[dtype], kind, floats, rows), slots, last_use)
+    table = ForeignTable(name, dim, _DTYPES[dtype], kind, state_floats(kind, dim), rows)
+    return _Plan(table, slots, last_use)
 
 
 def _floats(tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
@@ -470,18 +471,6 @@ def _by_index(path: Path, saved: Any) -> dict[str, Any]:
                     ],
                 }
     raise CheckpointError.mismatch(path, "the state dict of a torch optimizer", type(saved).__name__)
-
-
-def _read_dense(folder: Path, contents: Contents, prefix: str) -> None:
-    path = folder / "model.pt"
-    if not path.is_file():
-        contents.notes.append("There is no model.pt: no dense tensor was imported.")
-        contents.state["model"] = {}
-        return
-    tensors = read_tensors(path, contents.notes)
-    contents.state["model"] = {
-        prefix + name: tensor for name, tensor in tensors.items() if not name.endswith(_FILTER_STEPS)
-    }
 
 
 def _read_steps(files: TensorFiles, contents: Contents, betas: tuple[float, float]) -> None:

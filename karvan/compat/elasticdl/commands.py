@@ -23,6 +23,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,9 +118,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     flags.distribution_strategy = flags.distribution_strategy or DistributionStrategy.LOCAL
     for name, reason in _without_meaning(command, flags):
         _warn(name, reason)
-    for name, value in _DEFAULTS.items():
-        if values[name] is None:
-            setattr(flags, name, value)
+    values |= {name: value for name, value in _DEFAULTS.items() if values[name] is None}
     _check(flags)
     return flags
 
@@ -212,17 +211,17 @@ def _of_pods(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def environment_of(text: str) -> dict[str, str]:
     """The variables of --envs, "a=1,b=2"; a value may have commas."""
-    volumes: dict[str, str] = {}
+    variables: dict[str, str] = {}
     name = ""
     for part in filter(None, text.split(",")):
         if "=" in part:
             name, _, value = part.partition("=")
-            volumes[name.strip()] = value
+            variables[name.strip()] = value
         elif name:
-            volumes[name.strip()] += f",{part}"
+            variables[name.strip()] += f",{part}"
         else:
             raise ContractError(f"--envs expects name=value,name=value, got '{text}'.")
-    return volumes
+    return variables
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -248,11 +247,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--training_data",
-        required=True,
-        help=("a folder or file of RecordIO or CSV, or any source that the reader takes"),
-    )
+    sources = "a folder or file of RecordIO or CSV, or any source that the reader takes"
+    add("--training_data", required=True, help=sources)
     add("--validation_data", "--evaluation_data", dest="validation_data", default="")
     add("--num_epochs", type=int, default=1, help="0 for no end")
     add("--evaluation_steps", type=_count_or_zero, default=0, help="0: after every epoch")
@@ -266,10 +262,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard_log_dir", default="")
     add("--use_async", type=_flag, nargs="?", const=True, default=False)
     add("--lr_staleness_modulation", type=_flag, nargs="?", const=True, default=False)
-    add(
-        "--grads_to_wait", type=_count, default=None, help=("how many workers contribute gradients to a step")
-    )
-    add("--sync_version_tolerance", type=_count_or_zero, default=None)
+    add("--grads_to_wait", type=_count, help="how many workers contribute gradients to a step")
+    add("--sync_version_tolerance", type=_count_or_zero)
     add("--get_model_steps", type=_count, default=1, help="with --use_async: steps between two pulls")
     add("--need_elasticdl_job_service", type=_flag, nargs="?", const=True, default=True)
 
@@ -319,18 +313,13 @@ def _check(flags: argparse.Namespace) -> None:
             raise ContractError(f"--{name} needs --checkpoint_dir, where checkpoints are saved.")
 
 
-def _count(text: str) -> int:
-    return _number(text, 1)
-
-
-def _count_or_zero(text: str) -> int:
-    return _number(text, 0)
-
-
-def _number(text: str, least: int) -> int:
+def _count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got '{text}'")
     return int(text)
+
+
+_count_or_zero = partial(_count, least=0)
 
 
 def _flag(text: str) -> bool:
@@ -346,14 +335,14 @@ _WORKER = Path(__file__).with_name("worker.py")
 def run(command: str, words: Sequence[str]) -> int:
     """Run a command of this name; returns its exit code."""
     if command == "train" and any(word.startswith("--job_command") for word in words):
-        return launch_program(parse_job_command(words))
+        return _run_job(make_program_spec(parse_job_command(words)))
     flags = parse(command, words)
     code = OK
     with environment(environment_of(flags.envs)):
         if flags.distribution_strategy == DistributionStrategy.LOCAL:
             _run_here(command, flags)
         else:
-            code = launch(command, flags, words)
+            code = _run_job(make_spec(command, flags, words))
         if command == "train" and code == OK:
             training.export(flags)
     return code
@@ -379,11 +368,6 @@ def work(arguments: Sequence[str]) -> None:
 def _run_here(command: str, flags: argparse.Namespace) -> None:
     with environment(account_variables(os.environ)):
         training.run(command, flags)
-
-
-def launch(command: str, flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run a command as a job to its end; returns its exit code."""
-    return _run(make_spec(command, flags, words))
 
 
 def make_spec(command: str, flags: argparse.Namespace, words: Sequence[str]) -> JobSpec:
@@ -418,11 +402,6 @@ def make_spec(command: str, flags: argparse.Namespace, words: Sequence[str]) -> 
         raise ContractError(f"The flags describe no job that can be run: {error}") from error
 
 
-def launch_program(flags: argparse.Namespace) -> int:
-    """Run the program of --job_command as a job to its end; returns its exit code."""
-    return _run(make_program_spec(flags))
-
-
 def make_program_spec(flags: argparse.Namespace) -> JobSpec:
     """The job of a program: workers that come and go, and share records and gradients by elasticai_api."""
     workers = flags.num_workers
@@ -440,7 +419,8 @@ def make_program_spec(flags: argparse.Namespace) -> JobSpec:
     return JobSpec.model_validate(job)
 
 
-def _run(spec: JobSpec) -> int:
+def _run_job(spec: JobSpec) -> int:
+    """Run a job to its end; returns its exit code."""
     outcome = Launcher(spec, commands_of(spec)).run()
     assert outcome is not None  # only a detached job has none
     if outcome.failure is not None:

@@ -56,6 +56,20 @@ class TaskType:
     TRAIN_END_CALLBACK = "TRAIN_END_CALLBACK"
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Records `start` to `end`; `indices` are their numbers in the order to train them, if it is another."""
+
+    name: str
+    start: int
+    end: int
+    indices: list[int] | None = None
+
+    def numbers(self) -> list[int]:
+        """The numbers of the records, in the order to train them."""
+        return list(range(self.start, self.end)) if self.indices is None else self.indices
+
+
 # In the environment of workers of --job_command: flags of the job, for data shards without these numbers.
 NUM_EPOCHS = "ELASTICDL_NUM_EPOCHS"
 MINIBATCHES_PER_TASK = "ELASTICDL_NUM_MINIBATCHES_PER_TASK"

@@ -28,7 +28,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,7 +36,7 @@ from torch.utils.data import get_worker_info
 
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
-from karvan.compat.elasticdl.contract import MINIBATCHES_PER_TASK, NUM_EPOCHS, TaskType
+from karvan.compat.elasticdl.contract import MINIBATCHES_PER_TASK, NUM_EPOCHS, Shard, TaskType
 from karvan.compat.unsupported import UnsupportedError, UsageError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.task_records import numbers_of, places_of
@@ -55,21 +54,6 @@ os.register_at_fork(after_in_child=gc.freeze)
 _log = logging.getLogger("karvan.data")
 
 _POLL = 0.1  # seconds between two questions for a shard while others work on the last ones of an epoch
-_PARENT = 1.0  # seconds between two looks of a DataLoader's worker at whether the process that trains lives
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Records `start` to `end`; `indices` are their numbers in the order to train them, if it is another."""
-
-    name: str
-    start: int
-    end: int
-    indices: list[int] | None = None
-
-    def numbers(self) -> list[int]:
-        """The numbers of the records, in the order to train them."""
-        return list(range(self.start, self.end)) if self.indices is None else self.indices
 
 
 class ShardTask(NamedTuple):
@@ -164,8 +148,11 @@ class DataShardService:
     def get_current_task(self) -> ShardTask | None:
         """The task of the oldest record that is not reported; None before the first one is fetched."""
         with self._lock:
-            records = [record for batch in self._handed for record in batch if record is not None]
+            records = self._handed_records()
             return self._tasks.get(records[0].token) if records else None
+
+    def _handed_records(self) -> list[Record]:
+        return [record for batch in self._handed for record in batch if record is not None]
 
     def fetch_record_index(self) -> int:
         """The number of the next record; StopIteration when all epochs are done.
@@ -308,8 +295,8 @@ class DataShardService:
             numbers: list[int] = []
             while len(batch) < size:
                 if self._open:
-                    batch.append(self._open.popleft())
-                    numbers.append(batch[-1].number)  # type: ignore[union-attr]
+                    batch.append(record := self._open.popleft())
+                    numbers.append(record.number)
                     continue
                 lease = self._lease()
                 if isinstance(lease, TaskLease):
@@ -326,8 +313,7 @@ class DataShardService:
     def hand_out_again(self) -> None:
         """Nobody will train what was handed out and is not reported."""
         with self._lock:
-            records = [record for batch in self._handed for record in batch if record is not None]
-            self._open.extendleft(reversed(records))
+            self._open.extendleft(reversed(self._handed_records()))
             self._handed.clear()
 
     def _require_process(self) -> None:
@@ -540,10 +526,8 @@ class RecordIndexService(DataShardService):
         dataset_name: str | None = None,
         **options: Any,
     ) -> None:
-        size = num_minibatches_per_shard
-        super().__init__(
-            batch_size, num_epochs, dataset_size, shuffle, False, task_type, size, dataset_name, **options
-        )
+        options |= {"num_minibatches_per_shard": num_minibatches_per_shard, "dataset_name": dataset_name}
+        super().__init__(batch_size, num_epochs, dataset_size, shuffle, False, task_type, **options)
 
 
 build_data_shard_service = DataShardService

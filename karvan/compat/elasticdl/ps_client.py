@@ -171,23 +171,18 @@ class PSClient:
         and the version that the worker has of each, which is changed; it gets parameters by name, and the
         numbers of servers without a model, which are none after `push_model`.
         """
-        if model_versions is not None:
-            assert isinstance(version, Sequence)
-            changed: dict[str, NDArray[Any]] = {}
-            for number in version:
-                base_version = model_versions[number] if model_versions[number] >= 0 else None
-                newest, values = self._servers[number].pull(base_version)
-                self._versions[number] = model_versions[number] = newest
-                changed |= {name: np.array(value) for name, value in (values or {}).items()}
-            return changed, []
-        assert not isinstance(version, Sequence)
         pulled: dict[str, NDArray[Any]] = {}
-        for number, server in enumerate(self._servers):
-            self._versions[number], values = server.pull(version)
+        for number in version if isinstance(version, Sequence) else range(len(self._servers)):
+            base = version if model_versions is None else model_versions[number]
+            assert not isinstance(base, Sequence)
+            newest, values = self._servers[number].pull(None if base is not None and base < 0 else base)
+            self._versions[number] = newest
             pulled |= {name: np.array(value) for name, value in (values or {}).items()}
+            if model_versions is not None:
+                model_versions[number] = newest
         if into is not None:
             self._copy(pulled, into)
-        return PulledModel(self._version, pulled)
+        return PulledModel(self._version, pulled) if model_versions is None else (pulled, [])
 
     def push_gradients(
         self,
@@ -400,13 +395,11 @@ def _rows_of(
         return gradients
     rows: dict[str, tuple[Tensor, Tensor]] = {}
     for gradient in gradients:
-        ids, values = _ids(gradient.indices), _tensor(gradient.values)
+        parts = [(_ids(gradient.indices), _tensor(gradient.values))]
         if gradient.name in rows:
-            ids, values = (
-                torch.cat([rows[gradient.name][0], ids]),
-                torch.cat([rows[gradient.name][1], values]),
-            )
-        rows[gradient.name] = (ids, values)
+            parts.insert(0, rows[gradient.name])
+        ids, values = zip(*parts, strict=True)
+        rows[gradient.name] = (torch.cat(ids), torch.cat(values))
     return rows
 
 

@@ -134,7 +134,12 @@ class PersiaBatch:
             if feature.name in names:
                 raise ValueError(f"PersiaBatch expects each feature of ids once, got '{feature.name}' twice.")
             names.add(feature.name)
-        for part in (*self.id_type_features, *self.non_id_type_features, *self.labels):
+        parts: list[_IDs | NdarrayDataBase] = [
+            *self.id_type_features,
+            *self.non_id_type_features,
+            *self.labels,
+        ]
+        for part in parts:
             if part.batch_size != self.batch_size:
                 raise ValueError(
                     f"PersiaBatch expects {self.batch_size} samples in '{part.name}', got {part.batch_size}."

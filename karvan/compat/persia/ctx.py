@@ -44,7 +44,6 @@ from karvan.compat.persia.batches import (
 from karvan.compat.persia.config import (
     EMBEDDING_CONFIG,
     EmbeddingConfig,
-    Slots,
     read_global_config,
     read_slots,
     unsupported,
@@ -278,10 +277,13 @@ class EmbeddingCtx(BaseCtx):
             self.prefetch = outer.prefetch
             return outer.evaluation(), outer.open()[1]
         connect(staleness)
-        embedded = EmbeddedModel(
-            self.model or nn.Identity(), self.slots, self.embedding_config, called=self.model is not None
-        )
+        embedded = self._embed(nn.Identity())
         return EvalContext(embedded, label=None, device=self.device, prefetch=prefetch), embedded
+
+    def _embed(self, parameters: nn.Module) -> EmbeddedModel:
+        """Make the tables of the model; without one, of what has the parameters of the net."""
+        called = self.model is not None
+        return EmbeddedModel(self.model or parameters, read_slots(), self.embedding_config, called=called)
 
     def evaluation(self) -> EvalContext:
         """A context that evaluates the model with its rows as they are now."""
@@ -291,11 +293,6 @@ class EmbeddingCtx(BaseCtx):
         """The context in which this one was entered, if it has rows, too."""
         before = _entered[: _entered.index(self)] if self in _entered else _entered
         return next((context for context in reversed(before) if isinstance(context, EmbeddingCtx)), None)
-
-    @property
-    def slots(self) -> Slots:
-        """The slots of the job."""
-        return read_slots()
 
     def batches(self, data: Any) -> Iterator[PersiaTrainingBatch]:
         """The batches of data that gives Karvan's."""
@@ -309,7 +306,7 @@ class EmbeddingCtx(BaseCtx):
 
         options: of `from_loaders`.
         """
-        ids = None if distributed.current().workers is None else list(self.slots.slots_config)
+        ids = None if distributed.current().workers is None else list(read_slots().slots_config)
         data = from_loaders(ids=ids, **options)
         if not isinstance(data, LoaderStream):
             raise unsupported("A job with sharding: dynamic", "use sharding: static.")
@@ -557,12 +554,10 @@ class TrainCtx(EmbeddingCtx):
 
     def _open(self, staleness: int | None, prefetch: int) -> tuple[Any, EmbeddedModel]:
         connect(staleness)
-        config = self.embedding_config
-        net = self.model or nn.ParameterList(_parameters(self.dense_optimizer))
-        embedded = EmbeddedModel(net, self.slots, config, called=self.model is not None)
+        embedded = self._embed(nn.ParameterList(_parameters(self.dense_optimizer)))
         context = TrainContext(
             embedded,
-            sparse_optimizer=self.embedding_optimizer.native(config.bound),
+            sparse_optimizer=self.embedding_optimizer.native(self.embedding_config.bound),
             dense_optimizer=self.dense_optimizer,
             precision=self.grad_scaler,
             label=None,
@@ -738,9 +733,8 @@ class FirstTrainCtx(EmbeddingCtx):
                 "TrainCtx of the first generation with several trainers",
                 "pass model, embedding_optimizer and dense_optimizer, as the second generation does.",
             )
-        config = self.embedding_config
-        embedded = EmbeddedModel(nn.Identity(), self.slots, config, called=False)
-        self._optimizer = self._rows.native(config.bound)
+        embedded = self._embed(nn.Identity())
+        self._optimizer = self._rows.native(self.embedding_config.bound)
         self._optimizer.attach(embedded)
         embedded.train()
         return nullcontext(embedded), embedded

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,10 @@ def set_env(
     local_rank: int | None = None,
 ) -> None:
     """Set the place of this process, in its environment; what is None is unset."""
-    for name, value in {
-        "REPLICA_SIZE": replica_size,
-        "REPLICA_INDEX": replica_index,
-        "WORLD_SIZE": world_size,
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-    }.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
+    place = {"REPLICA_SIZE": replica_size, "REPLICA_INDEX": replica_index, "WORLD_SIZE": world_size}
+    for name, value in {**place, "RANK": rank, "LOCAL_RANK": local_rank}.items():
+        os.environ.pop(name, None)
+        if value is not None:
             os.environ[name] = str(value)
 
 
@@ -139,19 +133,15 @@ def wait_for_roles(*roles: Role) -> None:
     unknown = [role for role in roles if role not in job.counts]
     if not job.registry or not unknown:
         return
-    directory = Directory(job.master, Security.from_environment())
-    try:
+    with closing(Directory(job.master, Security.from_environment())) as directory:
         for role in unknown:
             try:
                 count = directory.count(role, _ATTEMPT)
             except WireError:
-                _log.warning(
-                    "Waiting for the first %s at the registry %s, of PERSIA_NATS_URL.", role, job.registry
-                )
+                where = f"the registry {job.registry}, of PERSIA_NATS_URL"
+                _log.warning("Waiting for the first %s at %s.", role, where)
                 count = directory.count(role, _FOUND_WITHIN)
             set_variables(os.environ, {count_name(role): count})
-    finally:
-        directory.close()
 
 
 def connect(staleness: int | None) -> None:
@@ -284,7 +274,6 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
 
 
 _FORMAT = "%(asctime)s %(levelname)-8s [%(filename)s:%(lineno)d] %(message)s"
-_NAME = "log"
 
 
 def log_level() -> int:
@@ -310,4 +299,4 @@ def get_logger(name: str) -> logging.Logger:
 
 def get_default_logger(name: str | None = None) -> logging.Logger:
     """The logger of that name."""
-    return get_logger(name or _NAME)
+    return get_logger(name or "log")

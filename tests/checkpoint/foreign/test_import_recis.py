@@ -240,7 +240,7 @@ def test_ids_that_recis_has_cut_are_reported_and_found_by_their_remainder(tmp_pa
 PEAK = """
 import sys, tracemalloc
 from pathlib import Path
-from karvan.checkpoint.foreign import recis
+from karvan.checkpoint import foreign_recis as recis
 from karvan.checkpoint.foreign_writing import no_progress, write
 
 recis.PIECE_ROWS = 1000
