@@ -152,14 +152,14 @@ def _without_nccl(original: Function) -> Function:
     """A process group of gloo."""
     names = list(signature(original).parameters)
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def start(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.pop("device_id", None) is not None or "nccl" in str(arguments.get("backend")):
             _warn()
             arguments["backend"] = "gloo"
         return original(**arguments)
 
-    return made
+    return start
 
 
 def _at_least_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 
 class UnsupportedError(NotImplementedError):
@@ -34,6 +34,15 @@ def require_defaults(kind: Any, record: Any, options: Mapping[str, str]) -> None
     for name, instead in options.items():
         default = kind.__dataclass_fields__[name].default
         require_default(f"{kind.__name__} {name}", getattr(record, name), default, instead)
+
+
+def unsupported_method(what: str, instead: str) -> Callable[..., NoReturn]:
+    """A method that has no counterpart: calling it is an error."""
+
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        raise UnsupportedError(what, instead)
+
+    return refuse
 
 
 def refuse_methods(kind: type, names: Mapping[str, str]) -> None:

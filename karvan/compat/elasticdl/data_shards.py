@@ -37,7 +37,7 @@ from torch.utils.data import get_worker_info
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
 from karvan.compat.elasticdl.contract import MINIBATCHES_PER_TASK, NUM_EPOCHS, Shard, TaskType
-from karvan.compat.unsupported import UnsupportedError, UsageError
+from karvan.compat.unsupported import UnsupportedError, UsageError, unsupported_method
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.task_records import numbers_of, places_of
 from karvan.job.address import MasterAddress
@@ -264,17 +264,11 @@ class DataShardService:
             self._batch.clear()
         return True
 
-    def reset_dataset(self) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError("reset_dataset", "num_epochs says how often the records are trained.")
-
-    def get_current_epoch(self) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError("get_current_epoch of a service", "use the controller's.")
-
-    def get_tf_dataset(self, *arguments: Any) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError("get_tf_dataset", "loops are written in PyTorch: use record_index_gen().")
+    reset_dataset = unsupported_method("reset_dataset", "num_epochs says how often the records are trained.")
+    get_current_epoch = unsupported_method("get_current_epoch of a service", "use the controller's.")
+    get_tf_dataset = unsupported_method(
+        "get_tf_dataset", "loops are written in PyTorch: use record_index_gen()."
+    )
 
     def close(self) -> None:
         """Give back what was not reported, and disconnect."""

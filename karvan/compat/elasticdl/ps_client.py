@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
 from karvan.compat.elasticdl.preprocessing import initialiser_of
-from karvan.compat.unsupported import UnsupportedError
+from karvan.compat.unsupported import unsupported_method
 from karvan.dense.optimizer_spec import describe
 from karvan.dense.remote import DenseServerProxy, owner_of_parameter, split_state
 from karvan.distributed.connection import Connection
@@ -246,13 +246,10 @@ class PSClient:
     def partition_dense_parameters(self, param_names: Sequence[str]) -> None:
         """Nothing: servers divide parameters by their names."""
 
-    def push_dense_parameters(self, *arguments: Any) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError(
-            "push_dense_parameters",
-            "push_model(model, optimizer) gives the servers parameters and the optimizer.",
-        )
-
+    push_dense_parameters = unsupported_method(
+        "push_dense_parameters",
+        "push_model(model, optimizer) gives the servers parameters and the optimizer.",
+    )
     pull_variable = pull_dense_parameters
     pull_embedding_vector = pull_embedding_vectors
     push_gradient = push_gradients

@@ -272,11 +272,11 @@ class PersiaBatchDataSender:
 
     def __init__(self, size: int = 0) -> None:
         self._queue: Queue[Any] = Queue(size)
-        self._left = False
+        self._ended = False
 
     def send(self, batch: PersiaBatch | PyPersiaBatchData) -> None:
         """Add a batch."""
-        if self._left:
+        if self._ended:
             raise RuntimeError(
                 "The iteration over the DataLoader has ended: its batches are not needed any more."
             )
@@ -288,12 +288,12 @@ class PersiaBatchDataSender:
 
     def end(self) -> None:
         """There are no more batches."""
-        if not self._left:
+        if not self._ended:
             self._queue.put(None)
 
     def close(self) -> None:
         """Nobody takes batches any more: the next `send` is an error, and one that waits goes on."""
-        self._left = True
+        self._ended = True
         while not self._queue.empty():
             self._queue.get()
 

@@ -102,9 +102,14 @@ def settings_of(kind: type[Settings], tree: Any, where: str) -> Settings:
     return settings
 
 
-def _chosen(kind: type[Foreign], tree: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
+def _chosen(kind: Any, tree: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
     """A tree with the keys that a section has, by their names of now; the others are noted in `ignored`."""
     if not isinstance(tree, Mapping):
+        return tree
+    parts = get_args(kind)
+    if get_origin(kind) is dict and issubclass(parts[1], Foreign):
+        return {key: _chosen(parts[1], item, where, f"{path}*.", ignored) for key, item in tree.items()}
+    if not isinstance(kind, type) or not issubclass(kind, Foreign):
         return tree
     chosen: dict[str, Any] = {}
     for key, value in tree.items():
@@ -115,17 +120,9 @@ def _chosen(kind: type[Foreign], tree: Any, where: str, path: str, ignored: dict
         if name in chosen:
             raise SettingsError(f"{where}: {path}{key} is an older name of {name}, got both.")
         if value is not None:  # a key without a value has its default
-            chosen[name] = _below(kind.model_fields[name].annotation, value, where, f"{path}{name}.", ignored)
+            below = kind.model_fields[name].annotation
+            chosen[name] = _chosen(below, value, where, f"{path}{name}.", ignored)
     return chosen
-
-
-def _below(kind: Any, value: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Foreign):
-        return _chosen(kind, value, where, path, ignored)
-    parts = get_args(kind)
-    if get_origin(kind) is dict and isinstance(value, Mapping) and issubclass(parts[1], Foreign):
-        return {key: _chosen(parts[1], item, where, f"{path}*.", ignored) for key, item in value.items()}
-    return value
 
 
 @dataclass

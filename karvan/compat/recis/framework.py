@@ -2,29 +2,30 @@
 
 Karvan's Trainer calls a model with batches of its own kind, and RecIS's models take samples with
 RaggedTensors and return their loss. Hooks of the module translate; calls with anything else pass unchanged.
-
-Hooks of RecIS 1.0 are called `after_step(metrics, global_step)` and `end()`, those of later versions with
-keywords. The signature of a hook's method says which it is.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import Parameter, Signature, signature
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from karvan.checkpoint import Checkpoints
-from karvan.compat.recis.hooks import Hook, LoggerHook, MetricReportHook, ReportArguments, TrainerOption
+from karvan.compat.recis.hooks import (
+    Hook,
+    HookCalls,
+    LoggerHook,
+    MetricReportHook,
+    ReportArguments,
+    TrainerOption,
+)
 from karvan.compat.recis.io import DatasetBase
-from karvan.compat.recis.metrics import is_accumulated
+from karvan.compat.recis.metrics import evaluated_metrics, get_log_metrics, restore_metrics
 from karvan.compat.recis.nn import connect_ranks
 from karvan.compat.recis.ragged import to_karvan, to_recis
 from karvan.compat.recis.serialize import load_bank
@@ -33,198 +34,8 @@ from karvan.data import Loader, merge
 from karvan.embedding.optim import SparseOptimizer
 from karvan.ragged import Batch
 from karvan.train import Trainer as KarvanTrainer
-from karvan.train import report
-from karvan.train.callbacks import Callback, TrainerView
-from karvan.train.reporting.results import FitResult, StepLogs
 
-_metrics: dict[str, Any] = {}
-_accumulated: set[str] = set()  # names of numbers that count all batches
-
-
-def add_metric(name: str, metric: Any) -> None:
-    """Report a number: hooks get the newest of each name, and `LoggerHook` shows them.
-
-    Numbers that a model reports in its forward are in Karvan's reports, too: see `kv.train.report`.
-    """
-    _metrics[name] = metric.detach() if isinstance(metric, Tensor) else metric
-    (_accumulated.add if is_accumulated(metric) else _accumulated.discard)(name)
-    is_number = metric.numel() == 1 if isinstance(metric, Tensor) else isinstance(metric, int | float)
-    if is_number and name != "loss":  # which the Trainer reports itself
-        report(name, metric)
-
-
-def evaluated_metrics(means: Mapping[str, float]) -> dict[str, Any]:
-    """The result of an evaluation, given the means over its samples, which are those of all ranks.
-
-    A number that counts all batches itself, as that of `AUROC` does, is the newest one instead, and so is one
-    that has no mean, since it is not a number of one element.
-    """
-    newest = {name: value for name, value in _metrics.items() if name in _accumulated or name not in means}
-    return {**means, **newest}
-
-
-def restore_metrics(before: Mapping[str, Any]) -> None:
-    """Numbers that have become NaN are as before, or gone: those of a batch without samples."""
-    for name, value in list(_metrics.items()):
-        if _is_nan(value):
-            del _metrics[name]
-            _metrics.update({name: before[name]} if name in before else {})
-
-
-def _is_nan(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(value.isnan().any())
-    return isinstance(value, float) and math.isnan(value)
-
-
-def get_log_metrics() -> dict[str, Any]:
-    """The newest number of each name."""
-    return _metrics
-
-
-get_global_metrics = get_log_metrics  # its name in RecIS 1.0
-
-
-_MOMENTS = {
-    **dict.fromkeys(("start", "end", "before_epoch", "after_epoch", "before_step"), ("is_train",)),
-    "after_data": ("is_train", "data"),
-    "after_step": ("is_train", "metrics", "global_step", "eval_result"),
-    **dict.fromkeys(("out_off_data", "after_train", "after_eval"), ()),
-}
-"""What hooks are told at each moment."""
-
-_FIRST_GENERATION = {"after_step": ("metrics", "global_step")}  # in this order
-
-
-class HookCalls(Callback):
-    """All hooks of a Trainer. `global_step` counts the batches that were trained."""
-
-    def __init__(self) -> None:
-        self.hooks: list[Hook] = []
-        self.global_step = 0
-        self._within_epoch = False
-        self._epoch = 0
-        self._trained = False  # whether a batch has had its forward, but not its after_step
-        self._loss: Tensor | None = None
-        self._signatures: dict[Callable[..., Any], Signature] = {}
-
-    def add(self, hook: Hook) -> None:
-        """Add a hook."""
-        if hasattr(hook, "after_backward"):
-            raise UnsupportedError(
-                f"after_backward of {type(hook).__name__}",
-                "clip gradients by ClipGradNormHook, or gradients of rows by kv.optim.AdamW(clip_norm=…).",
-            )
-        for moment, names in _MOMENTS.items():
-            if (method := getattr(hook, moment, None)) is not None:
-                called = self._signature(method)
-                args, options = _arguments(called, moment, dict.fromkeys(names))
-                try:
-                    called.bind(*args, **options)
-                except TypeError as error:
-                    raise TypeError(
-                        f"{moment} of {type(hook).__name__}, which takes {called}, expects arguments among "
-                        f"{', '.join(names) or 'none'}: {error}."
-                    ) from None
-        self.hooks.append(hook)
-
-    def call(self, moment: str, **values: Any) -> None:
-        """Call all hooks that know this moment."""
-        for hook in self.hooks:
-            if (method := getattr(hook, moment, None)) is not None:
-                args, options = _arguments(self._signature(method), moment, values)
-                method(*args, **options)
-
-    def _signature(self, method: Callable[..., Any]) -> Signature:
-        if method not in self._signatures:
-            self._signatures[method] = signature(method)
-        return self._signatures[method]
-
-    def begin_batch(self, samples: Any, training: bool) -> None:
-        """A batch with samples is about to be computed."""
-        if training and not self._within_epoch:
-            self._within_epoch = True
-            self.call("before_epoch", is_train=True)
-        self.call("before_step", is_train=training)
-        self.call("after_data", is_train=training, data=samples)
-
-    def end_training(self, loss: Tensor | None) -> None:
-        """A training batch has been computed; None: it has no samples, as the data of this rank has ended."""
-        self._trained, self._loss = True, loss
-
-    def end_evaluated_batch(self, result: Any) -> None:
-        """A batch of an evaluation has been computed."""
-        self._after_step(is_train=False, eval_result=result)
-
-    def end_trained_batch(self) -> None:
-        """Another training batch of the step is about to be computed, or the step ends."""
-        if not self._trained:
-            return
-        self._trained = False
-        self.global_step += 1
-        add_metric("epoch", self._epoch)
-        if self._loss is not None:
-            add_metric("loss", self._loss)
-        self._after_step(is_train=True)
-
-    def _after_step(self, **values: Any) -> None:
-        step = torch.tensor(self.global_step)  # as RecIS has it, for hooks that call item()
-        self.call("after_step", metrics=get_log_metrics(), global_step=step, **values)
-
-    @override
-    def on_fit_begin(self, trainer: TrainerView) -> None:
-        self._epoch = trainer.epoch
-
-    @override
-    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
-        self._epoch = epoch
-
-    @override
-    def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
-        self.end_trained_batch()
-
-    @override
-    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        self.call("out_off_data")
-        self._end_epoch()
-
-    @override
-    def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
-        self._end_epoch()
-
-    def _end_epoch(self) -> None:
-        if self._within_epoch:
-            self._within_epoch = False
-            self.call("after_train")
-            self.call("after_epoch", is_train=True)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"global_step": self.global_step}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints of earlier versions have no global_step."""
-        self.global_step = state.get("global_step", self.global_step)
-
-
-def _arguments(
-    called: Signature, moment: str, values: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a hook's method: keywords that it takes, or by position what RecIS 1.0 gives."""
-    kinds = {parameter.kind for parameter in called.parameters.values()}
-    named = [parameter for parameter in called.parameters.values() if parameter.kind not in _VARIABLE]
-    foreign = any(
-        parameter.default is Parameter.empty and parameter.name not in values for parameter in named
-    )
-    if foreign or kinds == {Parameter.VAR_POSITIONAL}:
-        return tuple(values[name] for name in _FIRST_GENERATION.get(moment, ())), {}
-    if Parameter.VAR_KEYWORD in kinds:
-        return (), dict(values)
-    return (), {parameter.name: values[parameter.name] for parameter in named if parameter.name in values}
-
-
-_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+__all__ = ["Trainer", "TrainingArguments"]
 
 
 class ProgramData:
@@ -377,8 +188,6 @@ def model_loss(output: Any, batch: Any) -> Tensor:
     """The loss that the model has returned; 0 if an evaluation has returned something else."""
     return output if isinstance(output, Tensor) and output.numel() == 1 else torch.zeros(())
 
-
-__all__ = ["Trainer", "TrainingArguments"]
 
 _WINDOWS = "train on windows by kv.data.Windows and one fit for each."
 _SAVED = "Karvan saves every save_steps steps and at the end."

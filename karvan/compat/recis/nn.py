@@ -34,6 +34,8 @@ from karvan.presets import recis
 from karvan.ragged import IndexedRows, Ragged
 from karvan.store import Rows
 
+__all__ = ["DynamicEmbedding", "EmbeddingEngine", "EmbeddingOption", "HashTable", "NoReduceEmbedding"]
+
 
 @dataclass(frozen=True)
 class Initializer(ABC):
@@ -210,8 +212,6 @@ def eviction(hook: FilterHook | None) -> Eviction:
         return Never()
     return recis.global_step_filter(int(hook.params["filter_step"]), every=_ONLY_WHEN_ASKED)
 
-
-__all__ = ["DynamicEmbedding", "EmbeddingEngine", "EmbeddingOption", "HashTable", "NoReduceEmbedding"]
 
 _REDUCES = {"worker": "mean", "worker_sum": "sum", "id": "key"}
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.compat.unsupported import UnsupportedError
+from karvan.compat.unsupported import UnsupportedError, unsupported_method
 from karvan.features import Feature, FeatureEngine
 from karvan.ragged import Entry, NestedRagged, Ragged
 
@@ -167,9 +167,9 @@ class RaggedTensor:
         offsets = [change(offset) for offset in self._offsets]
         return RaggedTensor(change(self._values), offsets, weight, self._dense_shape)
 
-    def __getitem__(self, index: Any) -> RaggedTensor:
-        """Not supported."""
-        raise UnsupportedError("an index of a RaggedTensor", "use to_dense()[…], or kv.Feature.truncate.")
+    __getitem__ = unsupported_method(
+        "an index of a RaggedTensor", "use to_dense()[…], or kv.Feature.truncate."
+    )
 
     def __repr__(self) -> str:
         return (

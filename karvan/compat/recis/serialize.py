@@ -32,29 +32,29 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str) -> None:
-        self._found = find(path)
+        self._saved = find(path)
 
     @cached_property
     def _dense(self) -> dict[str, Tensor]:
-        state = self._found.state()
+        state = self._saved.state()
         tensors = state.get("tensors", state.get("model", {}))
         return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
     def tensor_names(self) -> list[str]:
         """All names."""
-        tables = [f"{name}@{part}" for name in self._found.manifest.tables for part in ("id", "embedding")]
+        tables = [f"{name}@{part}" for name in self._saved.manifest.tables for part in ("id", "embedding")]
         return [*tables, *self._dense]
 
     def read_tensor(self, name: str) -> Tensor:
         """A tensor."""
         table, _, part = name.rpartition("@")
-        if (entry := self._found.manifest.tables.get(table)) is not None and part in ("id", "embedding"):
-            rows = list(self._found.parts(table))
+        if (entry := self._saved.manifest.tables.get(table)) is not None and part in ("id", "embedding"):
+            rows = list(self._saved.parts(table))
             keys = [np.zeros(0, np.int64), *(part.keys for part in rows)]
             vectors = [np.zeros((0, entry.dim), np.float32), *(part.vectors for part in rows)]
             return torch.from_numpy(np.concatenate(keys if part == "id" else vectors))
         if name not in self._dense:
-            raise KeyError(f"{self._found.path} has no tensor '{name}'.")
+            raise KeyError(f"{self._saved.path} has no tensor '{name}'.")
         return self._dense[name]
 
     def tensor_shape(self, name: str) -> list[int]:
