@@ -121,10 +121,6 @@ def new_model() -> Iterator[None]:
         _counts.update(before)
 
 
-_OF_THE_MODEL = ("model", "net", "module")
-_OF_PARAMETERS = ("parameters", "params")
-
-
 class ContractError(UsageError):
     """A model's module, a flag or a folder is not what the contract of ElasticDL expects."""
 
@@ -207,9 +203,9 @@ class ModelContract:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
         first = required[0].name if required else ""
-        if first in _OF_THE_MODEL:
+        if first in ("model", "net", "module"):
             optimizer = factory(model)
-        elif first in _OF_PARAMETERS:
+        elif first in ("parameters", "params"):
             optimizer = factory(model.parameters())
         elif any(parameter.default is parameter.empty for parameter in required):
             raise ContractError(
@@ -225,12 +221,8 @@ class ModelContract:
                 f"{self.names.optimizer} must give a torch optimizer, or a function that makes one of "
                 f"parameters, got {type(optimizer).__name__}."
             )
-        parameters = {id(parameter) for parameter in model.parameters()}
-        if any(
-            id(parameter) not in parameters
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if trained - {id(parameter) for parameter in model.parameters()}:
             raise ContractError(
                 f"{self.names.optimizer} gave an optimizer of another model's parameters: take the model as "
                 f"its first argument, {self.names.optimizer}(model, lr=…)."

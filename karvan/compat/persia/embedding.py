@@ -128,15 +128,12 @@ class EmbeddedModel(nn.Module):
                     f"The batch has the feature '{name}', but the embedding configuration has no such "
                     f"slot, only: {', '.join(self.embeddings.features)}."
                 )
-        outputs = self.embeddings(self._with_absent(batch))
-        return non_ids_of(batch), [_shown(outputs[name]) for name in self._order]
-
-    def _with_absent(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch with samples without ids for slots that it does not have."""
         absent = [name for name in self.embeddings.features if name not in batch]
-        if not absent or REFERENCE in batch:
-            return batch
-        return {**batch, **dict.fromkeys(absent, no_ids(samples_of(batch)))}
+        ids = batch  # with samples without ids for slots that it does not have
+        if absent and REFERENCE not in batch:
+            ids = {**batch, **dict.fromkeys(absent, no_ids(samples_of(batch)))}
+        outputs = self.embeddings(ids)
+        return non_ids_of(batch), [_shown(outputs[name]) for name in self._order]
 
 
 def _shown(vectors: Tensor | Padded) -> Tensor:

@@ -328,12 +328,10 @@ class FeatureEngine(nn.Module):
         }
         for feature in self._alone:
             result = feature(data)
-            several = isinstance(result, Mapping)
-            outputs |= (
-                {f"{feature.name}_{name}": item for name, item in result.items()}
-                if several
-                else {feature.name: result}
-            )
+            if isinstance(result, Mapping):
+                outputs |= {f"{feature.name}_{name}": item for name, item in result.items()}
+            else:
+                outputs[feature.name] = result
         return outputs
 
 

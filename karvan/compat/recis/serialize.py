@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
-from karvan.checkpoint import Checkpoint, CheckpointError, find, save, warm_start
+from karvan.checkpoint import CheckpointError, find, save, warm_start
 from karvan.compat.recis.nn import SparseParameter, engines_of, filter_out_sparse_param
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding.optim.base import SparseOptimizer
@@ -36,9 +36,7 @@ class CheckpointReader:
 
     @cached_property
     def _dense(self) -> dict[str, Tensor]:
-        state = self._saved.state()
-        tensors = state.get("tensors", state.get("model", {}))
-        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        return _tensors(self._saved.state(), "tensors", "model")
 
     def tensor_names(self) -> list[str]:
         """All names."""
@@ -88,8 +86,7 @@ class Loader:
     @torch.no_grad()
     def load(self) -> None:
         """Load."""
-        state = find(self._path).load(self._engines)
-        saved = state.get("tensors", state.get("model", {}))
+        saved = _tensors(find(self._path).load(self._engines), "tensors", "model")
         if missing := [name for name in self._tensors if name not in saved]:
             raise KeyError(f"{self._path} has no tensor '{missing[0]}'.")
         for name, tensor in self._tensors.items():
@@ -245,9 +242,9 @@ def _load(
     saved = find(entry.path)
     targets = {
         "tables": set(filter_out_sparse_param(model)),
-        "dense": {name for name, value in model.state_dict().items() if isinstance(value, Tensor)},
+        "dense": set(_tensors({"model": model.state_dict()}, "model")),
     }
-    sources = {"tables": set(saved.manifest.tables), "dense": _dense_names(saved)}
+    sources = {"tables": set(saved.manifest.tables), "dense": set(_tensors(saved.state(), "model"))}
     for name in entry.load:
         if "*" not in name and not any(_whole(name) in names for names in targets.values()):
             raise ValueError(f"load of a model_bank expects names of the model, got '{name}'.")
@@ -294,7 +291,7 @@ def _start(
     return loaded
 
 
-def _dense_names(saved: Checkpoint) -> set[str]:
-    """The names of the tensors of a checkpoint's model."""
-    model = saved.state().get("model", {})
-    return {name for name, value in model.items() if isinstance(value, Tensor)}
+def _tensors(state: Mapping[str, Any], *parts: str) -> dict[str, Tensor]:
+    """The tensors by name in the first of some parts of a checkpoint's state that is there."""
+    values = next((state[part] for part in parts if part in state), {})
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
