@@ -140,11 +140,8 @@ def parse_job_command(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num_minibatches_per_task", type=_count, default=8)  # too
     parser.add_argument("--custom_training_loop", type=_flag, nargs="?", const=True)  # as always here
     parser.add_argument("--need_elasticdl_job_service", type=_flag, nargs="?", const=True, default=False)
-    parser.add_argument(
-        "--distribution_strategy",
-        choices=[DistributionStrategy.ALLREDUCE],
-        default=DistributionStrategy.ALLREDUCE,
-    )
+    allreduce = DistributionStrategy.ALLREDUCE
+    parser.add_argument("--distribution_strategy", choices=[allreduce], default=allreduce)
     _add_known(parser, (*_WITHOUT_MEANING, *_OF_RECOVERY, *_OF_THE_PROGRAM))
     flags = parser.parse_args(list(words))
     for name, reason in _of_pods(vars(flags)):

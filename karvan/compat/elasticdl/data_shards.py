@@ -46,7 +46,7 @@ from karvan.torch_internals import is_leaving_loader, loader_batch
 from karvan.wire import Security
 from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 from karvan.work.ledger import NoTask
-from karvan.work.task import TaskLease, WorkSpec, holder_of
+from karvan.work.task import WorkSpec, holder_of
 
 # What a worker of a DataLoader has inherited belongs to its parent: it must not collect connections there.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -137,13 +137,13 @@ class DataShardService:
         if task_type not in (None, TaskType.TRAINING):
             raise UnsupportedError(f"get_task({task_type})", "shards are leased for training.")
         self._require_process()
-        while (lease := self._lease()) is NoTask.WAIT:
+        while (records := self._lease()) is NoTask.WAIT:
             self._wait()
-        if not isinstance(lease, TaskLease):
+        if isinstance(records, NoTask):
             return ShardTask(0, Shard("", 0, 0), TaskType.NONE)
         with self._lock:
-            self._handed.append(list(self._records(lease)))
-        return self._tasks[lease.token]
+            self._handed.append([*records])
+        return self._tasks[records[0].token]
 
     def get_current_task(self) -> ShardTask | None:
         """The task of the oldest record that is not reported; None before the first one is fetched."""
@@ -239,12 +239,12 @@ class DataShardService:
         """
         while self._loader.size and not self._handed and not self._open:
             with self._lock:
-                lease = self._lease()
-                if isinstance(lease, TaskLease):
-                    self._open.extend(self._records(lease))
-            if lease is NoTask.DONE:
+                records = self._lease()
+                if not isinstance(records, NoTask):
+                    self._open.extend(records)
+            if records is NoTask.DONE:
                 return
-            if lease is NoTask.WAIT:
+            if records is NoTask.WAIT:
                 self.while_waiting()
 
     def get_minibatch_count_per_epoch(self) -> int:
@@ -292,11 +292,11 @@ class DataShardService:
                     batch.append(record := self._open.popleft())
                     numbers.append(record.number)
                     continue
-                lease = self._lease()
-                if isinstance(lease, TaskLease):
-                    self._open.extend(self._records(lease))
+                records = self._lease()
+                if not isinstance(records, NoTask):
+                    self._open.extend(records)
                 elif not batch:
-                    return lease
+                    return records
                 else:
                     filled = len(batch)
                     numbers += [numbers[place % filled] for place in range(filled, size)]
@@ -326,25 +326,23 @@ class DataShardService:
             )
         self.while_waiting()
 
-    def _lease(self) -> TaskLease | NoTask:
+    def _lease(self) -> list[Record] | NoTask:
+        """The records of another task that are not done, in the order to train them."""
         got = self._client.lease()
         if not isinstance(got, list):
             return got
         (lease,) = got
-        numbers = [record.number for record in self._records(lease)]
-        in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        shard = Shard(lease.task.path, min(numbers), max(numbers) + 1, None if in_order else numbers)
-        self._tasks[lease.token] = ShardTask(lease.token, shard)
-        return lease
-
-    def _records(self, lease: TaskLease) -> Iterator[Record]:
-        """The records that are left of a task, in the order to train them."""
-        task = lease.task
+        task, token = lease.task, lease.token
         places = places_of(task)
         after = [*places[1:].tolist(), task.records]
         numbers = numbers_of(task, places, self._seed).tolist()
-        for number, done in zip(numbers, after, strict=True):
-            yield Record(number, lease.token, done, done == task.records)
+        in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        shard = Shard(task.path, min(numbers), max(numbers) + 1, None if in_order else numbers)
+        self._tasks[token] = ShardTask(token, shard)
+        return [
+            Record(number, token, done, done == task.records)
+            for number, done in zip(numbers, after, strict=True)
+        ]
 
     def _fail(self, token: int, error: str) -> None:
         """Report a shard, and drop what is left of it here."""

@@ -209,7 +209,7 @@ class PSClient:
         for name, gradient in self._by_name(grads).items():
             if gradient is not None:
                 shares[owner_of_parameter(name, len(shares))][name] = _tensor(gradient)
-        rows = self._checked_rows(_rows_of(edl_grads or {}))  # raises before anything is sent
+        rows = self._checked_rows(edl_grads or {})  # raises before anything is sent
         result = PushResult(True, self._version)
         if any(shares):
             result = self._push_dense(shares, learning_rate)
@@ -328,9 +328,17 @@ class PSClient:
             assert isinstance(store, RemoteStore)
             store.window.drain()
 
-    def _checked_rows(self, rows_by_table: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _checked_rows(
+        self, gradients_of_rows: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Ids and gradients by table; those of several parts of a table one after the other."""
+        parts = (
+            gradients_of_rows.items()
+            if isinstance(gradients_of_rows, Mapping)
+            else [(part.name, (part.indices, part.values)) for part in gradients_of_rows]
+        )
         rows: dict[str, tuple[Tensor, Tensor]] = {}
-        for table, (ids, values) in rows_by_table.items():
+        for table, (ids, values) in parts:
             dim = self._table(table)[0].features[table].dim
             keys, gradients = _ids(ids), _tensor(values).float()
             if gradients.shape != (len(keys), dim):
@@ -340,7 +348,8 @@ class PSClient:
                 )
             if not torch.isfinite(gradients).all():
                 raise ValueError(f"push_gradients expects finite gradients, got others of '{table}'.")
-            rows[table] = (keys, gradients)
+            before = rows.get(table, (keys[:0], gradients[:0]))
+            rows[table] = torch.cat([before[0], keys]), torch.cat([before[1], gradients])
         return rows
 
     def _table(self, name: str) -> tuple[EmbeddingEngine, SparseOptimizer]:
@@ -382,22 +391,6 @@ def _sums_of(gradients: Iterable[NamedGradient]) -> dict[str, Any]:
         values = _tensor(gradient.values)
         sums[gradient.name] = sums[gradient.name] + values if gradient.name in sums else values
     return sums
-
-
-def _rows_of(
-    gradients: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]],
-) -> Mapping[str, tuple[Any, Any]]:
-    """Ids and gradients by table."""
-    if isinstance(gradients, Mapping):
-        return gradients
-    rows: dict[str, tuple[Tensor, Tensor]] = {}
-    for gradient in gradients:
-        parts = [(_ids(gradient.indices), _tensor(gradient.values))]
-        if gradient.name in rows:
-            parts.insert(0, rows[gradient.name])
-        ids, values = zip(*parts, strict=True)
-        rows[gradient.name] = (torch.cat(ids), torch.cat(values))
-    return rows
 
 
 def _tensor(value: Any) -> Tensor:

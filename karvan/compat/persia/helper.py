@@ -129,8 +129,7 @@ class PersiaServiceCtx:
             place = JobEnvironment(role=role, index=index, count=self._counts[role], port=port or 0)
             environment = {**os.environ, **place.variables(), **read_global_config().variables(role)}
             if role is Role.TRAINER:
-                rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
-                environment |= rank
+                environment |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
             command = ending_with_parent(module_command("karvan", *words))
             self._processes.append((role, subprocess.Popen(command, env=environment)))
 
