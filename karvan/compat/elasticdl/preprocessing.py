@@ -86,12 +86,8 @@ class Embedding(nn.Module):
             raise ContractError(f"Embedding expects a combiner sum, mean or sqrtn, got '{combiner}'.")
         if isinstance(input_dim, str):
             raise ContractError(f"Embedding expects a number as input_dim, got '{input_dim}': write name=….")
-        require_default(
-            "mask_zero",
-            mask_zero,
-            False,
-            "layers of torch have no masks; ToRagged(ignore_value=0) drops zeros.",
-        )
+        instead = "layers of torch have no masks; ToRagged(ignore_value=0) drops zeros."
+        require_default("mask_zero", mask_zero, False, instead)
         self.name = table_name("embedding", name)
         self._combiner = combiner
         self._limit = input_dim or None

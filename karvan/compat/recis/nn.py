@@ -312,7 +312,7 @@ class SparseParameter:
         return f"HashTable_{self.handle.name}"
 
 
-class HashTable(nn.Module, SparseParameter):
+class HashTable(SparseParameter, nn.Module):
     """A table that is looked up by itself: `HashTable([16], name="user")(ids)` is (n, 16)."""
 
     def __init__(
@@ -358,9 +358,6 @@ class HashTable(nn.Module, SparseParameter):
             )
         vectors: Tensor = self.engine({"ids": ids})["ids"]
         return vectors
-
-    def __repr__(self) -> str:
-        return SparseParameter.__repr__(self)
 
 
 def make_engine(features: dict[str, Table]) -> Engine:

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -248,6 +248,7 @@ def _load(
     for name in entry.load:
         if "*" not in name and not any(_whole(name) in names for names in targets.values()):
             raise ValueError(f"load of a model_bank expects names of the model, got '{name}'.")
+    start = partial(warm_start, model, entry.path, sparse_optimizer=optimizer)
     matches: set[str] = set()
     for kind, names in targets.items():
         chosen = {name: entry.source(name) for name in sorted(names - loaded) if entry.takes(name)}
@@ -255,35 +256,20 @@ def _load(
             if name in entry.load and not entry.ignore_error:
                 raise CheckpointError.mismatch(saved.path, f"'{chosen[name]}' for '{name}'", "none")
             del chosen[name]
-        for state in (True, False) if kind == "tables" else (True,):
-            some = {name: source for name, source in chosen.items() if entry.takes_state(name) is state}
-            matches |= _start(model, entry.path, kind, chosen if kind == "dense" else some, state, optimizer)
+        stateless = {name for name in chosen if kind == "tables" and not entry.takes_state(name)}
+        for state in (True, False):
+            some = {name: source for name, source in chosen.items() if (name not in stateless) is state}
+            matches |= _start(partial(start, optimizer_state=state), kind, some)
     return matches
 
 
-def _start(
-    model: nn.Module,
-    path: str,
-    kind: str,
-    chosen: Mapping[str, str],
-    state: bool,
-    optimizer: SparseOptimizer | None,
-) -> set[str]:
+def _start(start: Callable[..., Any], kind: str, chosen: Mapping[str, str]) -> set[str]:
     """Load names of the model from names of a checkpoint, of which each may be the source of several."""
     rest, loaded = dict(chosen), set()
     while rest:
         of = {source: name for name, source in reversed(rest.items())}
         renames = {source: name for source, name in of.items() if source != name}
-        sources = sorted(of)
-        report = warm_start(
-            model,
-            path,
-            tables=sources if kind == "tables" else (),
-            dense=sources if kind == "dense" else (),
-            rename=renames,
-            optimizer_state=state,
-            sparse_optimizer=optimizer,
-        )
+        report = start(rename=renames, **{"tables": (), "dense": (), kind: sorted(of)})
         _log.info("%s", report)
         loaded |= {*report.tables, *report.dense}
         for name in of.values():
