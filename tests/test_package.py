@@ -312,7 +312,7 @@ USES_GLOBAL_GENERATORS = {
     "karvan.train.results": "saves and restores them",
     "karvan.cli.config.build_job": "train.seed of the configuration is that of the model",
     "karvan.cli.commands.demo": "is a program, whose model has the same weights each time",
-    "karvan.compat.persia.utils": "setup_seed is PERSIA's function to set them",
+    "karvan.compat.persia.env": "setup_seed is PERSIA's function to set them",
     "karvan.models.deepfm": "initial weights of a layer",
 }
 _TORCH_DRAWS = {

@@ -10,9 +10,9 @@ and tensors, such as a `state_dict()`. The model's tables are saved in addition 
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.foreign.persia import import_persia
-from karvan.checkpoint.foreign.recis import import_recis
-from karvan.checkpoint.foreign.writing import ImportReport
+from karvan.checkpoint.foreign_persia import import_persia
+from karvan.checkpoint.foreign_recis import import_recis
+from karvan.checkpoint.foreign_writing import ImportReport
 from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
 from karvan.checkpoint.manager import Checkpoints, find, resume_at, save, start
 from karvan.checkpoint.pending_save import Pending

@@ -26,8 +26,7 @@ from karvan.compat.persia.config import (
     read_global_config,
     read_slots,
 )
-from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, wait_for_roles
-from karvan.compat.persia.utils import log_level
+from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, log_level, wait_for_roles
 from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
@@ -54,21 +53,16 @@ def nn_worker(
 ) -> None:
     """Run trainers, each with the same program."""
     _join(Role.TRAINER, 0, nproc_per_node * nnodes)
-    environments = [
-        {
-            **os.environ,
-            "RANK": str(node_rank * nproc_per_node + local),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(nproc_per_node * nnodes),
-            "LOCAL_WORLD_SIZE": str(nproc_per_node),
-        }
+    os.environ.update(WORLD_SIZE=str(nproc_per_node * nnodes), LOCAL_WORLD_SIZE=str(nproc_per_node))
+    ranks = [
+        {"RANK": str(node_rank * nproc_per_node + local), "LOCAL_RANK": str(local)}
         for local in range(nproc_per_node)
     ]
     words = _program(filepath, arguments)
     if nproc_per_node == 1:
-        os.environ.update(environments[0])
+        os.environ.update(ranks[0])
         _continue_as(words)
-    raise typer.Exit(_run_together(module_command("karvan", *words), environments))
+    raise typer.Exit(_run_together(module_command("karvan", *words), ranks))
 
 
 @app.command("data-loader", context_settings={"ignore_unknown_options": True})
@@ -164,11 +158,11 @@ def _tell(words: Sequence[str]) -> None:
         print(f"execute command: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
-def _run_together(command: Sequence[str], environments: Sequence[dict[str, str]]) -> int:
+def _run_together(command: Sequence[str], ranks: Sequence[dict[str, str]]) -> int:
     """Run a program several times at once; the exit code of the first that fails, which ends the others."""
     _tell(command)
     words = ending_with_parent(command)
-    processes = [subprocess.Popen(words, env=environment) for environment in environments]
+    processes = [subprocess.Popen(words, env={**os.environ, **rank}) for rank in ranks]
 
     def stop(number: int, frame: object) -> None:
         for process in processes:

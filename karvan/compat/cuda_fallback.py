@@ -69,7 +69,7 @@ class _CpuDevices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        moved = _on_cpu(kwargs or {}, "device")
+        moved = _on_cpu(kwargs or {})
         if moved.pop("pin_memory", False):
             _warn()
         return func(*args, **moved)
@@ -97,9 +97,7 @@ class _Stream:
     wait = wait_event = wait_stream = synchronize
 
 
-def _changing(
-    change: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
-) -> Callable[[Function], Function]:
+def _changing(change: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]) -> Replacement:
     """A function with other arguments."""
 
     def replaced(original: Function) -> Function:
@@ -134,7 +132,7 @@ def _giving_back(original: Function) -> Function:
 
 def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The CPU for a GPU as the second argument, or as that of this name."""
-    return (*args[:1], *map(_cpu_for, args[1:2]), *args[2:]), _on_cpu(kwargs, "device")
+    return (*args[:1], *map(_cpu_for, args[1:2]), *args[2:]), _on_cpu(kwargs)
 
 
 def _without_gpus(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -154,14 +152,14 @@ def _without_nccl(original: Function) -> Function:
     """A process group of gloo."""
     names = list(signature(original).parameters)
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def start(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.pop("device_id", None) is not None or "nccl" in str(arguments.get("backend")):
             _warn()
             arguments["backend"] = "gloo"
         return original(**arguments)
 
-    return made
+    return start
 
 
 def _at_least_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -189,10 +187,7 @@ _PLACES: list[tuple[Any, str, Replacement]] = [
     *((torch.cuda, name, _giving(None)) for name in ("set_device", "synchronize", "reset_peak_memory_stats")),
     *((torch.cuda.nvtx, name, _giving(None)) for name in ("mark", "range_push", "range_pop")),
     *((torch.cuda, name, _giving(nullcontext())) for name in ("device", "stream")),
-    *(
-        (torch.cuda, name, lambda _: _Stream)
-        for name in ("Stream", "Event", "current_stream", "default_stream")
-    ),
+    *((torch.cuda, name, lambda _: _Stream) for name in _STREAMS),
     (torch.cuda, "current_device", _giving(0)),
     *((owner, "cuda", _giving_back) for owner in (torch.nn.Module, torch.Tensor, torch.UntypedStorage)),
     (torch.Tensor, "pin_memory", _giving_back),
@@ -211,8 +206,8 @@ _PLACES: list[tuple[Any, str, Replacement]] = [
 """What is replaced: of its owner the attribute, by what the function makes of it."""
 
 
-def _on_cpu(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {argument: _cpu_for(value) if argument == name else value for argument, value in kwargs.items()}
+def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _cpu_for(value) if name == "device" else value for name, value in kwargs.items()}
 
 
 def _cpu_for(value: Any) -> Any:

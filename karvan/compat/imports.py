@@ -152,8 +152,8 @@ def _instead(groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
 def _table_of(module: str) -> _Table | None:
     """The table of the system to which a module of karvan.compat belongs; None without one."""
     package = ".".join(module.split(".")[:3])
-    system = next((system for system, packages in SYSTEMS.items() if package in packages.values()), None)
-    return None if system is None else _read_table(system)
+    systems = (system for system, packages in SYSTEMS.items() if package in packages.values())
+    return next(map(_read_table, systems), None)
 
 
 def _entry_of(module: str) -> _Entry | None:
@@ -192,6 +192,9 @@ class _FileLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__getattr__"] = _attributes_of(module.__name__)
         super().exec_module(module)
+        entry = _entry_of(module.__name__)
+        if entry is not None and entry.names:
+            vars(module).setdefault("__all__", sorted(entry.names))
 
 
 class _TableLoader(Loader):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UnsupportedError(NotImplementedError):
@@ -26,15 +26,23 @@ def require_default(what: str, value: Any, default: Any, instead: str) -> None:
         raise UnsupportedError(f"{what}={value!r}", instead)
 
 
-def missing_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that says for each of these names what to use instead."""
+def require_defaults(kind: Any, record: Any, options: Mapping[str, str]) -> None:
+    """Raise unless the fields of a dataclass that have no counterpart have their defaults.
 
-    def get(name: str) -> Any:
-        if name in names:
-            raise UnsupportedError(f"{module}.{name}", names[name])
-        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+    options: what to use instead of each.
+    """
+    for name, instead in options.items():
+        default = kind.__dataclass_fields__[name].default
+        require_default(f"{kind.__name__} {name}", getattr(record, name), default, instead)
 
-    return get
+
+def unsupported_method(what: str, instead: str) -> Callable[..., NoReturn]:
+    """A method that has no counterpart: calling it is an error."""
+
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        raise UnsupportedError(what, instead)
+
+    return refuse
 
 
 def refuse_methods(kind: type, names: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import karvan as kv
 from karvan.compat.elasticai_api.proto import elasticai_api_pb2
-from karvan.compat.elasticdl.common import TaskType
+from karvan.compat.elasticdl.contract import TaskType
 from karvan.compat.elasticdl.controller import (
     DistributedOptimizer,
     ElasticDataset,

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from support_paths import support_path
 
-from karvan.compat.elasticdl.commands import make_program_spec
+from karvan.compat.elasticdl.commands import make_program_spec, parse, parse_job_command
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.flags import parse, parse_job_command
 
 PROGRAM = support_path("compat/elastic_loop_program.py")
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from support_paths import support_path
 
 import karvan as kv
-from karvan.compat.elasticdl.callbacks import LearningRateScheduler
-from karvan.compat.elasticdl.contract import ContractError, ModelContract
-from karvan.compat.elasticdl.flags import environment_of, parse
+from karvan.compat.elasticdl.commands import environment_of, parse
+from karvan.compat.elasticdl.contract import ContractError, LearningRateScheduler, ModelContract
 from karvan.compat.elasticdl.readers import FeedStep, numbers_of, open_data, parse_params
 from karvan.compat.imports import SYSTEMS, import_aliases
 

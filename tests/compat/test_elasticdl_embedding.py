@@ -8,7 +8,7 @@ import torch
 import karvan as kv
 from karvan.cli.main import main
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.layers import Embedding, row_optimizer
+from karvan.compat.elasticdl.preprocessing import Embedding, row_optimizer
 
 MODULE = """
 import torch

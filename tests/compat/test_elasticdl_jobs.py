@@ -13,8 +13,7 @@ from support_paths import support_path
 
 import karvan as kv
 from karvan.cli.main import main
-from karvan.compat.elasticdl.commands import make_spec
-from karvan.compat.elasticdl.flags import parse
+from karvan.compat.elasticdl.commands import make_spec, parse
 
 ZOO = ("--model_zoo", str(support_path("compat/counting_model.py").parent))
 MODEL = (*ZOO, "--model_def", "counting_model.CustomModel")

@@ -1,23 +1,6 @@
 """The names of ElasticDL, over Karvan: the model contract, its commands, data readers, and the PS client.
 
 `karvan run --as elasticdl train --model_zoo … --model_def …` runs a model that is written for ElasticDL, and
-`karvan run --as elasticdl program.py` a program. Models are those of PyTorch.
+`karvan run --as elasticdl program.py` a program. Models are those of PyTorch. The package's own names are in
+`elasticdl.toml`.
 """
-
-from karvan.compat.elasticdl.callbacks import LearningRateScheduler, MaxStepsStopping, SavedModelExporter
-from karvan.compat.elasticdl.common import DistributionStrategy, Mode, TaskType
-from karvan.compat.elasticdl.ps_client import PSClient
-from karvan.compat.elasticdl.readers import AbstractDataReader, Metadata, Task
-
-__all__ = [
-    "AbstractDataReader",
-    "DistributionStrategy",
-    "LearningRateScheduler",
-    "MaxStepsStopping",
-    "Metadata",
-    "Mode",
-    "PSClient",
-    "SavedModelExporter",
-    "Task",
-    "TaskType",
-]

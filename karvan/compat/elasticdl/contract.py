@@ -1,13 +1,18 @@
-"""`ModelContract`: what a model's module defines, found by its name, `--model_def a.b.CustomModel`."""
+"""`ModelContract`: what a model's module defines, found by its name, `--model_def a.b.CustomModel`.
+
+Before it are the constants of ElasticDL and the logger that models write to, after it the callbacks of a
+contract: those of ElasticDL, of Karvan, and objects with the methods of Keras's.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +20,82 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from karvan.argument_checks import listed
 from karvan.compat.unsupported import UsageError
+from karvan.train.callbacks import Callback, TrainerView
+from karvan.train.reporting.results import FitResult, StepLogs
+
+
+class Mode:
+    """What `feed` prepares records for."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    PREDICTION = "prediction"
+
+
+class DistributionStrategy:
+    """How workers train together."""
+
+    LOCAL = "Local"
+    PARAMETER_SERVER = "ParameterServerStrategy"
+    ALLREDUCE = "AllreduceStrategy"
+
+
+class TaskType:
+    """What a task is for; those of readers have one of the first three."""
+
+    TRAINING = "TRAINING"
+    EVALUATION = "EVALUATION"
+    PREDICTION = "PREDICTION"
+    NONE = "NONE"
+    WAIT = "WAIT"
+    TRAIN_END_CALLBACK = "TRAIN_END_CALLBACK"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Records `start` to `end`; `indices` are their numbers in the order to train them, if it is another."""
+
+    name: str
+    start: int
+    end: int
+    indices: list[int] | None = None
+
+    def numbers(self) -> list[int]:
+        """The numbers of the records, in the order to train them."""
+        return list(range(self.start, self.end)) if self.indices is None else self.indices
+
+
+# In the environment of workers of --job_command: flags of the job, for data shards without these numbers.
+NUM_EPOCHS = "ELASTICDL_NUM_EPOCHS"
+MINIBATCHES_PER_TASK = "ELASTICDL_NUM_MINIBATCHES_PER_TASK"
+
+
+class WorkerEnv:
+    """What a worker knows of its job."""
+
+    MASTER_ADDR = "MASTER_ADDR"
+    WORKER_ID = "WORKER_ID"
+    WORKER_NUM = "WORKER_NUM"
+
+
+default_logger = logging.getLogger("elasticdl")
+
+
+def get_logger(
+    name: str, level: str | int = "INFO", handlers: list[logging.Handler] | None = None
+) -> logging.Logger:
+    """A logger of this name and level, with these handlers."""
+    logger = logging.getLogger(name)
+    logger.setLevel(level)
+    for handler in handlers or ():
+        logger.addHandler(handler)
+    return logger
+
 
 _counts: Counter[str] = Counter()
 
@@ -41,10 +119,6 @@ def new_model() -> Iterator[None]:
     finally:
         _counts.clear()
         _counts.update(before)
-
-
-_OF_THE_MODEL = ("model", "net", "module")
-_OF_PARAMETERS = ("parameters", "params")
 
 
 class ContractError(UsageError):
@@ -129,9 +203,9 @@ class ModelContract:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
         first = required[0].name if required else ""
-        if first in _OF_THE_MODEL:
+        if first in ("model", "net", "module"):
             optimizer = factory(model)
-        elif first in _OF_PARAMETERS:
+        elif first in ("parameters", "params"):
             optimizer = factory(model.parameters())
         elif any(parameter.default is parameter.empty for parameter in required):
             raise ContractError(
@@ -147,12 +221,8 @@ class ModelContract:
                 f"{self.names.optimizer} must give a torch optimizer, or a function that makes one of "
                 f"parameters, got {type(optimizer).__name__}."
             )
-        parameters = {id(parameter) for parameter in model.parameters()}
-        if any(
-            id(parameter) not in parameters
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if trained - {id(parameter) for parameter in model.parameters()}:
             raise ContractError(
                 f"{self.names.optimizer} gave an optimizer of another model's parameters: take the model as "
                 f"its first argument, {self.names.optimizer}(model, lr=…)."
@@ -218,3 +288,121 @@ class BasePredictionOutputsProcessor(ABC):
     @abstractmethod
     def process(self, predictions: Any, worker_id: int) -> None:
         """Take predictions, a tensor or several by name, on the CPU."""
+
+
+_CALLED = (
+    *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_train_batch_end"),
+    "on_test_end",
+)
+_NOT_CALLED = (
+    *("on_task_end", "on_train_batch_begin", "on_batch_begin", "on_batch_end", "on_test_begin"),
+    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end"),
+)
+
+
+@dataclass(frozen=True)
+class MaxStepsStopping:
+    """Training ends after this number of steps of the job: `max_steps` of `Trainer.fit`."""
+
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class LearningRateScheduler:
+    """The learning rate of each step is schedule(step), where steps count those of the job, from 0."""
+
+    schedule: Callable[[int], float]
+
+    def __call__(self, optimizer: Optimizer) -> LambdaLR:
+        """The scheduler of an optimizer."""
+        base = optimizer.param_groups[0]["lr"]
+        if not base:
+            raise ContractError(
+                "LearningRateScheduler expects an optimizer with a learning rate above 0, got 0."
+            )
+        return LambdaLR(optimizer, lambda step: self.schedule(step) / base)
+
+
+class SavedModelExporter:
+    """An error: it says what exports models."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise ContractError(
+            "SavedModelExporter writes models of TensorFlow: leave it out, and name a folder with "
+            "--output. evaluate and predict load the model from there."
+        )
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What the callbacks of a contract mean for a fit."""
+
+    callbacks: list[Callback]
+    max_steps: int | None
+    schedulers: list[LearningRateScheduler]
+
+
+def fit_options(callbacks: Iterable[Any]) -> FitOptions:
+    """Callbacks by what they are; an object that has none of the methods is an error."""
+    converted: list[Callback] = []
+    limits: list[int] = []
+    schedulers: list[LearningRateScheduler] = []
+    for callback in callbacks:
+        if isinstance(callback, MaxStepsStopping):
+            limits.append(callback.max_steps)
+        elif isinstance(callback, LearningRateScheduler):
+            schedulers.append(callback)
+        elif isinstance(callback, Callback):
+            converted.append(callback)
+        else:
+            converted.append(MethodCallback(callback))
+    return FitOptions(converted, min(limits, default=None), schedulers)
+
+
+class MethodCallback(Callback):
+    """Calls the methods that an object has, under Keras's names; it finds the model as `self.model`."""
+
+    def __init__(self, target: Any) -> None:
+        for name in _NOT_CALLED:
+            if hasattr(target, name):
+                raise ContractError(
+                    f"The callback {type(target).__name__} has {name}, which is not called here: expected "
+                    f"some of {', '.join(_CALLED)}, or a kv.callbacks.Callback."
+                )
+        if not any(hasattr(target, name) for name in _CALLED):
+            raise ContractError(
+                f"callbacks() must give objects with some of {', '.join(_CALLED)}, or kv.callbacks.Callback, "
+                f"got {type(target).__name__}."
+            )
+        self._target = target
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        method = getattr(self._target, name, None)
+        if method is not None:
+            method(*arguments)
+
+    def on_fit_begin(self, trainer: TrainerView) -> None:
+        """`on_train_begin(logs)`."""
+        self._target.model = trainer.model.model
+        self._call("on_train_begin", {})
+
+    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
+        """`on_epoch_begin(epoch, logs)`."""
+        self._call("on_epoch_begin", epoch, {})
+
+    def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
+        """`on_train_batch_end(batch, logs)`: batches are numbered by the steps of the job, from 0."""
+        if hasattr(self._target, "on_train_batch_end"):
+            self._call("on_train_batch_end", trainer.step - 1, {k: float(v) for k, v in logs.losses.items()})
+
+    def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
+        """`on_test_end(logs)`."""
+        self._call("on_test_end", dict(metrics))
+
+    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
+        """`on_epoch_end(epoch, logs)`."""
+        self._call("on_epoch_end", epoch, {})
+
+    def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
+        """`on_train_end(logs)`."""
+        self._call("on_train_end", dict(result.metrics))

@@ -28,26 +28,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple, NoReturn
 
-import numpy.random  # noqa: F401  # a forked worker of a DataLoader cannot import it while threads import
 from torch.utils.data import get_worker_info
 
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
-from karvan.compat.elasticdl.common import MINIBATCHES_PER_TASK, NUM_EPOCHS, TaskType
-from karvan.compat.unsupported import UnsupportedError, UsageError
+from karvan.compat.elasticdl.contract import MINIBATCHES_PER_TASK, NUM_EPOCHS, Shard, TaskType
+from karvan.compat.unsupported import UnsupportedError, UsageError, unsupported_method
 from karvan.data.task_records import numbers_of, places_of
 from karvan.data.work_client import WorkClient
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
+from karvan.process_end import first_at_exit, not_at_exit
 from karvan.torch_internals import is_leaving_loader, loader_batch
 from karvan.wire import Security
-from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 from karvan.work.ledger import NoTask
-from karvan.work.task import TaskLease, WorkSpec, holder_of
+from karvan.work.task import WorkSpec, holder_of
 
 # What a worker of a DataLoader has inherited belongs to its parent: it must not collect connections there.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -55,21 +53,6 @@ os.register_at_fork(after_in_child=gc.freeze)
 _log = logging.getLogger("karvan.data")
 
 _POLL = 0.1  # seconds between two questions for a shard while others work on the last ones of an epoch
-_PARENT = 1.0  # seconds between two looks of a DataLoader's worker at whether the process that trains lives
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Records `start` to `end`; `indices` are their numbers in the order to train them, if it is another."""
-
-    name: str
-    start: int
-    end: int
-    indices: list[int] | None = None
-
-    def numbers(self) -> list[int]:
-        """The numbers of the records, in the order to train them."""
-        return list(range(self.start, self.end)) if self.indices is None else self.indices
 
 
 class ShardTask(NamedTuple):
@@ -153,19 +136,22 @@ class DataShardService:
         if task_type not in (None, TaskType.TRAINING):
             raise UnsupportedError(f"get_task({task_type})", "shards are leased for training.")
         self._require_process()
-        while (lease := self._lease()) is NoTask.WAIT:
+        while (records := self._lease()) is NoTask.WAIT:
             self._wait()
-        if not isinstance(lease, TaskLease):
+        if isinstance(records, NoTask):
             return ShardTask(0, Shard("", 0, 0), TaskType.NONE)
         with self._lock:
-            self._handed.append(list(self._records(lease)))
-        return self._tasks[lease.token]
+            self._handed.append([*records])
+        return self._tasks[records[0].token]
 
     def get_current_task(self) -> ShardTask | None:
         """The task of the oldest record that is not reported; None before the first one is fetched."""
         with self._lock:
-            records = [record for batch in self._handed for record in batch if record is not None]
+            records = self._handed_records()
             return self._tasks.get(records[0].token) if records else None
+
+    def _handed_records(self) -> list[Record]:
+        return [record for batch in self._handed for record in batch if record is not None]
 
     def fetch_record_index(self) -> int:
         """The number of the next record; StopIteration when all epochs are done.
@@ -252,12 +238,12 @@ class DataShardService:
         """
         while self._loader.size and not self._handed and not self._open:
             with self._lock:
-                lease = self._lease()
-                if isinstance(lease, TaskLease):
-                    self._open.extend(self._records(lease))
-            if lease is NoTask.DONE:
+                records = self._lease()
+                if not isinstance(records, NoTask):
+                    self._open.extend(records)
+            if records is NoTask.DONE:
                 return
-            if lease is NoTask.WAIT:
+            if records is NoTask.WAIT:
                 self.while_waiting()
 
     def get_minibatch_count_per_epoch(self) -> int:
@@ -277,17 +263,11 @@ class DataShardService:
             self._batch.clear()
         return True
 
-    def reset_dataset(self) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError("reset_dataset", "num_epochs says how often the records are trained.")
-
-    def get_current_epoch(self) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError("get_current_epoch of a service", "use the controller's.")
-
-    def get_tf_dataset(self, *arguments: Any) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError("get_tf_dataset", "loops are written in PyTorch: use record_index_gen().")
+    reset_dataset = unsupported_method("reset_dataset", "num_epochs says how often the records are trained.")
+    get_current_epoch = unsupported_method("get_current_epoch of a service", "use the controller's.")
+    get_tf_dataset = unsupported_method(
+        "get_tf_dataset", "loops are written in PyTorch: use record_index_gen()."
+    )
 
     def close(self) -> None:
         """Give back what was not reported, and disconnect."""
@@ -308,14 +288,14 @@ class DataShardService:
             numbers: list[int] = []
             while len(batch) < size:
                 if self._open:
-                    batch.append(self._open.popleft())
-                    numbers.append(batch[-1].number)  # type: ignore[union-attr]
+                    batch.append(record := self._open.popleft())
+                    numbers.append(record.number)
                     continue
-                lease = self._lease()
-                if isinstance(lease, TaskLease):
-                    self._open.extend(self._records(lease))
+                records = self._lease()
+                if not isinstance(records, NoTask):
+                    self._open.extend(records)
                 elif not batch:
-                    return lease
+                    return records
                 else:
                     filled = len(batch)
                     numbers += [numbers[place % filled] for place in range(filled, size)]
@@ -326,8 +306,7 @@ class DataShardService:
     def hand_out_again(self) -> None:
         """Nobody will train what was handed out and is not reported."""
         with self._lock:
-            records = [record for batch in self._handed for record in batch if record is not None]
-            self._open.extendleft(reversed(records))
+            self._open.extendleft(reversed(self._handed_records()))
             self._handed.clear()
 
     def _require_process(self) -> None:
@@ -346,25 +325,23 @@ class DataShardService:
             )
         self.while_waiting()
 
-    def _lease(self) -> TaskLease | NoTask:
+    def _lease(self) -> list[Record] | NoTask:
+        """The records of another task that are not done, in the order to train them."""
         got = self._client.lease()
         if not isinstance(got, list):
             return got
         (lease,) = got
-        numbers = [record.number for record in self._records(lease)]
-        in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        shard = Shard(lease.task.path, min(numbers), max(numbers) + 1, None if in_order else numbers)
-        self._tasks[lease.token] = ShardTask(lease.token, shard)
-        return lease
-
-    def _records(self, lease: TaskLease) -> Iterator[Record]:
-        """The records that are left of a task, in the order to train them."""
-        task = lease.task
+        task, token = lease.task, lease.token
         places = places_of(task)
         after = [*places[1:].tolist(), task.records]
         numbers = numbers_of(task, places, self._seed).tolist()
-        for number, done in zip(numbers, after, strict=True):
-            yield Record(number, lease.token, done, done == task.records)
+        in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        shard = Shard(task.path, min(numbers), max(numbers) + 1, None if in_order else numbers)
+        self._tasks[token] = ShardTask(token, shard)
+        return [
+            Record(number, token, done, done == task.records)
+            for number, done in zip(numbers, after, strict=True)
+        ]
 
     def _fail(self, token: int, error: str) -> None:
         """Report a shard, and drop what is left of it here."""
@@ -540,10 +517,8 @@ class RecordIndexService(DataShardService):
         dataset_name: str | None = None,
         **options: Any,
     ) -> None:
-        size = num_minibatches_per_shard
-        super().__init__(
-            batch_size, num_epochs, dataset_size, shuffle, False, task_type, size, dataset_name, **options
-        )
+        options |= {"num_minibatches_per_shard": num_minibatches_per_shard, "dataset_name": dataset_name}
+        super().__init__(batch_size, num_epochs, dataset_size, shuffle, False, task_type, **options)
 
 
 build_data_shard_service = DataShardService

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from karvan.argument_checks import listed
 from karvan.compat.elasticdl.contract import ContractError
-from karvan.compat.elasticdl.layers import initialiser_of
-from karvan.compat.unsupported import UnsupportedError
+from karvan.compat.elasticdl.preprocessing import initialiser_of
+from karvan.compat.unsupported import unsupported_method
 from karvan.dense.remote import DenseServerProxy, first_state, owner_of_parameter, split_state
 from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.job.sync_modes import ASYNC, DenseSettings
+from karvan.job.environment import ASYNC, DenseSettings
 from karvan.ragged import Batch
 from karvan.store import LookupContext
 
@@ -163,23 +163,18 @@ class PSClient:
         and the version that the worker has of each, which is changed; it gets parameters by name, and the
         numbers of servers without a model, which are none after `push_model`.
         """
-        if model_versions is not None:
-            assert isinstance(version, Sequence)
-            changed: dict[str, NDArray[Any]] = {}
-            for number in version:
-                base_version = model_versions[number] if model_versions[number] >= 0 else None
-                newest, values = self._servers[number].pull(base_version)
-                self._versions[number] = model_versions[number] = newest
-                changed |= {name: np.array(value) for name, value in (values or {}).items()}
-            return changed, []
-        assert not isinstance(version, Sequence)
         pulled: dict[str, NDArray[Any]] = {}
-        for number, server in enumerate(self._servers):
-            self._versions[number], values = server.pull(version)
+        for number in version if isinstance(version, Sequence) else range(len(self._servers)):
+            base = version if model_versions is None else model_versions[number]
+            assert not isinstance(base, Sequence)
+            newest, values = self._servers[number].pull(None if base is not None and base < 0 else base)
+            self._versions[number] = newest
             pulled |= {name: np.array(value) for name, value in (values or {}).items()}
+            if model_versions is not None:
+                model_versions[number] = newest
         if into is not None:
             self._copy(pulled, into)
-        return PulledModel(self._version, pulled)
+        return PulledModel(self._version, pulled) if model_versions is None else (pulled, [])
 
     def push_gradients(
         self,
@@ -206,7 +201,7 @@ class PSClient:
         for name, gradient in self._by_name(grads).items():
             if gradient is not None:
                 shares[owner_of_parameter(name, len(shares))][name] = _tensor(gradient)
-        rows = self._checked_rows(_rows_of(edl_grads or {}))  # raises before anything is sent
+        rows = self._checked_rows(edl_grads or {})  # raises before anything is sent
         result = PushResult(True, self._version)
         if any(shares):
             result = self._push_dense(shares, learning_rate)
@@ -243,13 +238,10 @@ class PSClient:
     def partition_dense_parameters(self, param_names: Sequence[str]) -> None:
         """Nothing: servers divide parameters by their names."""
 
-    def push_dense_parameters(self, *arguments: Any) -> NoReturn:
-        """An error: it says what to use."""
-        raise UnsupportedError(
-            "push_dense_parameters",
-            "push_model(model, optimizer) gives the servers parameters and the optimizer.",
-        )
-
+    push_dense_parameters = unsupported_method(
+        "push_dense_parameters",
+        "push_model(model, optimizer) gives the servers parameters and the optimizer.",
+    )
     pull_variable = pull_dense_parameters
     pull_embedding_vector = pull_embedding_vectors
     push_gradient = push_gradients
@@ -328,9 +320,17 @@ class PSClient:
             assert isinstance(store, RemoteStore)
             store.window.drain()
 
-    def _checked_rows(self, rows_by_table: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _checked_rows(
+        self, gradients_of_rows: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Ids and gradients by table; those of several parts of a table one after the other."""
+        parts = (
+            gradients_of_rows.items()
+            if isinstance(gradients_of_rows, Mapping)
+            else [(part.name, (part.indices, part.values)) for part in gradients_of_rows]
+        )
         rows: dict[str, tuple[Tensor, Tensor]] = {}
-        for table, (ids, values) in rows_by_table.items():
+        for table, (ids, values) in parts:
             dim = self._table(table)[0].features[table].dim
             keys, gradients = _ids(ids), _tensor(values).float()
             if gradients.shape != (len(keys), dim):
@@ -340,7 +340,8 @@ class PSClient:
                 )
             if not torch.isfinite(gradients).all():
                 raise ValueError(f"push_gradients expects finite gradients, got others of '{table}'.")
-            rows[table] = (keys, gradients)
+            before = rows.get(table, (keys[:0], gradients[:0]))
+            rows[table] = torch.cat([before[0], keys]), torch.cat([before[1], gradients])
         return rows
 
     def _table(self, name: str) -> tuple[EmbeddingEngine, SparseOptimizer]:
@@ -382,24 +383,6 @@ def _sums_of(gradients: Iterable[NamedGradient]) -> dict[str, Any]:
         values = _tensor(gradient.values)
         sums[gradient.name] = sums[gradient.name] + values if gradient.name in sums else values
     return sums
-
-
-def _rows_of(
-    gradients: Sequence[NamedGradient] | Mapping[str, tuple[Any, Any]],
-) -> Mapping[str, tuple[Any, Any]]:
-    """Ids and gradients by table."""
-    if isinstance(gradients, Mapping):
-        return gradients
-    rows: dict[str, tuple[Tensor, Tensor]] = {}
-    for gradient in gradients:
-        ids, values = _ids(gradient.indices), _tensor(gradient.values)
-        if gradient.name in rows:
-            ids, values = (
-                torch.cat([rows[gradient.name][0], ids]),
-                torch.cat([rows[gradient.name][1], values]),
-            )
-        rows[gradient.name] = (ids, values)
-    return rows
 
 
 def _tensor(value: Any) -> Tensor:

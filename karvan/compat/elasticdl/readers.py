@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.compat.elasticdl.common import Mode, TaskType
-from karvan.compat.elasticdl.contract import ContractError
+from karvan.compat.elasticdl.contract import ContractError, Mode, Shard, TaskType
 from karvan.data import DataError, Part, Source, Split, open_files, read
 from karvan.data.leased_data import SharedData
 from karvan.data.loading.loader import Loader
@@ -51,12 +50,6 @@ from karvan.train.types import as_batch
 RECORD = "record"
 """The only column of records that are bytes."""
 
-_TYPES = {
-    Mode.TRAINING: TaskType.TRAINING,
-    Mode.EVALUATION: TaskType.EVALUATION,
-    Mode.PREDICTION: TaskType.PREDICTION,
-}
-
 
 @dataclass
 class Metadata:
@@ -64,15 +57,6 @@ class Metadata:
 
     column_names: list[str] | None = None
     column_dtypes: list[Any] | None = None
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Records `start` to `end` of the shard of a name."""
-
-    name: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +102,7 @@ class ReaderSource:
 
     def __init__(self, reader: Any, mode: str) -> None:
         self._reader = reader
-        self._type = _TYPES[mode]
+        self._type = mode.upper()  # a TaskType
         shards = _shards(reader.create_shards())
         names = [name for name, _, _ in shards]
         self._shards = {  # several of one file are told apart by their first records
@@ -194,7 +178,9 @@ def open_data(
         return _open_csv(origin, params.get("sep"), params.get("columns"))
     if len(params) > ("reader_type" in params):
         raise ContractError("sep and columns of --data_reader_params are for CSV, got RecordIO.")
-    options = {"options": {"content": "bytes"}, "format": _format_of(origin)}
+    # RecordIO files of ElasticDL have any names; those of other formats say so.
+    form = None if ".tfr" in Path(origin).name else "recordio"
+    options = {"options": {"content": "bytes"}, "format": form}
     return OpenData(origin, options, Metadata(), lambda batch: _texts(batch[RECORD]))
 
 
@@ -236,11 +222,6 @@ def _is_text(origin: str) -> bool:
     return any(name.endswith((".csv", ".csv.gz")) for name in names)
 
 
-def _format_of(origin: str) -> str | None:
-    """RecordIO files of ElasticDL have any names; those of other formats say so."""
-    return None if ".tfr" in Path(origin).name else "recordio"
-
-
 def _texts(column: Any) -> list[bytes]:
     """The bytes of each sample."""
     assert isinstance(column, Ragged)
@@ -255,11 +236,9 @@ def _unpacked(batch: Batch) -> list[Any]:
 
 
 def _shards(descriptions: Any) -> list[tuple[str, int, int]]:
-    listed = (
-        [(name, *place) for name, place in descriptions.items()]
-        if isinstance(descriptions, Mapping)
-        else list(descriptions)
-    )
+    listed = list(descriptions)
+    if isinstance(descriptions, Mapping):
+        listed = [(name, *place) for name, place in descriptions.items()]
     try:
         shards = [(str(name), int(first), int(count)) for name, first, count in listed]
     except (TypeError, ValueError) as error:

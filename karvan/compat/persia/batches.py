@@ -7,6 +7,7 @@ arrays are added to a `PyPersiaBatchData` one by one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from io import BytesIO
 from queue import Queue
 from typing import Any
@@ -26,13 +27,11 @@ MAX_BATCH_SIZE = 65535
 _DTYPES = tuple(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "float32", "float64", "uint8")))
 
 
-class IDTypeFeature:
-    """A feature with any number of ids in each sample: a 1-D array of uint64 for each."""
-
-    def __init__(self, name: str, data: Sequence[Array]) -> None:
+class _IDs:
+    def __init__(self, name: str, data: Any) -> None:
         if not env.PERSIA_SKIP_CHECK_DATA:
-            for sample in data:
-                _check_ids(name, sample)
+            for ids in [data] if isinstance(self, IDTypeFeatureWithSingleID) else data:
+                _check_ids(name, ids)
         self.name = name
         self.data = data
 
@@ -40,24 +39,17 @@ class IDTypeFeature:
     def batch_size(self) -> int:
         """The number of samples."""
         return len(self.data)
+
+
+class IDTypeFeature(_IDs):
+    """A feature with any number of ids in each sample: a 1-D array of uint64 for each."""
+
+
+class IDTypeFeatureWithSingleID(_IDs):
+    """A feature with exactly one id in each sample: a 1-D array of uint64."""
 
 
 IDTypeFeatureSparse = IDTypeFeature  # its name in earlier versions
-
-
-class IDTypeFeatureWithSingleID:
-    """A feature with exactly one id in each sample: a 1-D array of uint64."""
-
-    def __init__(self, name: str, data: Array) -> None:
-        if not env.PERSIA_SKIP_CHECK_DATA:
-            _check_ids(name, data)
-        self.name = name
-        self.data = data
-
-    @property
-    def batch_size(self) -> int:
-        """The number of samples."""
-        return len(self.data)
 
 
 class NdarrayDataBase:
@@ -105,7 +97,7 @@ class PersiaBatch:
 
     def __init__(
         self,
-        id_type_features: Sequence[IDTypeFeature | IDTypeFeatureWithSingleID],
+        id_type_features: Sequence[_IDs],
         non_id_type_features: Sequence[NonIDTypeFeature] | None = None,
         labels: Sequence[Label] | None = None,
         batch_size: int | None = None,
@@ -134,7 +126,7 @@ class PersiaBatch:
             raise ValueError(f"PersiaBatch expects at most {MAX_BATCH_SIZE} samples, got {self.batch_size}.")
         names = set()
         for feature in self.id_type_features:
-            if not isinstance(feature, IDTypeFeature | IDTypeFeatureWithSingleID):
+            if not isinstance(feature, _IDs):
                 raise TypeError(
                     "PersiaBatch expects IDTypeFeature or IDTypeFeatureWithSingleID, "
                     f"got {type(feature).__name__}."
@@ -142,7 +134,12 @@ class PersiaBatch:
             if feature.name in names:
                 raise ValueError(f"PersiaBatch expects each feature of ids once, got '{feature.name}' twice.")
             names.add(feature.name)
-        for part in (*self.id_type_features, *self.non_id_type_features, *self.labels):
+        parts: list[_IDs | NdarrayDataBase] = [
+            *self.id_type_features,
+            *self.non_id_type_features,
+            *self.labels,
+        ]
+        for part in parts:
             if part.batch_size != self.batch_size:
                 raise ValueError(
                     f"PersiaBatch expects {self.batch_size} samples in '{part.name}', got {part.batch_size}."
@@ -154,9 +151,7 @@ class PersiaBatch:
         torch.save(
             {
                 "ids": [(feature.name, *_ids_parts(feature)) for feature in self.id_type_features],
-                "non_ids": [
-                    (feature.name, torch.from_numpy(feature.data)) for feature in self.non_id_type_features
-                ],
+                "non_ids": [(part.name, torch.from_numpy(part.data)) for part in self.non_id_type_features],
                 "labels": [(label.name, torch.from_numpy(label.data)) for label in self.labels],
                 "requires_grad": self.requires_grad,
                 "meta": self.meta,
@@ -183,16 +178,12 @@ class PersiaBatch:
         return self
 
 
-def _ids_parts(feature: IDTypeFeature | IDTypeFeatureWithSingleID) -> tuple[Tensor, list[int] | None]:
-    if isinstance(feature, IDTypeFeatureWithSingleID):
-        return torch.from_numpy(feature.data.view(np.int64)), None
-    values = np.concatenate([*feature.data, np.zeros(0, np.uint64)])
-    return torch.from_numpy(values.view(np.int64)), [len(sample) for sample in feature.data]
+def _ids_parts(feature: _IDs) -> tuple[Tensor, list[int] | None]:
+    ids = _ids(feature)
+    return (ids.values, ids.lengths().tolist()) if isinstance(ids, Ragged) else (ids, None)
 
 
-def _ids_feature(
-    name: str, values: Tensor, lengths: list[int] | None
-) -> IDTypeFeature | IDTypeFeatureWithSingleID:
+def _ids_feature(name: str, values: Tensor, lengths: list[int] | None) -> _IDs:
     ids = values.numpy().view(np.uint64)
     if lengths is None:
         return IDTypeFeatureWithSingleID(name, ids)
@@ -240,29 +231,19 @@ class PyPersiaBatchData:
         for item in data:
             self.add_dense_f32(item)
 
-    def add_dense_f32(self, data: Array) -> None:
-        """Add an array of float32."""
-        self._add_dense(data, "float32")
-
-    def add_dense_f64(self, data: Array) -> None:
-        """Add an array of float64."""
-        self._add_dense(data, "float64")
-
-    def add_dense_i32(self, data: Array) -> None:
-        """Add an array of int32."""
-        self._add_dense(data, "int32")
-
-    def add_dense_i64(self, data: Array) -> None:
-        """Add an array of int64."""
-        self._add_dense(data, "int64")
-
-    def _add_dense(self, data: Array, dtype: str) -> None:
+    def _add_dense(self, data: Array, *, dtype: str) -> None:
+        """Add a 2-D array of one type."""
         if not isinstance(data, np.ndarray) or data.dtype != dtype or data.ndim != 2:
             shown = (
                 f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
             )
             raise TypeError(f"Dense data expects a 2-D array of {dtype}, got {shown}.")
         self.add_non_id_type_feature(data)
+
+    add_dense_f32 = partialmethod(_add_dense, dtype="float32")
+    add_dense_f64 = partialmethod(_add_dense, dtype="float64")
+    add_dense_i32 = partialmethod(_add_dense, dtype="int32")
+    add_dense_i64 = partialmethod(_add_dense, dtype="int64")
 
     def add_id_type_features(self, features: Sequence[Feature]) -> None:
         """Add features: for each its name, and an array of uint64 ids for each sample."""
@@ -280,17 +261,22 @@ class PyPersiaBatchData:
         """The batch."""
         return PersiaBatch(self._ids, self._non_ids, self._labels, requires_grad=bool(self._labels))
 
+    @property
+    def data(self) -> PersiaBatch:
+        """The batch, too."""
+        return self.batch()
+
 
 class PersiaBatchDataSender:
     """Takes the batches of a dataset for its DataLoader, at most `size` in advance; 0 is any number."""
 
     def __init__(self, size: int = 0) -> None:
         self._queue: Queue[Any] = Queue(size)
-        self._left = False
+        self._ended = False
 
     def send(self, batch: PersiaBatch | PyPersiaBatchData) -> None:
         """Add a batch."""
-        if self._left:
+        if self._ended:
             raise RuntimeError(
                 "The iteration over the DataLoader has ended: its batches are not needed any more."
             )
@@ -302,12 +288,12 @@ class PersiaBatchDataSender:
 
     def end(self) -> None:
         """There are no more batches."""
-        if not self._left:
+        if not self._ended:
             self._queue.put(None)
 
     def close(self) -> None:
         """Nobody takes batches any more: the next `send` is an error, and one that waits goes on."""
-        self._left = True
+        self._ended = True
         while not self._queue.empty():
             self._queue.get()
 
@@ -400,13 +386,11 @@ def _numbered(columns: Mapping[str, Any], prefix: str) -> list[Tensor]:
     return tensors
 
 
-def _ids(feature: IDTypeFeature | IDTypeFeatureWithSingleID) -> Tensor | Ragged:
+def _ids(feature: _IDs) -> Tensor | Ragged:
     if isinstance(feature, IDTypeFeatureWithSingleID):
         return _tensor(feature.data.view(np.int64))
-    samples = feature.data
-    offsets = np.zeros(len(samples) + 1, np.int64)
-    np.cumsum([len(sample) for sample in samples], out=offsets[1:])
-    values = np.concatenate(samples) if len(samples) else np.zeros(0, np.uint64)
+    offsets = np.cumsum([0, *map(len, feature.data)], dtype=np.int64)
+    values = np.concatenate(feature.data) if len(feature.data) else np.zeros(0, np.uint64)
     return Ragged(torch.from_numpy(values.view(np.int64)), torch.from_numpy(offsets))
 
 

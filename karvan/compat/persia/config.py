@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import Field, model_validator
 
@@ -40,22 +40,14 @@ from karvan.settings import (
 from karvan.wire import Security
 
 
-class Tuning(NamedTuple):
-    """An option that changes how fast PERSIA is, not what it computes: its value, default and counterpart."""
+def warn_of_tuning(here: str, **options: tuple[Any, Any]) -> None:
+    """Warn of options that were set and that Karvan does not need: they change how fast PERSIA is.
 
-    name: str
-    given: Any
-    default: Any
-    here: str
-
-
-def warn_of_tuning(*options: Tuning) -> None:
-    """Warn of options that were set and that Karvan does not need."""
-    for option in options:
-        if option.given != option.default:
-            warnings.warn(
-                f"{option.name}={option.given!r} of PERSIA has no effect here: {option.here}", stacklevel=3
-            )
+    here: what Karvan does instead. options: the value of each, and its default.
+    """
+    for name, (given, default) in options.items():
+        if given != default:
+            warnings.warn(f"{name}={given!r} of PERSIA has no effect here: {here}", stacklevel=3)
 
 
 def unsupported(what: str, instead: str) -> UnsupportedError:
@@ -110,9 +102,14 @@ def settings_of(kind: type[Settings], tree: Any, where: str) -> Settings:
     return settings
 
 
-def _chosen(kind: type[Foreign], tree: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
+def _chosen(kind: Any, tree: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
     """A tree with the keys that a section has, by their names of now; the others are noted in `ignored`."""
     if not isinstance(tree, Mapping):
+        return tree
+    parts = get_args(kind)
+    if get_origin(kind) is dict and issubclass(parts[1], Foreign):
+        return {key: _chosen(parts[1], item, where, f"{path}*.", ignored) for key, item in tree.items()}
+    if not isinstance(kind, type) or not issubclass(kind, Foreign):
         return tree
     chosen: dict[str, Any] = {}
     for key, value in tree.items():
@@ -123,17 +120,9 @@ def _chosen(kind: type[Foreign], tree: Any, where: str, path: str, ignored: dict
         if name in chosen:
             raise SettingsError(f"{where}: {path}{key} is an older name of {name}, got both.")
         if value is not None:  # a key without a value has its default
-            chosen[name] = _below(kind.model_fields[name].annotation, value, where, f"{path}{name}.", ignored)
+            below = kind.model_fields[name].annotation
+            chosen[name] = _chosen(below, value, where, f"{path}{name}.", ignored)
     return chosen
-
-
-def _below(kind: Any, value: Any, where: str, path: str, ignored: dict[str, str]) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Foreign):
-        return _chosen(kind, value, where, path, ignored)
-    parts = get_args(kind)
-    if get_origin(kind) is dict and isinstance(value, Mapping) and issubclass(parts[1], Foreign):
-        return {key: _chosen(parts[1], item, where, f"{path}*.", ignored) for key, item in value.items()}
-    return value
 
 
 @dataclass
@@ -290,9 +279,7 @@ def _parsed(content: bytes) -> Slots:
 
 
 GLOBAL_CONFIG = "PERSIA_GLOBAL_CONFIG"
-_SHARDS = 100
 _BUFFER = 1_000_000
-_INTERVAL = 10
 _WRITERS = "it is how many threads write a checkpoint; checkpointing_config.num_workers says that."
 _INFER = "it is for job_type: Infer; kv.InferContext(model, checkpoint) serves a model."
 _NO_INCREMENTS = (
@@ -308,7 +295,7 @@ class MetricsConfig(Foreign):
     }
     enable_metrics: bool = False
     job_name: str = ""
-    push_interval_seconds: Count = _INTERVAL
+    push_interval_seconds: Count = 10
 
 
 class InferConfig(Foreign):
@@ -360,7 +347,7 @@ class EmbeddingParameterServerConfig(Foreign):
         "local_buffer_dir": "dumps are first written there; checkpoints are written where they stay.",
     }
     capacity: Count | None = None
-    num_hashmap_internal_shards: Count = _SHARDS
+    num_hashmap_internal_shards: Count = 100
     enable_incremental_update: bool = False
     incremental_buffer_size: Count = _BUFFER
     incremental_dir: str | None = None
@@ -395,21 +382,18 @@ class GlobalConfig(Foreign):
                 "use kv.Checkpoints(folder, full_every=n), which saves the rows that changed.",
             )
         warn_of_tuning(
-            Tuning(
-                "enable_metrics",
-                common.metrics_config.enable_metrics,
-                False,
-                "nothing is pushed to PERSIA_METRICS_GATEWAY_ADDR; `karvan status JOB` shows a launched job.",
-            ),
-            Tuning("infer_config", common.infer_config.model_dump(), InferConfig().model_dump(), _INFER),
-            Tuning(
-                "num_hashmap_internal_shards",
-                server.num_hashmap_internal_shards,
-                _SHARDS,
-                "tables have 32 shards; kv.EmbeddingEngine(shards=…) sets another number.",
-            ),
-            Tuning("incremental_buffer_size", server.incremental_buffer_size, _BUFFER, _NO_INCREMENTS),
-            Tuning("incremental_dir", server.incremental_dir, None, _NO_INCREMENTS),
+            "nothing is pushed to PERSIA_METRICS_GATEWAY_ADDR; `karvan status JOB` shows a launched job.",
+            enable_metrics=(common.metrics_config.enable_metrics, False),
+        )
+        warn_of_tuning(_INFER, infer_config=(common.infer_config.model_dump(), InferConfig().model_dump()))
+        warn_of_tuning(
+            "tables have 32 shards; kv.EmbeddingEngine(shards=…) sets another number.",
+            num_hashmap_internal_shards=(server.num_hashmap_internal_shards, 100),
+        )
+        warn_of_tuning(
+            _NO_INCREMENTS,
+            incremental_buffer_size=(server.incremental_buffer_size, _BUFFER),
+            incremental_dir=(server.incremental_dir, None),
         )
 
     @property

@@ -17,11 +17,13 @@ from karvan.compat.persia.batches import (
     PyPersiaBatchData,
     local_batch,
 )
-from karvan.compat.persia.config import Tuning, unsupported, warn_of_tuning
-from karvan.compat.persia.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.config import unsupported, warn_of_tuning
+from karvan.compat.persia.ctx import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.env import join_job, wait_for_roles
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+
+_LOOKUPS = "lookups run on the cores that there are (KARVAN_THREADS)."
 
 
 class IterableDatasetBase:
@@ -94,21 +96,13 @@ class DataLoader:
         *,
         is_training: bool = True,
     ) -> None:
-        check_counts(
-            1,
-            forward_buffer_size=forward_buffer_size,
-            timeout_ms=timeout_ms,
-            embedding_staleness=embedding_staleness,
-        )
+        counts = {"forward_buffer_size": forward_buffer_size, "timeout_ms": timeout_ms}
+        check_counts(1, **counts, embedding_staleness=embedding_staleness)
         if not isinstance(dataset, IterableDatasetBase):
             raise TypeError(
                 f"DataLoader expects a StreamingDataset or an IterableDataset, got {type(dataset).__name__}."
             )
-        warn_of_tuning(
-            Tuning(
-                "num_workers", num_workers, 10, "lookups run on the cores that there are (KARVAN_THREADS)."
-            )
-        )
+        warn_of_tuning(_LOOKUPS, num_workers=(num_workers, 10))
         if isinstance(dataset, StreamingDataset):
             _check_stream(dataset, is_training)
         self.dataset = dataset
@@ -127,14 +121,8 @@ class DataLoader:
         """Connect the context, unless something else has done so before: see `EmbeddingCtx.open`."""
         context.open(self._staleness, self._prefetch)
         if self._prefetch != PREFETCH:
-            warn_of_tuning(
-                Tuning(
-                    "forward_buffer_size",
-                    self._prefetch,
-                    context.prefetch,
-                    f"this context prepares {context.prefetch} batches in advance since its first use.",
-                )
-            )
+            here = f"this context prepares {context.prefetch} batches in advance since its first use."
+            warn_of_tuning(here, forward_buffer_size=(self._prefetch, context.prefetch))
         _check_staleness(self._staleness)
         self._context = context
 
@@ -182,7 +170,7 @@ class _LocalBatches:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for batch in _batches_of(self._dataset):
-            loaded = local_batch(batch.batch() if isinstance(batch, PyPersiaBatchData) else batch)
+            loaded = local_batch(batch.data)
             loaded.meta["requires_grad"] &= self._is_training
             yield loaded
 

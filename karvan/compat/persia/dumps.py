@@ -30,7 +30,7 @@ Call = dict[str, Any]  # the name of a method, and its arguments
 class JointCalls:
     """Calls methods by name on all trainers, if one of them asks for it."""
 
-    def __init__(self, methods: Mapping[str, Callable[..., None]]) -> None:
+    def __init__(self, methods: Mapping[str, Callable[..., object]]) -> None:
         self._methods = methods
 
     def make(self, method: str, **arguments: Any) -> None:
@@ -94,10 +94,10 @@ class Dumps:
             {
                 "dump_checkpoint": self._dump_training,
                 "dump_model": self._dump_model,
-                "dump_embedding": self._dump_rows,
-                "load_checkpoint": self._load_training,
+                "dump_embedding": lambda folder, blocking: self._save(folder, {}, blocking),
+                "load_checkpoint": lambda folder: self._context.load(folder),
                 "load_model": self._load_model,
-                "load_embedding": self._load_rows,
+                "load_embedding": lambda folder: find(folder).load(self._embedded),
                 "clear_embeddings": self._clear,
             }
         )
@@ -147,9 +147,6 @@ class Dumps:
             if distributed.current().main.rank == 0:
                 write_file(folder, name, content)
 
-    def _dump_rows(self, folder: str, blocking: bool) -> None:
-        self._save(folder, {}, blocking)
-
     def _save(self, folder: str, state: dict[str, Any], blocking: bool) -> None:
         self.wait()
         step = self._embedded.embeddings.step
@@ -164,14 +161,8 @@ class Dumps:
             self._folders[folder] = Checkpoints(folder, writers=writers)
         return self._folders[folder]
 
-    def _load_training(self, folder: str) -> None:
-        self._context.load(folder)
-
     def _load_model(self, folder: str) -> None:
         self._embedded.load_state_dict(find(folder).load(self._embedded)["model"])
-
-    def _load_rows(self, folder: str) -> None:
-        find(folder).load(self._embedded)
 
     def _clear(self) -> None:
         if isinstance(self._context, TrainContext):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from karvan.compat.persia.batches import PersiaTrainingBatch, no_ids, non_ids_of
 from karvan.compat.persia.config import EmbeddingConfig, Slots, get_default_embedding_config
@@ -24,14 +22,18 @@ from karvan.train.types import samples_of
 __all__ = ["EmbeddingConfig", "get_default_embedding_config"]  # what programs import from here
 
 
-class Optimizer(ABC):
-    """An optimizer of rows."""
+class Optimizer:
+    """An optimizer of rows; `preset` makes Karvan's of its settings, some of which have other names there."""
 
-    @abstractmethod
+    preset: ClassVar[Callable[..., SparseOptimizer]]
+    renamed: ClassVar[Mapping[str, str]] = {}
+
     def native(self, weight_bound: float | None) -> SparseOptimizer:
         """Karvan's, without tables; values stay within ±weight_bound."""
+        settings = {self.renamed.get(name, name): value for name, value in vars(self).items()}
+        return self.preset(None, **settings, weight_bound=weight_bound)
 
-    def apply(self) -> None:  # noqa: B027
+    def apply(self) -> None:
         """Nothing to do: a context gives its optimizer to the tables."""
 
 
@@ -39,61 +41,35 @@ class Optimizer(ABC):
 class SGD(Optimizer):
     """Gradient descent. momentum and weight_decay count here; PERSIA ignores them."""
 
+    preset = staticmethod(persia.sgd)
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
-
-    @override
-    def native(self, weight_bound: float | None) -> SparseOptimizer:
-        return persia.sgd(
-            None, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, weight_bound=weight_bound
-        )
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
     """Adam, whose first step is corrected as the first; PERSIA corrects it as the second."""
 
+    preset = staticmethod(persia.adam)
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     eps: float = 1e-8
-
-    @override
-    def native(self, weight_bound: float | None) -> SparseOptimizer:
-        return persia.adam(
-            None,
-            self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            weight_bound=weight_bound,
-        )
 
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """Adagrad that scales by the accumulator before the gradient is added to it."""
 
+    preset = staticmethod(persia.adagrad)
+    renamed: ClassVar = {"g_square_momentum": "decay", "vectorwise_shared": "row_wise"}
     lr: float = 1e-2
     initial_accumulator_value: float = persia.INITIAL_ACCUMULATOR
     weight_decay: float = 0.0
     g_square_momentum: float = 1.0
     eps: float = 1e-10
     vectorwise_shared: bool = False
-
-    @override
-    def native(self, weight_bound: float | None) -> SparseOptimizer:
-        return persia.adagrad(
-            None,
-            self.lr,
-            eps=self.eps,
-            initial_accumulator_value=self.initial_accumulator_value,
-            weight_decay=self.weight_decay,
-            decay=self.g_square_momentum,
-            row_wise=self.vectorwise_shared,
-            weight_bound=weight_bound,
-        )
 
 
 Features = tuple[list[Tensor], list[Tensor]]
@@ -152,15 +128,12 @@ class EmbeddedModel(nn.Module):
                     f"The batch has the feature '{name}', but the embedding configuration has no such "
                     f"slot, only: {', '.join(self.embeddings.features)}."
                 )
-        outputs = self.embeddings(self._with_absent(batch))
-        return non_ids_of(batch), [_shown(outputs[name]) for name in self._order]
-
-    def _with_absent(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch with samples without ids for slots that it does not have."""
         absent = [name for name in self.embeddings.features if name not in batch]
-        if not absent or REFERENCE in batch:
-            return batch
-        return {**batch, **dict.fromkeys(absent, no_ids(samples_of(batch)))}
+        ids = batch  # with samples without ids for slots that it does not have
+        if absent and REFERENCE not in batch:
+            ids = {**batch, **dict.fromkeys(absent, no_ids(samples_of(batch)))}
+        outputs = self.embeddings(ids)
+        return non_ids_of(batch), [_shown(outputs[name]) for name in self._order]
 
 
 def _shown(vectors: Tensor | Padded) -> Tensor:

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import socket
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
 
 from karvan import distributed
-from karvan.compat.persia.config import read_global_config
+from karvan.argument_checks import check_counts
+from karvan.compat.persia.config import read_global_config, unsupported, warn_of_tuning
+from karvan.dense.communication import DenseReduce
 from karvan.discovery.directory import Directory
 from karvan.job.environment import JobEnvironment, count_name, set_variables
 from karvan.job.roles import Role
+from karvan.settings import parse
 from karvan.wire import Security, WireError
 
 PERSIA_SKIP_CHECK_DATA = os.environ.get("PERSIA_SKIP_CHECK_DATA", "0") not in ("", "0")
@@ -54,16 +66,10 @@ def set_env(
     local_rank: int | None = None,
 ) -> None:
     """Set the place of this process, in its environment; what is None is unset."""
-    for name, value in {
-        "REPLICA_SIZE": replica_size,
-        "REPLICA_INDEX": replica_index,
-        "WORLD_SIZE": world_size,
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-    }.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
+    place = {"REPLICA_SIZE": replica_size, "REPLICA_INDEX": replica_index, "WORLD_SIZE": world_size}
+    for name, value in {**place, "RANK": rank, "LOCAL_RANK": local_rank}.items():
+        os.environ.pop(name, None)
+        if value is not None:
             os.environ[name] = str(value)
 
 
@@ -127,19 +133,15 @@ def wait_for_roles(*roles: Role) -> None:
     unknown = [role for role in roles if role not in job.counts]
     if not job.registry or not unknown:
         return
-    directory = Directory(job.master, Security.from_environment())
-    try:
+    with closing(Directory(job.master, Security.from_environment())) as directory:
         for role in unknown:
             try:
                 count = directory.count(role, _ATTEMPT)
             except WireError:
-                _log.warning(
-                    "Waiting for the first %s at the registry %s, of PERSIA_NATS_URL.", role, job.registry
-                )
+                where = f"the registry {job.registry}, of PERSIA_NATS_URL"
+                _log.warning("Waiting for the first %s at %s.", role, where)
                 count = directory.count(role, _FOUND_WITHIN)
             set_variables(os.environ, {count_name(role): count})
-    finally:
-        directory.close()
 
 
 def connect(staleness: int | None) -> None:
@@ -160,3 +162,141 @@ def connect(staleness: int | None) -> None:
         distributed.connect("sharded", capacity=capacity)
     elif current.settings.capacity != capacity:
         distributed.connect("memory", capacity=capacity)
+
+
+# `persia.distributed`: how trainers keep their dense parameters equal, as `dense_reduce` of Karvan.
+
+_MEETING = "trainers meet through the registry of their job, or as torchrun says."
+_ALGORITHM = "gradient_allreduce"  # whose result is the mean
+_NEIGHBOURS = "trainers average with some neighbours; the nearest is kv.TrainContext(average_every=n)."
+_REFUSED = {
+    "bytegrad": "it sends gradients in 8 bits; the nearest is kv.TrainContext(dense_reduce='bf16').",
+    "qadam": "it sends the momentum of its own Adam in 8 bits; the nearest is "
+    "kv.TrainContext(dense_reduce='powersgd').",
+    "decentralized": _NEIGHBOURS,
+    "low_precision_decentralized": _NEIGHBOURS,
+    "async": "trainers average their parameters in the background; the nearest is "
+    "kv.TrainContext(average_every=n), or mode async of a job.",
+}
+
+
+class DistributedBaseOption:
+    """How the dense gradients of trainers become one."""
+
+    dense_reduce: DenseReduce = "mean"
+
+    def __init__(self, master_port: int, master_addr: str | None = None) -> None:
+        self.master_port = master_port
+        self.master_addr = master_addr
+        warn_of_tuning(_MEETING, master_port=(master_port, 23456), master_addr=(master_addr, None))
+
+
+class DDPOption(DistributedBaseOption):
+    """The mean of all gradients, by torch's DistributedDataParallel.
+
+    Karvan chooses the backend by where tensors are: nccl for those on GPUs, gloo for others.
+    """
+
+    def __init__(
+        self,
+        initialization_method: str = "tcp",
+        backend: str = "nccl",
+        *,
+        master_port: int = 23456,
+        master_addr: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(master_port, master_addr)
+        initialization_method = options.pop("init_method", initialization_method)
+        if backend not in ("nccl", "gloo"):
+            raise ValueError(f"DDPOption expects a backend of nccl, gloo, got {backend!r}.")
+        if initialization_method not in ("tcp", "file"):
+            raise ValueError(
+                f"DDPOption expects an initialization_method of tcp, file, got {initialization_method!r}."
+            )
+        if options:
+            raise unsupported(f"DDPOption({', '.join(options)})", _MEETING)
+        self.backend = backend
+        self.initialization_method = initialization_method
+
+
+class BaguaDistributedOption(DistributedBaseOption):
+    """An algorithm of Bagua that Karvan has: gradient_allreduce."""
+
+    def __init__(self, algorithm: str, **options: Any) -> None:
+        super().__init__(options.pop("master_port", 23456), options.pop("master_addr", None))
+        if algorithm in _REFUSED:
+            raise unsupported(f"BaguaDistributedOption({algorithm!r})", _REFUSED[algorithm])
+        if algorithm != _ALGORITHM:
+            allowed = ", ".join([_ALGORITHM, *_REFUSED])
+            raise ValueError(f"BaguaDistributedOption expects one of {allowed}, got {algorithm!r}.")
+        if options:
+            raise unsupported(f"BaguaDistributedOption({', '.join(options)})", "torch chooses its buckets.")
+        self.algorithm = algorithm
+
+
+def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
+    """The mean of all gradients."""
+    return DDPOption(backend="gloo" if device_id is None or not torch.cuda.is_available() else "nccl")
+
+
+# `persia.utils`: seeds, YAML files, free ports; and loggers of the standard library with PERSIA's names.
+
+
+def setup_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, and have torch choose deterministic algorithms."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+
+
+def load_yaml(filepath: str) -> Any:
+    """The content of a YAML file."""
+    if not Path(filepath).exists():
+        raise FileNotFoundError(f"Expected a YAML file, but {filepath} does not exist.")
+    return parse(Path(filepath).read_text())
+
+
+def dump_yaml(content: Any, filepath: str) -> None:
+    """Write a YAML file."""
+    Path(filepath).write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def find_free_port(port: int = 10000, interval: int = 1) -> int:
+    """The first port of the local machine that is free: this one, or the next ones at this interval."""
+    check_counts(1, interval=interval)
+    for wanted in range(port, 65536, interval):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", wanted))
+            return wanted
+    raise ValueError(f"Expected a free port from {port} to 65535, found none.")
+
+
+_FORMAT = "%(asctime)s %(levelname)-8s [%(filename)s:%(lineno)d] %(message)s"
+
+
+def log_level() -> int:
+    """LOG_LEVEL of the environment: trace, debug, info (the default), warn or error."""
+    named = os.environ.get("LOG_LEVEL", "").strip() or "info"
+    levels = {"TRACE": logging.DEBUG, **logging.getLevelNamesMapping()}
+    if named.upper() not in levels:
+        raise ValueError(f"LOG_LEVEL expects trace, debug, info, warn or error, got {named!r}.")
+    return levels[named.upper()]
+
+
+def get_logger(name: str) -> logging.Logger:
+    """A logger that writes to stderr, at LOG_LEVEL of the environment (info)."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+        logger.setLevel(log_level())
+        logger.propagate = False
+    return logger
+
+
+def get_default_logger(name: str | None = None) -> logging.Logger:
+    """The logger of that name."""
+    return get_logger(name or "log")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from karvan import distributed
 from karvan.compat.persia.config import EMBEDDING_CONFIG, GLOBAL_CONFIG, read_global_config
-from karvan.compat.persia.utils import dump_yaml, find_free_port
+from karvan.compat.persia.env import dump_yaml, find_free_port
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
@@ -129,8 +129,7 @@ class PersiaServiceCtx:
             place = JobEnvironment(role=role, index=index, count=self._counts[role], port=port or 0)
             environment = {**os.environ, **place.variables(), **read_global_config().variables(role)}
             if role is Role.TRAINER:
-                rank = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
-                environment |= rank
+                environment |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
             command = ending_with_parent(module_command("karvan", *words))
             self._processes.append((role, subprocess.Popen(command, env=environment)))
 

@@ -1,49 +1,207 @@
-"""`Trainer` and `TrainingArguments`: RecIS's training loop as a `kv.Trainer`."""
+"""`Trainer` and `TrainingArguments`: RecIS's training loop as a `kv.Trainer`, and the program within it.
+
+Karvan's Trainer calls a model with batches of its own kind, and RecIS's models take samples with
+RaggedTensors and return their loss. Hooks of the module translate; calls with anything else pass unchanged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from karvan.checkpoint import Checkpoints
-from karvan.compat.recis.hooks import Hook, LoggerHook, MetricReportHook, ReportArguments, TrainerOption
-from karvan.compat.recis.model_bank import load_bank
-from karvan.compat.recis.nn import connect_ranks
-from karvan.compat.recis.program_model import (
+from karvan.compat.recis.hooks import (
+    Hook,
     HookCalls,
-    ProgramData,
-    ProgramModel,
-    evaluated_metrics,
-    get_log_metrics,
-    model_loss,
+    LoggerHook,
+    MetricReportHook,
+    ReportArguments,
+    TrainerOption,
 )
-from karvan.compat.unsupported import UnsupportedError, missing_names, refuse_methods, require_default
+from karvan.compat.recis.io import DatasetBase
+from karvan.compat.recis.metrics import evaluated_metrics, get_log_metrics, restore_metrics
+from karvan.compat.recis.nn import connect_ranks
+from karvan.compat.recis.ragged import to_karvan, to_recis
+from karvan.compat.recis.serialize import load_bank
+from karvan.compat.unsupported import UnsupportedError, refuse_methods, require_default, require_defaults
+from karvan.data import Loader, merge
 from karvan.embedding.optim import SparseOptimizer
+from karvan.ragged import Batch
 from karvan.train import Trainer as KarvanTrainer
 
 __all__ = ["Trainer", "TrainingArguments"]
 
+
+class ProgramData:
+    """A dataset of a program: its batches for Karvan, and those batches for the program."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.batches: Iterable[Any] = (
+            dataset.loader if isinstance(dataset, DatasetBase) else _Anew(lambda: _batches_of(dataset))
+        )
+
+    def present(self, batch: Mapping[str, Any]) -> Any:
+        """A batch as the program knows it."""
+        if isinstance(self._dataset, DatasetBase):
+            return self._dataset.present(batch)
+        return {name: to_recis(entry) for name, entry in batch.items()}
+
+    def first(self, count: int | None) -> Iterable[Any]:
+        """The first batches, or all of them."""
+        if isinstance(self._dataset, DatasetBase):
+            self._dataset.reset()
+        return self.batches if count is None else _Anew(lambda: islice(self.batches, count))
+
+    def short_epochs(self, count: int) -> Iterable[Any]:
+        """The first batches in each epoch; of a dataset of RecIS's with their position."""
+        loader = self.batches
+        return ShortEpochs(loader, count) if isinstance(loader, Loader) else self.first(count)
+
+
+def _batches_of(dataset: Any) -> Iterator[Batch]:
+    """The batches of a dataset whose items are `(is_end, samples)`."""
+    for is_end, samples in dataset:
+        if is_end:
+            getattr(dataset, "reset", lambda: None)()  # for the next epoch, as RecIS does
+            return
+        yield Batch({name: to_karvan(entry) for name, entry in samples.items()})
+
+
+class _Anew:
+    """Each iteration is over what a function gives."""
+
+    def __init__(self, iterate: Callable[[], Iterator[Any]]) -> None:
+        self._iterate = iterate
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate()
+
+
+class ShortEpochs:
+    """The first batches of a loader in each epoch; their position is the loader's, with the epoch's count."""
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self._loader, self._count = loader, count
+        self._epoch = self._taken = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._ended:
+            self.start_epoch(self._epoch + 1)
+        for batch in islice(self._loader, self._count - self._taken):
+            self._taken += 1
+            yield batch
+        self._ended = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch."""
+        self._loader.start_epoch(epoch)
+        self._epoch, self._taken, self._ended = epoch, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {**self._loader.state_dict(), "short": [self._epoch, self._taken]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position, also to one of the loader itself, which is at the start of an epoch."""
+        self._loader.load_state_dict(state)
+        self._epoch, self._taken = state.get("short", [self._loader.epoch, 0])
+        self._ended = False
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The positions of all ranks as one."""
+        return {**merge(states), "short": max(state["short"] for state in states)}
+
+
+class ProgramModel:
+    """Translates the calls of a model while it is computed with the data of a program."""
+
+    def __init__(self, model: nn.Module, calls: HookCalls) -> None:
+        self._model = model
+        self._calls = calls
+        self._batch: Batch | None = None
+        self._data: ProgramData | None = None
+        self._metrics: dict[str, Any] = {}  # before a batch without samples
+        self.evaluates_loss = True  # whether it returns its loss in evaluations, too
+
+    @contextmanager
+    def computing(self, data: ProgramData) -> Iterator[None]:
+        """Within it, batches of this data reach the model as samples."""
+        self._data = data
+        hooks = [
+            self._model.register_forward_pre_hook(self._before),
+            self._model.register_forward_hook(self._after),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._data = None
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._batch = args[0] if args and isinstance(args[0], Batch) else None
+        if self._batch is None or self._data is None:
+            return None
+        samples = self._data.present(self._batch)
+        if module.training:
+            self._calls.end_trained_batch()
+        if self._batch.samples:
+            self._calls.begin_batch(samples, module.training)
+        else:
+            self._metrics = dict(get_log_metrics())
+        return (samples,)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return output
+        if not batch.samples:
+            restore_metrics(self._metrics)
+        is_loss = isinstance(output, Tensor) and output.numel() == 1
+        if not module.training:
+            self.evaluates_loss = is_loss
+            if batch.samples:
+                self._calls.end_evaluated_batch(output)
+            return torch.nan_to_num(output) if is_loss and not batch.samples else output
+        if not is_loss:
+            got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(
+                f"A model of RecIS returns its loss in training: expected a tensor of one number, got {got}."
+            )
+        self._calls.end_training(output.detach() if batch.samples else None)
+        # A rank whose data has ended computes batches without samples for the others: their mean is NaN.
+        return output if batch.samples else torch.nan_to_num(output)
+
+
+def model_loss(output: Any, batch: Any) -> Tensor:
+    """The loss that the model has returned; 0 if an evaluation has returned something else."""
+    return output if isinstance(output, Tensor) and output.numel() == 1 else torch.zeros(())
+
+
 _WINDOWS = "train on windows by kv.data.Windows and one fit for each."
 _SAVED = "Karvan saves every save_steps steps and at the end."
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "save_every_n_windows": (1, _WINDOWS),
-    "save_every_n_epochs": (None, _SAVED),
-    "save_end": (True, _SAVED),
-    "load_update_steps": (None, "load other checkpoints by model_bank before training."),
-    "load_update_windows": (1, _WINDOWS),
-    "load_update_epochs": (None, "load other checkpoints by model_bank before training."),
-    "params_not_save": (None, "a checkpoint has the whole model."),
-    "save_filter_fn": (None, "a checkpoint has the whole model."),
-    "saver_option": (None, "give output_dir and max_to_keep."),
-    "ckpt_save_arg": (None, "give save_steps."),
-    "ckpt_load_arg": (None, "a fit continues from its newest checkpoint."),
-    "window_iter": (None, _WINDOWS),
-    "eval_mos_report_uri": (None, "use kv.loggers."),
-    "prefetch": (None, "batches are always prepared in advance."),
+_BANK = "load other checkpoints by model_bank before training."
+_REFUSED = {
+    **dict.fromkeys(("save_every_n_windows", "load_update_windows", "window_iter"), _WINDOWS),
+    **dict.fromkeys(("save_every_n_epochs", "save_end"), _SAVED),
+    **dict.fromkeys(("load_update_steps", "load_update_epochs"), _BANK),
+    **dict.fromkeys(("params_not_save", "save_filter_fn"), "a checkpoint has the whole model."),
+    "saver_option": "give output_dir and max_to_keep.",
+    "ckpt_save_arg": "give save_steps.",
+    "ckpt_load_arg": "a fit continues from its newest checkpoint.",
+    "eval_mos_report_uri": "use kv.loggers.",
+    "prefetch": "batches are always prepared in advance.",
 }
 
 
@@ -84,8 +242,7 @@ class TrainingArguments:
     prefetch: Any = None
 
     def __post_init__(self) -> None:
-        for name, (default, instead) in _REFUSED.items():
-            require_default(f"TrainingArguments {name}", getattr(self, name), default, instead)
+        require_defaults(TrainingArguments, self, _REFUSED)
         for name in ("gradient_accumulation_steps", "train_epoch", "train_steps", "save_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -294,7 +451,9 @@ class Trainer:
         refuse_methods(cls, _METHODS)
 
     def __getattr__(self, name: str) -> Any:
-        return missing_names("recis.framework.Trainer", _ATTRIBUTES)(name)
+        if name in _ATTRIBUTES:
+            raise UnsupportedError(f"recis.framework.Trainer.{name}", _ATTRIBUTES[name])
+        raise AttributeError(f"module 'recis.framework.Trainer' has no attribute '{name}'")
 
     def _load_bank(self) -> None:
         trainer = self.karvan_trainer

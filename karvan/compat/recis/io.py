@@ -85,8 +85,6 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         self._dtype = dtype
         self._paths: list[str] = []
         self._columns: dict[str, Column] = {}
-        self._widths: dict[str, int] = {}
-        self._texts: set[str] = set()
         self._loader: Loader | None = None
         self.listed = False  # whether batches are lists of one mapping, which only the first batch shows
 
@@ -112,15 +110,12 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         are lists of strings, and those of strings. hash_bucket has a meaning with a hash_type only.
         """
         self._declare()
-        if hash_type is not None and hash_type not in ("farm", "murmur"):
-            raise ValueError(f"varlen_feature expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
-        if hash_type is None and trans_int8:
-            self._add_column(Raw(name))
-            self._texts.add(name)
-        elif hash_type is None:
-            self._add_column(Varlen(name))
-        else:
+        if hash_type is not None:
+            if hash_type not in ("farm", "murmur"):
+                raise ValueError(f"varlen_feature expects hash_type 'farm' or 'murmur', got {hash_type!r}.")
             self._add_column(Varlen(name, hash_type, hash_bucket))
+        else:
+            self._add_column(Raw(name) if trans_int8 else Varlen(name))
 
     def fixedlen_feature(self, name: str, default_value: Sequence[float]) -> None:
         """Read a column with as many numbers in a row as there are defaults, which replace missing ones."""
@@ -128,7 +123,6 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         if isinstance(default_value, int | float):
             default_value = [default_value]
         self._add_column(Fixed(name, list(default_value), len(default_value)))
-        self._widths[name] = len(default_value)
 
     def _add_column(self, column: Column) -> None:
         if (first := self._columns.setdefault(column.name, column)) != column:
@@ -190,12 +184,12 @@ class DatasetBase(IterableDataset[tuple[bool, Any]]):
         return {name: to_karvan(entry) for name, entry in batches.items()}
 
     def _entry(self, name: str, entry: Any) -> Any:
-        converted = to_recis(entry)
-        if name in self._texts and isinstance(entry, Ragged):  # lists of one string, as ids are lists of one
+        converted, column = to_recis(entry), self._columns.get(name)
+        if isinstance(column, Raw) and isinstance(entry, Ragged):  # lists of one string, as ids are of one
             rows = torch.arange(entry.rows + 1, device=entry.values.device)
             converted = RaggedTensor(converted.values(), [rows, *converted.offsets()])
-        if name in self._widths:
-            converted = converted.reshape(len(converted), self._widths[name])
+        if isinstance(column, Fixed):
+            converted = converted.reshape(len(converted), column.length)
         values = converted.values() if isinstance(converted, RaggedTensor) else converted
         if values.is_floating_point() and values.dtype is not self._dtype:
             converted = converted.to(self._dtype)

@@ -1,8 +1,15 @@
-"""Embeddings of features, over `kv.EmbeddingEngine`: declarations, tables, and where the rows are."""
+"""Embeddings of features, over `kv.EmbeddingEngine`: declarations, tables, and where the rows are.
+
+Initializers say how rows begin, hooks of tables which ids get rows and which are removed. The values of a row
+are a function of the seed of `torch.manual_seed`, the table's name and the id, not of the order in which ids
+arrive. So a `generator` is not taken. Fans are those of RecIS, which initialises blocks of rows: that of
+`EmbeddingOption(block_size=…)` is the other fan of Xavier and Kaiming.
+"""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,27 +19,199 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.init import calculate_gain
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.compat.cuda_fallback import device_of
 from karvan.compat.recis.ragged import RaggedTensor, to_karvan
-from karvan.compat.recis.row_policies import (
-    AdmitHook,
-    ConstantInitializer,
-    FilterHook,
-    Initializer,
-    admission,
-    eviction,
-)
-from karvan.compat.unsupported import UnsupportedError, require_default
+from karvan.compat.unsupported import UnsupportedError, require_default, require_defaults
 from karvan.embedding import EmbeddingEngine as Engine
-from karvan.embedding import Table, TableHandle
-from karvan.embedding.eviction import Never
+from karvan.embedding import Table, TableHandle, init
+from karvan.embedding.admission import Admission, Always, ReadOnly
+from karvan.embedding.eviction import Eviction, Never
 from karvan.presets import recis
 from karvan.ragged import IndexedRows, Ragged
 from karvan.store import Rows
 
 __all__ = ["DynamicEmbedding", "EmbeddingEngine", "EmbeddingOption", "HashTable", "NoReduceEmbedding"]
+
+
+@dataclass(frozen=True)
+class Initializer(ABC):
+    """The distribution of new rows' values."""
+
+    def native(self, dim: int, block_size: int) -> init.Initialiser:
+        """Karvan's initialiser for rows of so many values."""
+        generator = getattr(self, "generator", None)
+        require_default("generator", generator, None, "call torch.manual_seed before the model is made.")
+        return self._native(dim, block_size)
+
+    @abstractmethod
+    def _native(self, dim: int, block_size: int) -> init.Initialiser: ...
+
+
+@dataclass(frozen=True)
+class ConstantInitializer(Initializer):
+    """Every value the same."""
+
+    init_val: float = 0.0
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return init.Constant(self.init_val)
+
+
+@dataclass(frozen=True)
+class UniformInitializer(Initializer):
+    """Uniform from a to b."""
+
+    a: float = 0.0
+    b: float = 1.0
+    generator: Any = None
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return init.Uniform(self.a, self.b)
+
+
+@dataclass(frozen=True)
+class NormalInitializer(Initializer):
+    """Normal."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    generator: Any = None
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return init.Normal(self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class TruncNormalInitializer(Initializer):
+    """Normal without the values outside of [a, b], which are values, not standard deviations."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    a: float = -2.0
+    b: float = 2.0
+    generator: Any = None
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return recis.truncated_normal(self.mean, self.std, self.a, self.b)
+
+
+@dataclass(frozen=True)
+class XavierUniformInitializer(Initializer):
+    """Uniform, by the fans of a block."""
+
+    gain: float = 1.0
+    generator: Any = None
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return recis.xavier_uniform(self.gain, block_size)
+
+
+@dataclass(frozen=True)
+class XavierNormalInitializer(Initializer):
+    """Normal, by the fans of a block."""
+
+    gain: float = 1.0
+    generator: Any = None
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return recis.xavier_normal(self.gain, block_size)
+
+
+@dataclass(frozen=True)
+class _Kaiming(Initializer):
+    a: float = 0.0
+    mode: str = "fan_in"
+    nonlinearity: str = "leaky_relu"
+    generator: Any = None
+
+    def _gain(self) -> float:
+        return calculate_gain(self.nonlinearity, self.a)  # type: ignore[arg-type]
+
+    def _fan(self, dim: int, block_size: int) -> int:
+        if self.mode not in ("fan_in", "fan_out"):
+            raise ValueError(f"{type(self).__name__} expects mode 'fan_in' or 'fan_out', got {self.mode!r}.")
+        return dim if self.mode == "fan_in" else block_size
+
+
+@dataclass(frozen=True)
+class KaimingUniformInitializer(_Kaiming):
+    """Uniform, by one fan of a block."""
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return init.KaimingUniform(self._gain(), self._fan(dim, block_size))
+
+
+@dataclass(frozen=True)
+class KaimingNormalInitializer(_Kaiming):
+    """Normal, by one fan of a block; RecIS 1.0 gives a uniform distribution instead."""
+
+    @override
+    def _native(self, dim: int, block_size: int) -> init.Initialiser:
+        return init.KaimingNormal(self._gain(), self._fan(dim, block_size))
+
+
+_ONLY_WHEN_ASKED = 1 << 30  # steps between two checks: HashTableFilterHook makes them
+
+
+class _Policy:
+    policy: str  # the only name that is supported
+    others: str  # Karvan's other rules
+    expects: tuple[set[str], str]  # the names of its parameters, also as a text
+
+    def __init__(self, name: str, params: Mapping[str, Any] | None = None) -> None:
+        self.name = name
+        self.params = dict(params or {})
+        if name != self.policy:
+            raise UnsupportedError(
+                f'{type(self).__name__}("{name}")',
+                f'expected "{self.policy}"; see {self.others} for other rules.',
+            )
+        names, text = self.expects
+        if set(self.params) != names:
+            raise ValueError(f"{name} expects {text}, got {self.params}.")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.params})"
+
+
+class AdmitHook(_Policy):
+    """Which unknown ids get rows: "ReadOnly", none."""
+
+    policy, others, expects = "ReadOnly", "kv.admission", (set(), "no parameters")
+
+
+class FilterHook(_Policy):
+    """Which rows are removed: "GlobalStepFilter", those unused for `filter_step` steps.
+
+    `HashTableFilterHook` says when.
+    """
+
+    policy, others = "GlobalStepFilter", "kv.eviction"
+    expects = ({"filter_step"}, '{"filter_step": steps}')
+
+
+def admission(hook: AdmitHook | None) -> Admission:
+    """Karvan's rule for a hook."""
+    return Always() if hook is None else ReadOnly()
+
+
+def eviction(hook: FilterHook | None) -> Eviction:
+    """Karvan's rule for a hook."""
+    if hook is None:
+        return Never()
+    return recis.global_step_filter(int(hook.params["filter_step"]), every=_ONLY_WHEN_ASKED)
+
 
 _REDUCES = {"worker": "mean", "worker_sum": "sum", "id": "key"}
 
@@ -116,14 +295,14 @@ class SparseParameter:
         rows = self.handle.snapshot()
         return torch.from_numpy(rows.keys), torch.from_numpy(rows.vectors)
 
-    def clear(self, child: str | None = None) -> None:
-        """Remove all rows."""
-        self._check(child)
-        self.handle.clear()
-
     def reset(self) -> None:
         """Remove all rows."""
         self.handle.clear()
+
+    def clear(self, child: str | None = None) -> None:
+        """Remove all rows."""
+        self._check(child)
+        self.reset()
 
     def _check(self, child: str | None) -> None:
         if child not in (None, self.handle.name):
@@ -133,7 +312,7 @@ class SparseParameter:
         return f"HashTable_{self.handle.name}"
 
 
-class HashTable(nn.Module, SparseParameter):
+class HashTable(SparseParameter, nn.Module):
     """A table that is looked up by itself: `HashTable([16], name="user")(ids)` is (n, 16)."""
 
     def __init__(
@@ -179,9 +358,6 @@ class HashTable(nn.Module, SparseParameter):
             )
         vectors: Tensor = self.engine({"ids": ids})["ids"]
         return vectors
-
-    def __repr__(self) -> str:
-        return SparseParameter.__repr__(self)
 
 
 def make_engine(features: dict[str, Table]) -> Engine:
@@ -229,13 +405,7 @@ def engines_of(tables: Mapping[str, SparseParameter]) -> list[Engine]:
 
 
 _COMBINERS = ("sum", "mean", "tile")
-_LATER = {
-    "hdmp_group_size": None,
-    "hdmp_group_reduce_by": None,
-    "fp16_enabled": False,
-    "pg": None,
-    "max_partition_num": 65536,
-}
+_LATER = ("hdmp_group_size", "hdmp_group_reduce_by", "fp16_enabled", "pg", "max_partition_num")
 
 
 @dataclass
@@ -270,8 +440,7 @@ class EmbeddingOption:
     no_reduce: bool = False
 
     def __post_init__(self) -> None:
-        for name, default in _LATER.items():
-            require_default(f"EmbeddingOption {name}", getattr(self, name), default, "leave it out.")
+        require_defaults(EmbeddingOption, self, dict.fromkeys(_LATER, "leave it out."))
         require_unmerged(self.shared_name, self.coalesced, self.children)
         if self.no_reduce:
             return

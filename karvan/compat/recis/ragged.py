@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.compat.unsupported import UnsupportedError
+from karvan.compat.unsupported import UnsupportedError, unsupported_method
 from karvan.features import Feature, FeatureEngine
 from karvan.ragged import Entry, NestedRagged, Ragged
 
@@ -167,9 +167,9 @@ class RaggedTensor:
         offsets = [change(offset) for offset in self._offsets]
         return RaggedTensor(change(self._values), offsets, weight, self._dense_shape)
 
-    def __getitem__(self, index: Any) -> RaggedTensor:
-        """Not supported."""
-        raise UnsupportedError("an index of a RaggedTensor", "use to_dense()[…], or kv.Feature.truncate.")
+    __getitem__ = unsupported_method(
+        "an index of a RaggedTensor", "use to_dense()[…], or kv.Feature.truncate."
+    )
 
     def __repr__(self) -> str:
         return (
@@ -180,16 +180,15 @@ class RaggedTensor:
 
 def to_recis(entry: Any) -> Any:
     """An entry of a Karvan batch as RecIS programs know it; what is no ragged stays as it is."""
+    if not isinstance(entry, Ragged | NestedRagged):
+        return entry
+    values = entry.values.view(torch.int8) if entry.values.dtype is torch.uint8 else entry.values
     if isinstance(entry, NestedRagged):
-        values = entry.values.view(torch.int8) if entry.values.dtype is torch.uint8 else entry.values
         return RaggedTensor(values, [entry.outer, entry.inner])
-    if isinstance(entry, Ragged):
-        offsets = entry.offsets
-        if offsets is None:
-            offsets = torch.arange(entry.rows + 1, device=entry.values.device)
-        values = entry.values.view(torch.int8) if entry.values.dtype is torch.uint8 else entry.values
-        return RaggedTensor(values, [offsets], entry.weights)
-    return entry
+    offsets = entry.offsets
+    if offsets is None:
+        offsets = torch.arange(entry.rows + 1, device=values.device)
+    return RaggedTensor(values, [offsets], entry.weights)
 
 
 def to_karvan(entry: Any) -> Entry:

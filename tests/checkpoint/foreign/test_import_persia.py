@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError, DamagedCheckpointError, import_persia
-from karvan.checkpoint.foreign.persia import read_entries
+from karvan.checkpoint.foreign_persia import read_entries
 from karvan.settings import SettingsError
 
 STATES = {

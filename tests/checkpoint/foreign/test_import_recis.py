@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError, DamagedCheckpointError, import_recis
-from karvan.checkpoint.foreign.recis import read_recis
-from karvan.checkpoint.foreign.writing import no_progress, write
+from karvan.checkpoint.foreign_recis import read_recis
+from karvan.checkpoint.foreign_writing import no_progress, write
 
 OPTIMIZERS = {
     "sparse_adam_": ("Adam", ["exp_avg", "exp_avg_sq"]),
@@ -240,8 +240,8 @@ def test_ids_that_recis_has_cut_are_reported_and_found_by_their_remainder(tmp_pa
 PEAK = """
 import sys, tracemalloc
 from pathlib import Path
-from karvan.checkpoint.foreign import recis
-from karvan.checkpoint.foreign.writing import no_progress, write
+from karvan.checkpoint import foreign_recis as recis
+from karvan.checkpoint.foreign_writing import no_progress, write
 
 recis.PIECE_ROWS = 1000
 contents = recis.read_recis(Path(sys.argv[1]), optimizer_state=True, betas=(0.9, 0.999), dense_prefix="")

@@ -86,13 +86,13 @@ class Contents(ABC):
 
 def make_rows(keys: Keys, vectors: Vectors, state: Vectors, last_steps: Counts) -> Rows:
     """Rows of another system, which does not count uses: each was used at least once."""
-    return Rows(
-        np.ascontiguousarray(keys),
-        np.ascontiguousarray(vectors),
-        np.ascontiguousarray(state),
-        np.ones(len(keys), np.uint32),
-        last_steps,
-    )
+    keys, vectors, state, last_steps = map(np.ascontiguousarray, (keys, vectors, state, last_steps))
+    return Rows(keys, vectors, state, np.ones(len(keys), np.uint32), last_steps)
+
+
+def state_floats(optimizer: str | None, dim: int) -> int:
+    """How many floats of state a row has by the kind of its optimizer."""
+    return {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1, None: 0}[optimizer]
 
 
 # Reads files of `torch.save` that hold tensors and plain values alone; nothing in them is executed.
@@ -142,6 +142,19 @@ def read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
+def read_dense(contents: Contents, name: str, prefix: str, skipped: tuple[str, ...] = ()) -> bool:
+    """Take the net's tensors from a file of a checkpoint, if there is one; skipped: ends of other names."""
+    path = contents.source / name
+    exists = path.is_file()
+    if not exists:
+        contents.notes.append(f"There is no {name}: no dense tensor was imported.")
+    tensors = read_tensors(path, contents.notes) if exists else {}
+    contents.state["model"] = {
+        prefix + tensor: value for tensor, value in tensors.items() if not tensor.endswith(skipped)
+    }
+    return exists
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".") + "."
 
@@ -188,18 +201,12 @@ class HashSpill(Capture):
         existing = np.fromfile(path, layout) if path.exists() else np.empty(0, layout)
         path.unlink(missing_ok=True)
         existing = existing[np.argsort(hashes_of(np.ascontiguousarray(existing["key"])))]
-        keys = np.ascontiguousarray(existing["key"])
+        keys = existing["key"]
         if (again := keys[1:] == keys[:-1]).any():
             raise DamagedCheckpointError.mismatch(
                 self._source, f"each id of table '{table}' once", f"the id {keys[1:][again][0]} twice"
             )
-        return Rows(
-            keys,
-            np.ascontiguousarray(existing["vector"]),
-            np.ascontiguousarray(existing["state"]),
-            np.ones(len(keys), np.uint32),
-            np.ascontiguousarray(existing["last_step"]),
-        )
+        return make_rows(keys, existing["vector"], existing["state"], existing["last_step"])
 
     def erased(self, table: str) -> Keys:
         """None: a full checkpoint."""
@@ -219,14 +226,8 @@ def _parts(table: ForeignTable, part_bytes: int) -> int:
 
 
 def _record(table: ForeignTable) -> np.dtype[np.void]:
-    return np.dtype(
-        [
-            ("key", "<i8"),
-            ("last_step", "<u4"),
-            ("vector", "<f4", (table.dim,)),
-            ("state", "<f4", (table.state,)),
-        ]
-    )
+    counts = [("key", "<i8"), ("last_step", "<u4")]
+    return np.dtype([*counts, ("vector", "<f4", (table.dim,)), ("state", "<f4", (table.state,))])
 
 
 PART_BYTES = 64 << 20

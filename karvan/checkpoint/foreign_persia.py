@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.foreign.writing import (
+from karvan.checkpoint.foreign_writing import (
     PIECE_BYTES,
     Advance,
     Contents,
@@ -35,7 +35,8 @@ from karvan.checkpoint.foreign.writing import (
     check_step,
     make_rows,
     no_progress,
-    read_tensors,
+    read_dense,
+    state_floats,
     write,
 )
 from karvan.checkpoint.format.safetensors_file import unread_error
@@ -60,11 +61,6 @@ class Groups:
     path: Path
     bits: int
     dims: dict[str, int]
-
-    @property
-    def names(self) -> list[str]:
-        """Their names."""
-        return list(self.dims)
 
     def numbers_of(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The index of each id's group; below 0 or too large if it belongs to none."""
@@ -148,18 +144,18 @@ Entries = NDArray[Any]  # with the fields of `_entry`
 
 def read_entries(path: Path, advance: Advance, piece: int = PIECE_BYTES) -> Iterator[Entries]:
     """The entries of a file in pieces; those of a piece have equally many floats."""
+    remaining = _head(path)[-1]
+    advance(_LIST.size)
     try:
         with path.open("rb") as file:
-            head = file.read(_LIST.size)
-            if len(head) < _LIST.size:
-                raise _ends_early(path, "the head of a list")
-            remaining = _LIST.unpack(head)[-1]
-            advance(len(head))
+            file.seek(_LIST.size)
             rest = b""
             while remaining:
                 data = file.read(piece)
                 if not data:
-                    raise _ends_early(path, f"{remaining:,} more nodes")
+                    raise DamagedCheckpointError.mismatch(
+                        path, f"{remaining:,} more nodes", "the end of the file"
+                    )
                 advance(len(data))
                 rest += data
                 offsets, used, nodes = _scan(path, rest, remaining)
@@ -176,16 +172,16 @@ def read_entries(path: Path, advance: Advance, piece: int = PIECE_BYTES) -> Iter
         raise unread_error(path, error) from error
 
 
-def entry_count(path: Path) -> int:
-    """How many entries the list says that it has."""
+def _head(path: Path) -> tuple[int, ...]:
+    """How many entries the list says that it has, its links, and how many nodes follow."""
     try:
         with path.open("rb") as file:
             head = file.read(_LIST.size)
     except OSError as error:
         raise unread_error(path, error) from error
     if len(head) < _LIST.size:
-        raise _ends_early(path, "the head of a list")
-    return int(_LIST.unpack(head)[0])
+        raise DamagedCheckpointError.mismatch(path, "the head of a list", "the end of the file")
+    return _LIST.unpack(head)
 
 
 def _scan(path: Path, data: bytes, remaining: int) -> tuple[dict[int, list[int]], int, int]:
@@ -243,23 +239,8 @@ def _take(buffer: NDArray[np.uint8], offsets: NDArray[np.int64], floats: int) ->
 
 def _entry(floats: int) -> np.dtype[np.void]:
     """A used node."""
-    return np.dtype(
-        [
-            ("next", "<u4"),
-            ("previous", "<u4"),
-            ("used", "u1"),
-            ("floats", "<u4"),
-            ("values", "<f4", (floats,)),
-            ("dim", "<u8"),
-            ("id", "<u8"),
-        ]
-    )
-
-
-def _ends_early(path: Path, expected: str) -> DamagedCheckpointError:
-    error = DamagedCheckpointError.mismatch(path, expected, "the end of the file")
-    assert isinstance(error, DamagedCheckpointError)
-    return error
+    head = [("next", "<u4"), ("previous", "<u4"), ("used", "u1"), ("floats", "<u4")]
+    return np.dtype([*head, ("values", "<f4", (floats,)), ("dim", "<u8"), ("id", "<u8")])
 
 
 DONE = "embedding_dump_done"
@@ -317,7 +298,8 @@ def import_persia(
     total = 2 * contents.bytes
     kind = OPTIMIZERS[optimizer] if optimizer else None
     contents.check(kind, optimizer_state, lambda size: progress(size, total))
-    _read_dense(folder, contents, dense_prefix)
+    if read_dense(contents, "dense.pt", dense_prefix):
+        contents.notes.append("PERSIA does not save the state of the dense optimizer.")
     return write(contents, path, lambda done, _: progress(done, total))
 
 
@@ -335,8 +317,7 @@ class PersiaContents(Contents):
 
     def check(self, optimizer: str | None, optimizer_state: bool, advance: Advance) -> None:
         """Read all rows, and find out what the tables are: their numbers of rows, and the optimizer."""
-        names = self.groups.names
-        counts = dict.fromkeys(names, 0)
+        counts = dict.fromkeys(self.groups.dims, 0)
         sizes: dict[str, int] = {}
         for path in self.files:
             count = 0
@@ -350,15 +331,14 @@ class PersiaContents(Contents):
                     )
                 counts[name] += len(entries)
                 count += len(entries)
-            if count != (expected := entry_count(path)):
+            if count != (expected := _head(path)[0]):
                 self.notes.append(
                     f"{path.name} says that it has {expected:,} rows, and has {count:,}: all of them were "
                     "imported. PERSIA also counts rows that its evictions have overwritten."
                 )
         kind = self._kind(optimizer, sizes) if optimizer_state else None
-        for name in names:
-            dim = self.groups.dims[name]
-            state = 0 if kind is None else _floats(kind, dim)
+        for name, dim in self.groups.dims.items():
+            state = state_floats(kind, dim)
             self.tables[name] = ForeignTable(name, dim, "float32", kind, state, counts[name])
         if kind is None and any(sizes.values()):
             self.notes.append(
@@ -378,7 +358,7 @@ class PersiaContents(Contents):
         fits = [
             kind
             for kind in OPTIMIZERS.values()
-            if all(size == _floats(kind, self.groups.dims[name]) for name, size in sizes.items())
+            if all(size == state_floats(kind, self.groups.dims[name]) for name, size in sizes.items())
         ]
         shown = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         if requested is not None:
@@ -405,20 +385,17 @@ class PersiaContents(Contents):
     def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
         for path in self.files:
             for name, entries in self._by_table(path, advance):
-                table = self.tables[name]
+                table, values = self.tables[name], entries["values"]
+                state = values[:, table.dim : table.dim + table.state]
+                steps = np.full(len(entries), self.step, np.uint32)
                 yield (
                     name,
-                    make_rows(
-                        self.groups.keys_of(entries["id"]),
-                        entries["values"][:, : table.dim],
-                        entries["values"][:, table.dim : table.dim + table.state],
-                        np.full(len(entries), self.step, np.uint32),
-                    ),
+                    make_rows(self.groups.keys_of(entries["id"]), values[:, : table.dim], state, steps),
                 )
 
     def _by_table(self, path: Path, advance: Advance) -> Iterator[tuple[str, Entries]]:
         """The entries of a file, each piece of one table."""
-        names = self.groups.names
+        names = list(self.groups.dims)
         for entries in read_entries(path, advance):
             numbers = self.groups.numbers_of(entries["id"])
             for number in np.unique(numbers).tolist():
@@ -437,10 +414,6 @@ class PersiaContents(Contents):
                         path, f"rows of '{names[number]}' of dim {dim}, as {self.groups.path} says", received
                     )
                 yield names[number], mine
-
-
-def _floats(kind: str, dim: int) -> int:
-    return {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1}[kind]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -497,14 +470,3 @@ def _done(folder: Path) -> tuple[int, int]:
             path, "num_shards and num_internal_shards of at least 1", repr(content)
         )
     return int(counts[0]), int(counts[1])
-
-
-def _read_dense(folder: Path, contents: Contents, prefix: str) -> None:
-    path = folder / "dense.pt"
-    if not path.is_file():
-        contents.notes.append("There is no dense.pt: no dense tensor was imported.")
-        contents.state["model"] = {}
-        return
-    tensors = read_tensors(path, contents.notes)
-    contents.state["model"] = {prefix + name: tensor for name, tensor in tensors.items()}
-    contents.notes.append("PERSIA does not save the state of the dense optimizer.")

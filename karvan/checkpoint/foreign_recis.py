@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from karvan.checkpoint.checkpoint import TABLE_STEPS
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.foreign.writing import (
+from karvan.checkpoint.foreign_writing import (
     PIECE_BYTES,
     PIECE_ROWS,
     Advance,
@@ -35,8 +35,9 @@ from karvan.checkpoint.foreign.writing import (
     check_step,
     make_rows,
     no_progress,
-    read_tensors,
+    read_dense,
     read_torch,
+    state_floats,
     write,
 )
 from karvan.checkpoint.format.safetensors_file import FilePosition, read_header, unread_error
@@ -101,15 +102,6 @@ class RankPart:
     slots: dict[str, StoredTensor] = field(default_factory=dict)
 
 
-@dataclass
-class TensorFiles:
-    """All tensors of a checkpoint: the parts of tables by rank slice, and those of no table."""
-
-    folder: Path
-    tables: dict[str, list[RankPart]]
-    scalars: dict[str, StoredTensor]
-
-
 def find_folder(source: Path) -> Path:
     """The folder of a checkpoint: `source`, or the newest of an output_dir, which its `checkpoint` lists."""
     if (source / INDEX).is_file() or not (source / RUN).is_file():
@@ -122,8 +114,8 @@ def find_folder(source: Path) -> Path:
     return source / listed[-1]
 
 
-def read_files(folder: Path) -> TensorFiles:
-    """The tensors of a checkpoint; every file's header is read and checked."""
+def read_files(folder: Path) -> tuple[dict[str, list[RankPart]], dict[str, StoredTensor]]:
+    """The tensors of tables, by the slices of ranks, and of no table; every file's header is checked."""
     if not folder.is_dir():
         raise CheckpointError.mismatch(folder, "the folder of a RecIS checkpoint", "no such folder")
     if not (folder / INDEX).is_file():
@@ -161,7 +153,7 @@ def read_files(folder: Path) -> TensorFiles:
     ordered = {table: [parts[begin] for begin in sorted(parts)] for table, parts in sorted(tables.items())}
     for table, parts in ordered.items():
         _check_slices(folder, table, parts)
-    return TensorFiles(folder, ordered, scalars)
+    return ordered, scalars
 
 
 def _check_slices(folder: Path, table: str, parts: list[RankPart]) -> None:
@@ -275,16 +267,15 @@ def read_recis(
 ) -> Contents:
     """The contents of a checkpoint of RecIS."""
     folder = find_folder(source)
-    files = read_files(folder)
+    tables, scalars = read_files(folder)
     contents = RecisContents("RecIS", folder, 0)
-    for name, parts in files.tables.items():
+    for name, parts in tables.items():
         contents.plans[name] = _plan(folder, name, parts, optimizer_state, contents.notes)
         contents.tables[name] = contents.plans[name].table
-    contents.parts = files.tables
     _read_extra(folder, contents)
-    _read_dense(folder, contents, dense_prefix)
+    read_dense(contents, "model.pt", dense_prefix, _FILTER_STEPS)
     if optimizer_state:
-        _read_steps(files, contents, betas)
+        _read_steps(scalars, contents, betas)
     return contents
 
 
@@ -293,8 +284,14 @@ class _Plan:
     """How the rows of a table are made of its slots."""
 
     table: ForeignTable
+    parts: Sequence[RankPart]
     state: tuple[str, ...]  # slots
     last_use: str | None  # the slot of a filter, which has the step of a row's last use
+
+    @property
+    def slots(self) -> list[str]:
+        """All slots that are read."""
+        return [ID, VECTORS, *self.state, *([self.last_use] if self.last_use else [])]
 
 
 @dataclass
@@ -302,25 +299,24 @@ class RecisContents(Contents):
     """The contents of a checkpoint of RecIS."""
 
     plans: dict[str, _Plan] = field(default_factory=dict)
-    parts: dict[str, list[RankPart]] = field(default_factory=dict)
 
     @property
     @override
     def bytes(self) -> int:
         return sum(
             part.slots[slot].position.size
-            for name, parts in self.parts.items()
-            for part in parts
-            for slot in self._slots(name)
+            for plan in self.plans.values()
+            for part in plan.parts
+            for slot in plan.slots
         )
 
     @override
     def rows(self, advance: Advance) -> Iterator[tuple[str, Rows]]:
         cut = []
-        for name, parts in self.parts.items():
+        for name, plan in self.plans.items():
             largest = 0
-            for part in parts:
-                for rows in self._rows(name, part, advance):
+            for part in plan.parts:
+                for rows in self._rows(plan, part, advance):
                     largest = max(largest, int(rows.keys.view(np.uint64).max(initial=0)))
                     yield name, rows
             # Smaller ids were not cut: of many that were, some have one of the highest bits that are left.
@@ -333,13 +329,8 @@ class RecisContents(Contents):
                 f"are not found: kv.Feature(…).mod(2**{_MERGED_BITS}), or RecIS's Mod(2**{_MERGED_BITS})."
             )
 
-    def _slots(self, name: str) -> list[str]:
-        plan = self.plans[name]
-        return [ID, VECTORS, *plan.state, *([plan.last_use] if plan.last_use else [])]
-
-    def _rows(self, name: str, part: RankPart, advance: Advance) -> Iterator[Rows]:
-        plan = self.plans[name]
-        slots = {slot: part.slots[slot] for slot in self._slots(name)}
+    def _rows(self, plan: _Plan, part: RankPart, advance: Advance) -> Iterator[Rows]:
+        slots = {slot: part.slots[slot] for slot in plan.slots}
         count = slots[ID].rows
         width = sum(tensor.position.size for tensor in slots.values()) // max(1, count)
         piece = max(1, min(PIECE_ROWS, PIECE_BYTES // max(1, width)))
@@ -402,7 +393,6 @@ def _plan(
         )
     slots = optimizers[0] if optimizers else ()
     kind = _OPTIMIZERS[slots] if slots else None
-    floats = {"Adam": 2 * dim, "Adagrad": dim, "Adagrad by row": 1, None: 0}[kind]
     width = 1 if kind == "Adagrad by row" else dim
     for slot in slots:
         if rest[slot][0] not in _DTYPES or rest[slot][1] != (width,):
@@ -412,7 +402,8 @@ def _plan(
     if others := [slot for slot in rest if slot not in slots and slot != last_use]:
         notes.append(f"Table '{name}': {_listed(others)} not imported; it starts from its initial values.")
     rows = sum(part.slots[ID].rows for part in parts)
-    return _Plan(ForeignTable(name, dim, _DTYPES[dtype], kind, floats, rows), slots, last_use)
+    table = ForeignTable(name, dim, _DTYPES[dtype], kind, state_floats(kind, dim), rows)
+    return _Plan(table, parts, slots, last_use)
 
 
 def _floats(tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
@@ -472,19 +463,7 @@ def _by_index(path: Path, saved: Any) -> dict[str, Any]:
     raise CheckpointError.mismatch(path, "the state dict of a torch optimizer", type(saved).__name__)
 
 
-def _read_dense(folder: Path, contents: Contents, prefix: str) -> None:
-    path = folder / "model.pt"
-    if not path.is_file():
-        contents.notes.append("There is no model.pt: no dense tensor was imported.")
-        contents.state["model"] = {}
-        return
-    tensors = read_tensors(path, contents.notes)
-    contents.state["model"] = {
-        prefix + name: tensor for name, tensor in tensors.items() if not name.endswith(_FILTER_STEPS)
-    }
-
-
-def _read_steps(files: TensorFiles, contents: Contents, betas: tuple[float, float]) -> None:
+def _read_steps(scalars: Mapping[str, StoredTensor], contents: Contents, betas: tuple[float, float]) -> None:
     """How many steps the sparse Adam has made, by the powers of its betas.
 
     RecIS saves those of one table. The step that it saves beside them is not counted.
@@ -493,14 +472,14 @@ def _read_steps(files: TensorFiles, contents: Contents, betas: tuple[float, floa
     if not adams:
         return
     for prefix in _ADAMS:
-        powers = [files.scalars.get(f"{prefix}beta{number}") for number in (1, 2)]
-        if powers[0] is None or powers[1] is None:
+        powers = [scalars[name] for number in (1, 2) if (name := f"{prefix}beta{number}") in scalars]
+        if len(powers) < 2:
             continue
-        values = [float(_scalar(files.folder, tensor)) for tensor in powers if tensor is not None]
+        values = [_scalar(contents.source, tensor) for tensor in powers]
         steps = _steps(values, betas)
         if steps is None:
             raise CheckpointError(
-                files.folder,
+                contents.source,
                 f"expected the powers of Adam's betas {betas[0]:g} and {betas[1]:g} after some steps, got "
                 f"{values[0]:g} and {values[1]:g}: give the betas of the optimizer, or import without "
                 "optimizer state.",
