@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from karvan import distributed
+from karvan.checkpoint.atomic_folder import remove_folders, try_writing
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
-from karvan.checkpoint.format.manifest import Base, is_taken
-from karvan.checkpoint.format.table_arrays import Model, tables_of
-from karvan.checkpoint.object_store.files import lease_object, upload
-from karvan.checkpoint.pending_save import WRITERS, Pending, Report, check_writers
-from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.errors import CheckpointError, together
+from karvan.checkpoint.files import lease_object, upload
+from karvan.checkpoint.manifest import Base, is_taken
 from karvan.checkpoint.recovery import newest_step, resume
 from karvan.checkpoint.survey import (
     all_chosen,
@@ -31,7 +28,18 @@ from karvan.checkpoint.survey import (
     readable,
     step_of,
 )
-from karvan.checkpoint.writer import Versions, Writing, capture_on_all, check_target, explaining
+from karvan.checkpoint.table_files import Model, tables_of
+from karvan.checkpoint.writer import (
+    WRITERS,
+    Pending,
+    Report,
+    Versions,
+    Writing,
+    capture_on_all,
+    check_target,
+    check_writers,
+    explaining,
+)
 from karvan.distributed import CollectiveChannel
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path, shown

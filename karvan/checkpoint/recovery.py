@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from karvan import distributed
+from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED, set_aside
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED, set_aside
-from karvan.checkpoint.format.manifest import is_taken
-from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
+from karvan.checkpoint.manifest import is_taken
 from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
 from karvan.distributed import CollectiveChannel
 from karvan.job.checkpoint_url import shown

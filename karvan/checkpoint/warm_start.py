@@ -14,13 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
-from karvan.checkpoint.checkpoint import TABLE_STEPS, Checkpoint, check_table, with_state_of
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.manifest import share_of
-from karvan.checkpoint.format.table_arrays import tables_of
+from karvan.checkpoint.checkpoint import (
+    KEY,
+    TABLE_STEPS,
+    Checkpoint,
+    Transform,
+    check_table,
+    load_transforms,
+    name_of,
+    with_state_of,
+)
+from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.manager import find
-from karvan.checkpoint.rank_agreement import together
-from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
+from karvan.checkpoint.manifest import share_of
+from karvan.checkpoint.table_files import tables_of
 from karvan.embedding import TableHandle
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.features import FeatureEngine

@@ -34,11 +34,10 @@ from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_o
 from karvan.launch.engines.choice import make_master_engine
 from karvan.launch.job_spec import TLS, JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
-from karvan.launch.role_commands import Commands, module_command, open_import_folders
-from karvan.launch.role_environment import security_of
+from karvan.launch.processes import RESUMED, SUSPENDED
+from karvan.launch.role_programs import Commands, module_command, open_import_folders, security_of
 from karvan.launch.run_folder import MASTER, RunFolder, make_certificate, make_shared, make_token
-from karvan.launch.supervision.processes import RESUMED, SUSPENDED
-from karvan.launch.supervision.supervisor import JobOutcome, Timing
+from karvan.launch.supervisor import JobOutcome, Timing
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
@@ -176,7 +175,7 @@ class Launcher:
             process=token,
             checkpoints="" if checkpoints is None else url_of(checkpoints) or str(checkpoints),
         ).variables()
-        command = module_command("karvan.launch.master.process")
+        command = module_command("karvan.launch.master")
         if self._on_cluster:
             job = JobSpec.model_validate(self._job["spec"])
             environment |= security_of(job)

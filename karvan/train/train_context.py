@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from karvan import checkpoint as checkpoints
 from karvan import distributed
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
-from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.pending_save import Report, no_report
+from karvan.checkpoint.table_files import tables_of
+from karvan.checkpoint.writer import Report, no_report
 from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.distributed import Connection

@@ -13,10 +13,10 @@ from processes import is_alive
 from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.job.roles import Role, role_of
+from karvan.launch.health import SERVICE_TIMEOUT, HealthCheck, find_stalls
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.health import SERVICE_TIMEOUT, HealthCheck, find_stalls
-from karvan.launch.supervision.processes import ManagedProcesses
-from karvan.launch.supervision.supervisor import Timing
+from karvan.launch.processes import ManagedProcesses
+from karvan.launch.supervisor import Timing
 
 T = 100.0
 

@@ -19,8 +19,8 @@ from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
-    from karvan.launch.role_commands import Commands
-    from karvan.launch.supervision.supervisor import Timing
+    from karvan.launch.role_programs import Commands
+    from karvan.launch.supervisor import Timing
 
 
 def launch(
@@ -82,7 +82,7 @@ def launch(
     from karvan.job.environment import warn_of_misspelled
     from karvan.launch.engines.choice import check_engine
     from karvan.launch.job_spec import read_spec
-    from karvan.launch.role_commands import commands_of
+    from karvan.launch.role_programs import commands_of
 
     warn_of_misspelled(os.environ)
     spec = read_spec(target, changes)

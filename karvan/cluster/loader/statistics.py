@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.checkpoint import COLUMNS, KEY, has_state, name_of
 from karvan.checkpoint.recovery import resume
-from karvan.checkpoint.transforms import COLUMNS, KEY, has_state, name_of
+from karvan.checkpoint.state_tree import pack, unpack
 from karvan.data.columns.kinds import ColumnKind
 from karvan.features import FeatureEngine
 from karvan.job.checkpoint_url import local_path

@@ -30,7 +30,7 @@ from karvan.compat.programs import environment
 from karvan.exit_codes import OK
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.launcher import Launcher
-from karvan.launch.role_commands import commands_of
+from karvan.launch.role_programs import commands_of
 from karvan.settings import SettingsError
 
 COMMANDS = ("train", "evaluate", "predict")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from karvan import distributed
 from karvan.checkpoint import is_imported
-from karvan.checkpoint.object_store.files import read_bytes
+from karvan.checkpoint.files import read_bytes
 from karvan.cluster.loader.context import LoaderContext
 from karvan.cluster.streams.loader_stream import LoaderStream, from_loaders
 from karvan.compat.cuda_fallback import device_of

@@ -1,7 +1,7 @@
 """The interface of engines: an engine starts processes somewhere and reports when they have ended.
 
 An engine knows nothing about jobs: the supervisor decides which process runs when, and what its death means
-(`karvan/launch/supervision/supervisor.py`). The output of a process goes to the log line by line, under the
+(`karvan/launch/supervisor.py`). The output of a process goes to the log line by line, under the
 process's name.
 
 Processes outlive the master that started them. It stores the `record` of each, and if it dies, the next

@@ -14,7 +14,7 @@ from karvan.job.checkpoint_url import url_of
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import check_machine, name_of, needs_by_role, total_needs
 from karvan.launch.engines.local import LocalEngine
-from karvan.launch.role_commands import is_open_to_all
+from karvan.launch.role_programs import is_open_to_all
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.state_tree import pack, unpack
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from karvan.checkpoint import Checkpoint
-from karvan.checkpoint.format.state_tree import decode
+from karvan.checkpoint.state_tree import decode
 from karvan.data.identity import Identity
 from karvan.distributed import Connection
 

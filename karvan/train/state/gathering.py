@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.state_tree import pack, unpack
 from karvan.distributed import CollectiveChannel
 from karvan.train.types import MetricLike
 

@@ -23,8 +23,8 @@ from typing import Any
 from torch import nn
 
 from karvan import distributed
-from karvan.checkpoint.format.state_tree import pack
-from karvan.checkpoint.transforms import COLUMNS, KEY, Transform, has_state, name_of
+from karvan.checkpoint.checkpoint import COLUMNS, KEY, Transform, has_state, name_of
+from karvan.checkpoint.state_tree import pack
 from karvan.data.columns.kinds import ColumnKind, require_equal
 from karvan.distributed import CollectiveChannel
 from karvan.features import FeatureEngine

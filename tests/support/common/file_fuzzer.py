@@ -23,12 +23,12 @@ from checkpoint_helpers import Model
 from mutations import copied, mutated
 
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from karvan.checkpoint import inspect as checkpoint_inspect
+from karvan.checkpoint import survey as checkpoint_inspect
 from karvan.cli.config.schema import read_config
 from karvan.cli.errors import CommandError
 from karvan.launch.engines.choice import check_engine
 from karvan.launch.job_spec import read_spec
-from karvan.launch.role_commands import commands_of
+from karvan.launch.role_programs import commands_of
 from karvan.settings import SettingsError
 
 KNOWN = (CheckpointError, CommandError, SettingsError)

@@ -21,7 +21,7 @@ from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.run_folder import RunFolder
-from karvan.launch.supervision.supervisor import NoGroup, NoWork, Supervisor, Timing
+from karvan.launch.supervisor import NoGroup, NoWork, Supervisor, Timing
 
 NEW = partial(subprocess.Popen, text=True)
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths

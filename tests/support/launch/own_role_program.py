@@ -18,8 +18,8 @@ from karvan.job.environment import JobEnvironment
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.role_commands import commands_of
-from karvan.launch.supervision.supervisor import Supervisor, Timing
+from karvan.launch.role_programs import commands_of
+from karvan.launch.supervisor import Supervisor, Timing
 from karvan.wire import Client, Endpoint, Message, Service, WireError, endpoints
 from karvan.wire.schema import Call, Head, Integer, Struct, field, table_of
 

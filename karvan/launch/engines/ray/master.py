@@ -22,15 +22,14 @@ from karvan.launch.engines.ray.actor import (
     GROUPS,
     SETTINGS,
     SUSPENDED_AT_MOST,
+    Order,
     RoleActor,
     Started,
     location,
     run,
 )
 from karvan.launch.engines.ray.cluster import NAMESPACE, RayCluster
-from karvan.launch.engines.ray.engine import this_machine_alone
-from karvan.launch.engines.ray.handle import RayHandle
-from karvan.launch.engines.ray.order import Order
+from karvan.launch.engines.ray.engine import RayHandle, this_machine_alone
 from karvan.launch.engines.ray.placement import NodePlacement, PlacementGroups
 from karvan.launch.run_folder import OUTCOME, RunFolder
 

@@ -11,7 +11,7 @@ from typing import Any
 from karvan.clock import clock
 from karvan.exit_codes import OK, TEMPORARY
 from karvan.job.checkpoint_url import url_of
-from karvan.launch.supervision.processes import ManagedProcess
+from karvan.launch.processes import ManagedProcess
 from karvan.outages import retry_delay
 
 _LONGEST_DELAY = 30.0

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.checkpoint.format.safetensors_file import ITEM_BYTES, Stored
+from karvan.checkpoint.safetensors_file import ITEM_BYTES, Stored
 
 DTYPES = {
     torch.float64: "F64",

@@ -24,22 +24,153 @@ Protocol:
 from __future__ import annotations
 
 import errno
+import getpass
+import json
 import logging
 import os
+import re
 import secrets
+import shlex
+import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from karvan.clock import clock
-from karvan.job.checkpoint_url import shown
-from karvan.owner.record import LeaseLostError, OwnerError, OwnerRecord
+from karvan.job.checkpoint_url import local_path, shown
+from karvan.job.environment import JobEnvironment
+
+# `OwnerRecord`: who owns a folder, as its lease file says, and whether that process still runs.
+#
+# A process is identified by its number and its start time, since numbers are reused. The numbers are valid
+# only on the machine, since its last boot, and in the PID namespace (container) of the process; anywhere else
+# only renewals of the lease show that the process runs.
+
+
+class OwnerError(RuntimeError):
+    """Another run trains in the folder; the text says which one, since when, and what to do."""
+
+
+class LeaseLostError(OwnerError):
+    """Another run has taken the folder over while this one was paused for long."""
+
+
+_LONGEST_COMMAND = 300
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")  # of a URL
+
+
+@dataclass(frozen=True)
+class OwnerRecord:
+    """An owner. id is random; machine identifies where pid and start are valid."""
+
+    id: str
+    host: str
+    machine: str
+    pid: int
+    start: str
+    user: str
+    command: str
+    taken: str  # wall-clock time, for error messages
+    seconds: float  # without a renewal after which others may take over
+    renewals: int = 0
+
+    @classmethod
+    def of_this_process(cls, seconds: float, id: str = "") -> OwnerRecord:
+        """A new record of this process; id: that of the process of which it is the successor."""
+        pid = os.getpid()
+        return cls(
+            id=id or secrets.token_hex(16),
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            start=_start_of(pid) or "",
+            user=_user(),
+            command=_CREDENTIALS.sub("://", shlex.join(sys.orig_argv))[:_LONGEST_COMMAND],
+            taken=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+            seconds=seconds,
+        )
+
+    @classmethod
+    def parse(cls, content: bytes) -> OwnerRecord | None:
+        """The record in a lease file; None if it is incomplete or not a lease."""
+        try:
+            values: dict[str, Any] = json.loads(content)
+            kinds: dict[str, Any] = {"pid": int, "renewals": int, "seconds": (int, float)}
+            fields = cls.__dataclass_fields__
+            if not all(isinstance(values[name], kinds.get(name, str)) for name in fields):
+                return None
+            record = cls(**{name: values[name] for name in fields})
+        except (ValueError, KeyError, TypeError):
+            return None
+        return record if 0 < record.seconds < 1e6 else None
+
+    def is_process(self, other: OwnerRecord) -> bool:
+        """Whether another record is of the same process, or an earlier renewal of it."""
+        return (self.id, self.machine, self.pid, self.start) == (
+            *(other.id, other.machine, other.pid, other.start),
+        )
+
+    def content(self) -> bytes:
+        """For a lease file; of the same length after any renewal, so that it is overwritten in place."""
+        text = json.dumps({**asdict(self), "renewals": 0}, indent=1, ensure_ascii=True)
+        return text.replace('"renewals": 0', f'"renewals": {self.renewals:>10d}').encode() + b"\n"
+
+    def state(self) -> str:
+        """The state of its process: "running", "stopped", "gone", or "unknown" (on another machine)."""
+        if self.machine != _machine():
+            return "unknown"
+        if not self.start or _start_of(self.pid) != self.start:
+            return "gone" if self.start else "unknown"
+        return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(_status(self.pid), "running")
+
+    def __str__(self) -> str:
+        where = f"process {self.pid} of {self.user} on {self.host}, since {self.taken}"
+        return f"{where} ({self.command})"
+
+
+def _machine() -> str:
+    """The scope in which process numbers are valid: the machine since its boot, and the PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return f"{socket.gethostname()} {os.uname().sysname}"
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started, in ticks since boot; None if there is no such process."""
+    fields = _stat_of(pid)
+    return fields[19] if fields is not None else None
+
+
+def _status(pid: int) -> str:
+    fields = _stat_of(pid)
+    return fields[0] if fields is not None else "X"
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name of the program, which may contain anything."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name, as in containers
+        return f"uid {os.geteuid()}"
+
 
 # `SharedLease`: a lease as an object at a URL, for runs on machines that share no file system.
 #
@@ -435,3 +566,139 @@ def _create(path: Path, content: bytes) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+# `own`: this process owns a folder for as long as it trains there.
+#
+# A process may own a folder several times, one after another or nested, in any of its threads: it has one
+# lease, which is released with the last use. Other processes are refused. The processes of a launched job use
+# the lease of their master: they find its id in KARVAN_OWNER, take no lease for the job's folder, and check
+# before a save that it is still the master's. With several ranks, rank 0 owns the folder for all of them.
+
+SECONDS = 60.0
+
+# The code that saves reports a folder that cannot be written to, with a better message.
+_REPORTED_BY_SAVES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+
+
+class Ownership:
+    """A use of a folder; `release` ends it."""
+
+    def __init__(self, folder: Path, shared: _SharedLease | None, place: LeaseObject | None = None) -> None:
+        self.folder = folder
+        self._place = place
+        self._shared = shared
+
+    @property
+    def id(self) -> str:
+        """The id of the lease, for the processes of a job; empty without one."""
+        return "" if self._shared is None else self._shared.lease.record.id
+
+    def on_lost(self, do: Callable[[], None]) -> None:
+        """Call this, on another thread, when another run has taken the folder over."""
+        if self._shared is not None:
+            self._shared.lease.on_lost(do)
+
+    def check(self) -> None:
+        """Raise a LeaseLostError if another run has taken the folder over."""
+        check_owner(self.folder, self._place)
+
+    def release(self) -> None:
+        """End it; others may take the folder if this was the last use of it by this process."""
+        shared, self._shared = self._shared, None
+        if shared is None or os.getpid() != shared.process:
+            return
+        with _lock:
+            shared.uses -= 1
+            if shared.uses:
+                return
+            del _leases[shared.key]
+        shared.lease.release()
+
+
+class _SharedLease:
+    def __init__(self, key: Path, lease: Lease) -> None:
+        self.key = key
+        self.lease = lease
+        self.process = os.getpid()
+        self.uses = 1
+
+
+_lock = threading.Lock()
+_leases: dict[Path, _SharedLease] = {}
+
+
+def own(folder: str | os.PathLike[str], id: str = "", place: LeaseObject | None = None) -> Ownership:
+    """Own a folder, which is created if necessary; an OwnerError if another run owns it.
+
+    id: of the lease of a process that has died, or was left behind, and of which this one is the successor.
+    place: the object of the lease, for a folder that stands for a URL.
+    """
+    path = local_path(folder)
+    key = Path(os.path.realpath(path))
+    if _is_of_the_master(key):
+        check_owner(path, place)
+        return Ownership(path, None, place)
+    with _lock:
+        lease = _known(key)
+        if lease is not None:
+            lease.lease.check()
+            lease.uses += 1
+            return Ownership(path, lease)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds(), id, place))
+        except OSError as error:
+            if error.errno not in _REPORTED_BY_SAVES:
+                _log.warning("No lease for %s, so another run may also write there: %s", path, error)
+            return Ownership(path, None)
+    return Ownership(path, shared)
+
+
+def check_owner(folder: str | os.PathLike[str], place: LeaseObject | None = None) -> None:
+    """Raise a LeaseLostError if this process, or its master, has owned the folder and no longer does.
+
+    place: the object of the lease, which the processes of a job read where the folder stands for a URL,
+    because their master may be on another machine. An OSError, which is an outage, if the folder's
+    file system is unmounted.
+    """
+    path = local_path(folder)
+    key = Path(os.path.realpath(path))
+    if _is_of_the_master(key):
+        lease = None
+        if place is not None:
+            with suppress(OSError):
+                content = place.read()
+                lease = None if content is None else OwnerRecord.parse(content)
+            if lease is not None and lease.id != JobEnvironment.read().owner:
+                raise lost_error(path / FILE, lease)
+            return
+        with suppress(OSError):  # the save reports a file system that fails
+            lease = read_lease(path / FILE)
+        if lease is None and not os.path.lexists(path / FILE):  # the master would have created it again
+            raise away_error(path)
+        if lease is not None and lease.id != JobEnvironment.read().owner:
+            raise lost_error(path / FILE, lease)
+        return
+    key_ = _known(key)
+    if key_ is not None:
+        key_.lease.check()
+
+
+def lease_seconds() -> float:
+    """Seconds without a renewal after which others may take over."""
+    setting = JobEnvironment.read().lease_seconds
+    seconds = SECONDS if setting is None else setting
+    if not 1 <= seconds <= 86400:
+        raise ValueError(f"KARVAN_LEASE_SECONDS expects seconds from 1 to 86400, got {seconds:g}.")
+    return seconds
+
+
+def _known(key: Path) -> _SharedLease | None:
+    lease = _leases.get(key)
+    return lease if lease is not None and lease.process == os.getpid() else None
+
+
+def _is_of_the_master(key: Path) -> bool:
+    job = JobEnvironment.read()
+    return bool(job.owner and job.checkpoints) and Path(os.path.realpath(local_path(job.checkpoints))) == key

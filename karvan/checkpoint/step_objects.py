@@ -24,10 +24,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from karvan.checkpoint import manifest as manifests
+from karvan.checkpoint import objects
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format import manifest as manifests
-from karvan.checkpoint.format.manifest import NAME, Manifest
-from karvan.checkpoint.object_store import objects
+from karvan.checkpoint.manifest import NAME, Manifest
 from karvan.job.checkpoint_url import shown
 from karvan.outages import is_temporary
 

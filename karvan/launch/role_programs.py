@@ -12,18 +12,71 @@ import array
 import fcntl
 import ipaddress
 import json
+import os
 import socket
+import stat
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from karvan.job.address import socket_beside
-from karvan.job.checkpoint_url import url_of
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.environment import TORCH_NAMES, JobEnvironment
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import name_of
-from karvan.launch.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from karvan.launch.job_spec import JobSpec
+
+
+# The command line of each role.
+
+Commands = dict[Role, tuple[str, ...]]
+
+
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module of Karvan, and imports nothing from the current folder (`-P`)."""
+    return sys.executable, "-P", "-m", module, *arguments
+
+
+def commands_of(spec: JobSpec) -> Commands:
+    """The job's programs for trainers, and for loaders if it has one; Karvan's own for all others."""
+    commands: Commands = {}
+    for role in start_order():
+        section = spec.of_role(role)
+        program: Path | None = getattr(spec, role.program) if role.program else None
+        words = ("karvan", "role", role) if program is None else _program(spec, program)
+        if section.replicas:
+            commands[role] = module_command(*words, *section.args)
+    return commands
+
+
+def open_import_folders(spec: JobSpec) -> list[Path]:
+    """Folders that every user may write to, and from which the job's programs import: their own, and those of
+    PYTHONPATH, in which an empty entry is the current folder.
+    """
+    programs = [path for path in (spec.entry, spec.loader_entry) if path is not None and path.suffix == ".py"]
+    folders = [path.resolve().parent for path in programs]
+    if variable := os.environ.get("PYTHONPATH"):
+        folders += [Path(entry).resolve() for entry in variable.split(os.pathsep)]
+    return [folder for folder in dict.fromkeys(folders) if is_open_to_all(folder)]
+
+
+def is_open_to_all(folder: Path) -> bool:
+    """Whether every user of the machine may add files to a folder."""
+    return folder.is_dir() and bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
+def _program(spec: JobSpec, program: Path) -> tuple[str, ...]:
+    if spec.system is not None:
+        return "karvan", "run", "--as", spec.system, str(program)
+    if program.suffix != ".py":  # a config, whose folder is that of the job
+        folder = () if spec.checkpoints is None else ("--folder", shown(spec.checkpoints))
+        return "karvan", "train", str(program), *folder
+    return "karvan.launch.program", str(program)
+
 
 # Finds the network interface of a host, so that torch's ports listen only there.
 #

@@ -46,19 +46,19 @@ from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
 from karvan.job.environment import ServerLoss
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import Engine, Handle, Process, end_text
+from karvan.launch.health import HealthCheck, HealthSource
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.role_commands import Commands, commands_of
-from karvan.launch.role_environment import environment_of
-from karvan.launch.supervision.health import HealthCheck, HealthSource
-from karvan.launch.supervision.job_state import JobState, MemberState
-from karvan.launch.supervision.processes import (
+from karvan.launch.processes import (
+    JobState,
     ManagedProcess,
     ManagedProcesses,
+    MemberState,
     Registration,
     Suspension,
     kill,
 )
-from karvan.launch.supervision.restarts import CrashLoopDetector, End, RestartBudget, Verdict
+from karvan.launch.restarts import CrashLoopDetector, End, RestartBudget, Verdict
+from karvan.launch.role_programs import Commands, commands_of, environment_of
 from karvan.work.task import Task, TaskLease, holder_of
 
 if TYPE_CHECKING:

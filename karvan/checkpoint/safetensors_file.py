@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan.activity import activity
+from karvan.checkpoint import objects
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.object_store import objects
-from karvan.checkpoint.object_store.files import opened
+from karvan.checkpoint.files import opened
 from karvan.job.checkpoint_url import url_of
 from karvan.native import _native
 from karvan.outages import is_temporary

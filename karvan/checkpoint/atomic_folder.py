@@ -4,7 +4,7 @@ A checkpoint is written into a hidden folder next to its final path and renamed 
 writer holds a lock in the hidden folder, which the system releases when the process ends, however it ends: a
 hidden folder without a held lock was left by a crashed process and may be removed. Creating, publishing and
 removing hold this user's lock of the parent for a moment, so that several processes may work in it. Leftovers
-of another user are not removed. See `karvan/checkpoint/format/atomic_folder.py`.
+of another user are not removed. See `karvan/checkpoint/atomic_folder.py`.
 
 A folder that cannot be removed is a warning, not an error: it harms no checkpoint, and every save tries
 again.
@@ -29,8 +29,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from karvan.checkpoint import step_objects
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.object_store import step_objects
 from karvan.files import sync_folder
 from karvan.job.checkpoint_url import url_of
 from karvan.outages import is_temporary

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from karvan.checkpoint import objects
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.object_store import objects
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.outages import is_temporary
-from karvan.owner.lease import FILE
+from karvan.owner import FILE
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def fetch(path: Path) -> None:
     replace_file(path, content)
 
 
-# The lease of a run at a URL, as an object; see `karvan/owner/lease.py`.
+# The lease of a run at a URL, as an object; see `karvan/owner.py`.
 
 
 class ObjectLease:

@@ -18,7 +18,7 @@ from karvan.clock import clock
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Handle
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, Registration, kill
+from karvan.launch.processes import ManagedProcess, ManagedProcesses, Registration, kill
 
 # Finds processes that are alive but make no progress and block the job, from their heartbeats.
 #
