@@ -1,6 +1,12 @@
-"""`Lease`: a file in a folder that says which process may write there, renewed while that process runs.
+"""The owner of a folder of checkpoints, so that two runs never write into one.
 
-Protocol:
+`own`: this process owns a folder for as long as it trains there. It may own a folder several times, one after
+another or nested, in any of its threads: it has one lease, which is released with the last use. Other
+processes are refused. The processes of a launched job use the lease of their master: they find its id in
+KARVAN_OWNER, take no lease for the job's folder, and check before a save that it is still the master's. With
+several ranks, rank 0 owns the folder for all of them.
+
+`Lease`: a file in the folder that says which process may write there, renewed while that process runs:
 - Taking. The file is written under another name and hard-linked to its final name, which fails if that
   exists: of several processes exactly one succeeds, also on network file systems.
 - Renewing. A thread overwrites the file in place, six times within the lease's `seconds`. An owner whose
@@ -40,7 +46,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,9 +117,17 @@ class OwnerRecord:
             return None
         return record if 0 < record.seconds < 1e6 else None
 
-    def is_process(self, other: OwnerRecord) -> bool:
-        """Whether another record is of the same process, or an earlier renewal of it."""
-        return (self.id, self.machine, self.pid, self.start) == (
+    def is_in(self, content: bytes | None) -> bool:
+        """Whether a lease is of the same process, perhaps another renewal of it."""
+        return content is not None and self._is_process(OwnerRecord.parse(content))
+
+    def other_in(self, content: bytes | None) -> OwnerRecord | None:
+        """The other process that a lease is of; None if it is of this one, or of nobody that can be read."""
+        record = None if content is None else OwnerRecord.parse(content)
+        return None if record is None or self._is_process(record) else record
+
+    def _is_process(self, other: OwnerRecord | None) -> bool:
+        return other is not None and (self.id, self.machine, self.pid, self.start) == (
             *(other.id, other.machine, other.pid, other.start),
         )
 
@@ -186,7 +199,6 @@ def _user() -> str:
 
 _log = logging.getLogger(__name__)
 
-_POLL_OBJECT_EVERY = 0.5  # seconds between two reads of an object that is being watched
 _SETTLED_AFTER = 1.0  # seconds after which the owner reads what it has written
 
 
@@ -206,38 +218,29 @@ class LeaseObject(Protocol):
 class SharedLease:
     """The lease of `record` at a URL, which this process holds once `take` has returned.
 
-    where: the URL, for messages. refused, lost: make the errors of another owner.
+    path: of the lease's file, in the folder that stands for the URL.
     """
 
-    def __init__(
-        self,
-        where: str,
-        place: LeaseObject,
-        record: OwnerRecord,
-        refused: Callable[[OwnerRecord], OwnerError],
-        lost: Callable[[OwnerRecord], LeaseLostError],
-    ) -> None:
-        self._where = where
+    def __init__(self, path: Path, place: LeaseObject, record: OwnerRecord) -> None:
+        self._path = path
         self._place = place
         self._record = record
-        self._refused = refused
-        self._lost = lost
 
     def take(self) -> None:
         """Take it; an OwnerError if another process holds it, perhaps after waiting for a renewal."""
-        content = self._place.read()
-        if content is not None:
-            self._wait_for(content)
+        where, read = shown(self._path.parent), self._place.read
+        content = read()
+        if content is not None and (end := _wait_for_end(self._path, where, content, self._record, read)):
+            _log.warning("%s is taken over from %s.", where, end)
         self._place.write(self._record.content())
         time.sleep(_SETTLED_AFTER)
-        record = self._read()
-        if record is not None and not record.is_process(self._record):
-            raise self._refused(record)
+        other = self._record.other_in(read())
+        if other is not None:
+            raise refused_error(self._path, other)
 
-    def find_other(self) -> LeaseLostError | None:
-        """The error of another owner, if there is one."""
-        record = self._read()
-        return None if record is None or record.is_process(self._record) else self._lost(record)
+    def find_other(self) -> OwnerRecord | None:
+        """Another owner, if there is one."""
+        return self._record.other_in(self._place.read())
 
     def renew(self, number: int) -> None:
         """Show that this process runs."""
@@ -246,49 +249,50 @@ class SharedLease:
     def release(self) -> None:
         """Allow others to take the folder."""
         with suppress(OSError):
-            record = self._read()
-            if record is not None and record.is_process(self._record):
+            content = self._place.read()
+            if self._record.is_in(content):
                 self._place.remove()
 
-    def _read(self) -> OwnerRecord | None:
-        content = self._place.read()
-        return None if content is None else OwnerRecord.parse(content)
 
-    def _wait_for(self, content: bytes) -> None:
-        """Return once the owner of an object is known to be gone; raise if it runs."""
-        owner = OwnerRecord.parse(content)
-        if owner is not None and owner.id == self._record.id:
-            return
-        state = "unknown" if owner is None else owner.state()
-        if owner is not None and state == "running":
-            raise self._refused(owner)
-        seconds = self._record.seconds if owner is None else owner.seconds
-        if state != "gone":
-            _log.warning(
-                "%s belongs to %s, which may or may not be running: waiting %g s for a renewal of its lease "
-                "before taking over.",
-                self._where,
-                owner or "an owner that cannot be read",
-                seconds,
-            )
-            start = clock.now()
-            while clock.now() - start < seconds:
-                time.sleep(min(_POLL_OBJECT_EVERY, seconds / 6))
-                now = self._place.read()
-                if now is None:
-                    return
-                if now != content:
-                    record = OwnerRecord.parse(now)
-                    if record is not None:
-                        raise self._refused(record)
-                    content = now
-        why = "is gone" if state == "gone" else f"did not renew its lease for {seconds:g} s"
-        _log.warning("%s is taken over from %s, which %s.", self._where, owner or "an unknown owner", why)
+def _wait_for_end(
+    path: Path, where: object, content: bytes, mine: OwnerRecord, read: Callable[[], bytes | None]
+) -> str:
+    """Return once the owner of a lease, by its content, is known to be gone; raise if it runs.
+
+    Returns who that was and why it is replaced, for a message; "" if nobody is.
+    """
+    owner = OwnerRecord.parse(content)
+    if owner is not None and owner.id == mine.id:
+        return ""  # it is the predecessor of this process
+    state = "unknown" if owner is None else owner.state()
+    if owner is not None and state == "running":
+        raise refused_error(path, owner)
+    if state == "gone":
+        return f"{owner}, which is gone"
+    seconds = mine.seconds if owner is None else owner.seconds
+    _log.warning(
+        "%s belongs to %s, which %s: waiting %g s for a renewal of its lease before taking over.",
+        where,
+        owner or "an owner that cannot be read",
+        "is stopped" if state == "stopped" else "may or may not be running",
+        seconds,
+    )
+    start = clock.now()
+    while clock.now() - start < seconds:
+        time.sleep(min(_POLL_EVERY, seconds / _RENEWALS))
+        now = read()
+        if now is None:
+            return ""
+        if now != content:
+            if (record := OwnerRecord.parse(now)) is not None:
+                raise refused_error(path, record)
+            content = now
+    return f"{owner or 'an unknown owner'}, which did not renew its lease for {seconds:g} s"
 
 
 FILE = ".karvan-owner.json"
 _RENEWALS = 6  # of a lease within its seconds
-_POLL_EVERY = 0.2  # seconds between two reads of a file that is being watched
+_POLL_EVERY = 0.5  # seconds between two reads of a lease that is being watched
 _MOST_BYTES = 16384
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)  # some file systems
 
@@ -304,6 +308,9 @@ class Lease:
         """
         self.path = folder / FILE
         self.record = OwnerRecord.of_this_process(seconds, id)
+        self.key = Path(os.path.realpath(folder))
+        self.process = os.getpid()
+        self.uses = 1
         self._lost: LeaseLostError | None = None
         self._on_lost: list[Callable[[], None]] = []
         self._released = threading.Event()
@@ -314,24 +321,15 @@ class Lease:
             self._replace_other()
         self._shared: SharedLease | None = None
         if place is not None:
-            self._take_shared(folder, place)
+            shared = SharedLease(self.path, place, self.record)
+            try:
+                shared.take()
+            except BaseException:
+                self._remove()
+                raise
+            self._shared = shared
         self._thread = threading.Thread(target=self._run, name="karvan-owner", daemon=True)
         self._thread.start()
-
-    def _take_shared(self, folder: Path, place: LeaseObject) -> None:
-        shared = SharedLease(
-            shown(folder),
-            place,
-            self.record,
-            partial(refused_error, self.path),
-            partial(lost_error, self.path),
-        )
-        try:
-            shared.take()
-        except BaseException:
-            self._remove()
-            raise
-        self._shared = shared
 
     def check(self) -> None:
         """Raise a LeaseLostError if another process has taken the folder over.
@@ -343,9 +341,10 @@ class Lease:
             raise away_error(self.path.parent)
         if self._lost is None:
             with suppress(OSError):  # the save reports a file system that fails
-                self._lost = self._find_other()
-                if self._lost is None and self._shared is not None:
-                    self._lost = self._shared.find_other()
+                other = self._find_other()
+                if other is None and self._shared is not None:
+                    other = self._shared.find_other()
+                self._lost = None if other is None else lost_error(self.path, other)
         if self._lost is not None:
             raise LeaseLostError(*self._lost.args)
 
@@ -353,13 +352,13 @@ class Lease:
         """Call this, on the thread that renews the lease, when another process has taken the folder over."""
         self._on_lost.append(do)
 
-    def _find_other(self) -> LeaseLostError | None:
-        record = read_lease(self.path)
-        if record is None and not self._released.is_set():  # the file was removed
-            with self._lock:
-                self._link()
-            record = read_lease(self.path)
-        return None if record is None or record.is_process(self.record) else lost_error(self.path, record)
+    def _find_other(self) -> OwnerRecord | None:
+        content = _read(self.path)
+        if self._released.is_set() or (content is not None and OwnerRecord.parse(content) is not None):
+            return self.record.other_in(content)
+        with self._lock:  # the file was removed
+            self._link()
+        return self.record.other_in(_read(self.path))
 
     def release(self) -> None:
         """Allow others to take the folder."""
@@ -372,8 +371,7 @@ class Lease:
     def _remove(self) -> None:
         """Remove the file, if it is still this lease's."""
         with suppress(OSError):
-            record = read_lease(self.path)
-            if record is not None and record.is_process(self.record):
+            if self.record.is_in(_read(self.path)):
                 self.path.unlink()
         with self._lock:
             if self._descriptor >= 0:
@@ -383,7 +381,7 @@ class Lease:
     def _link(self) -> bool:
         """Create the file if there is none; returns whether this process created it."""
         content = self.record.content()
-        hidden = self.path.with_name(f"{FILE}.{os.getpid()}-{secrets.token_hex(4)}")
+        hidden = self._aside()
         descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.fchmod(descriptor, 0o644)  # so that a refused user can read who the owner is
@@ -392,26 +390,26 @@ class Lease:
             try:
                 os.link(hidden, self.path)
             except FileExistsError:
-                os.close(descriptor)
                 return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
                 if not _create(self.path, content):
-                    os.close(descriptor)
                     return False
+                created = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
                 os.close(descriptor)
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            os.close(descriptor)
-            raise
+                descriptor = created
+            self._descriptor, descriptor = descriptor, self._descriptor
+            return True
         finally:
+            if descriptor >= 0:
+                os.close(descriptor)
             with suppress(OSError):
                 hidden.unlink()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = descriptor
-        return True
+
+    def _aside(self) -> Path:
+        """An unused name beside the file."""
+        return self.path.with_name(f"{FILE}.{os.getpid()}-{secrets.token_hex(4)}")
 
     def _replace_other(self) -> None:
         """Wait until the file's owner is known to be gone, and remove the file."""
@@ -424,14 +422,8 @@ class Lease:
             ) from None
         if content is None:
             return
-        owner = OwnerRecord.parse(content)
-        succeeds = owner is not None and owner.id == self.record.id
-        state = "gone" if succeeds else "unknown" if owner is None else owner.state()
-        if owner is not None and state == "running":
-            raise refused_error(self.path, owner)
-        if owner is None or state != "gone":
-            self._watch(content, owner, state)
-        aside = self.path.with_name(f"{FILE}.{os.getpid()}-{secrets.token_hex(4)}")
+        end = _wait_for_end(self.path, self.path.parent, content, self.record, lambda: _read(self.path))
+        aside = self._aside()
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
@@ -440,35 +432,10 @@ class Lease:
         if now is not None and now != content:  # another process took the lease in the meantime
             with suppress(OSError):
                 os.link(aside, self.path)
-        elif owner is not None and not succeeds:
-            reason = "is gone" if state == "gone" else f"did not renew its lease for {owner.seconds:g} s"
-            _log.warning("%s is taken over from %s, which %s.", self.path.parent, owner, reason)
+        elif end and OwnerRecord.parse(content) is not None:
+            _log.warning("%s is taken over from %s.", self.path.parent, end)
         with suppress(OSError):
             aside.unlink()
-
-    def _watch(self, content: bytes, owner: OwnerRecord | None, state: str) -> None:
-        """Return if the file does not change for the time of its lease; raise if its owner renews it."""
-        seconds = self.record.seconds if owner is None else owner.seconds
-        whose = "an owner that cannot be read" if owner is None else str(owner)
-        why = "is stopped" if state == "stopped" else "may or may not be running"
-        _log.warning(
-            "%s belongs to %s, which %s: waiting %g s for a renewal of its lease before taking over.",
-            self.path.parent,
-            whose,
-            why,
-            seconds,
-        )
-        start = clock.now()
-        while clock.now() - start < seconds:
-            time.sleep(min(_POLL_EVERY, seconds / _RENEWALS))
-            now = _read(self.path)
-            if now is None:
-                return
-            if now != content:
-                record = OwnerRecord.parse(now)
-                if record is not None:
-                    raise refused_error(self.path, record)
-                content = now
 
     def _run(self) -> None:
         number = 0
@@ -485,9 +452,7 @@ class Lease:
                 for do in self._on_lost:
                     do()
                 return
-            except (
-                OSError
-            ) as error:  # the file system may come back; the lease is valid until it is taken over
+            except OSError as error:  # the file system may come back; the lease is valid until it is taken
                 _log.warning("The lease %s could not be renewed: %s", self.path, error)
 
 
@@ -523,12 +488,12 @@ def refused_error(path: Path, owner: OwnerRecord) -> OwnerError:
     )
 
 
-def lost_error(path: Path, owner: OwnerRecord | None) -> LeaseLostError:
+def lost_error(path: Path, owner: OwnerRecord) -> LeaseLostError:
     """The error of an owner that another has replaced."""
-    by = "another run" if owner is None else str(owner)
     return LeaseLostError(
-        f"{shown(path.parent)} was taken over by {by} while this run did not renew its lease (it was paused, "
-        "or its machine was). This run stops and saves nothing more, so that there are never two writers."
+        f"{shown(path.parent)} was taken over by {owner} while this run did not renew its lease (it was "
+        "paused, or its machine was). This run stops and saves nothing more, so that there are never two "
+        "writers."
     )
 
 
@@ -568,13 +533,6 @@ def _create(path: Path, content: bytes) -> bool:
     return True
 
 
-# `own`: this process owns a folder for as long as it trains there.
-#
-# A process may own a folder several times, one after another or nested, in any of its threads: it has one
-# lease, which is released with the last use. Other processes are refused. The processes of a launched job use
-# the lease of their master: they find its id in KARVAN_OWNER, take no lease for the job's folder, and check
-# before a save that it is still the master's. With several ranks, rank 0 owns the folder for all of them.
-
 SECONDS = 60.0
 
 # The code that saves reports a folder that cannot be written to, with a better message.
@@ -584,20 +542,20 @@ _REPORTED_BY_SAVES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errn
 class Ownership:
     """A use of a folder; `release` ends it."""
 
-    def __init__(self, folder: Path, shared: _SharedLease | None, place: LeaseObject | None = None) -> None:
+    def __init__(self, folder: Path, lease: Lease | None, place: LeaseObject | None = None) -> None:
         self.folder = folder
         self._place = place
-        self._shared = shared
+        self._lease = lease
 
     @property
     def id(self) -> str:
         """The id of the lease, for the processes of a job; empty without one."""
-        return "" if self._shared is None else self._shared.lease.record.id
+        return "" if self._lease is None else self._lease.record.id
 
     def on_lost(self, do: Callable[[], None]) -> None:
         """Call this, on another thread, when another run has taken the folder over."""
-        if self._shared is not None:
-            self._shared.lease.on_lost(do)
+        if self._lease is not None:
+            self._lease.on_lost(do)
 
     def check(self) -> None:
         """Raise a LeaseLostError if another run has taken the folder over."""
@@ -605,27 +563,19 @@ class Ownership:
 
     def release(self) -> None:
         """End it; others may take the folder if this was the last use of it by this process."""
-        shared, self._shared = self._shared, None
-        if shared is None or os.getpid() != shared.process:
+        lease, self._lease = self._lease, None
+        if lease is None or os.getpid() != lease.process:
             return
         with _lock:
-            shared.uses -= 1
-            if shared.uses:
+            lease.uses -= 1
+            if lease.uses:
                 return
-            del _leases[shared.key]
-        shared.lease.release()
-
-
-class _SharedLease:
-    def __init__(self, key: Path, lease: Lease) -> None:
-        self.key = key
-        self.lease = lease
-        self.process = os.getpid()
-        self.uses = 1
+            del _leases[lease.key]
+        lease.release()
 
 
 _lock = threading.Lock()
-_leases: dict[Path, _SharedLease] = {}
+_leases: dict[Path, Lease] = {}  # of this process, and of those from which it was forked
 
 
 def own(folder: str | os.PathLike[str], id: str = "", place: LeaseObject | None = None) -> Ownership:
@@ -640,19 +590,19 @@ def own(folder: str | os.PathLike[str], id: str = "", place: LeaseObject | None 
         check_owner(path, place)
         return Ownership(path, None, place)
     with _lock:
-        lease = _known(key)
+        lease = _lease_of(key)
         if lease is not None:
-            lease.lease.check()
+            lease.check()
             lease.uses += 1
             return Ownership(path, lease)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds(), id, place))
+            lease = _leases[key] = Lease(path, lease_seconds(), id, place)
         except OSError as error:
             if error.errno not in _REPORTED_BY_SAVES:
                 _log.warning("No lease for %s, so another run may also write there: %s", path, error)
             return Ownership(path, None)
-    return Ownership(path, shared)
+    return Ownership(path, lease)
 
 
 def check_owner(folder: str | os.PathLike[str], place: LeaseObject | None = None) -> None:
@@ -665,24 +615,16 @@ def check_owner(folder: str | os.PathLike[str], place: LeaseObject | None = None
     path = local_path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_master(key):
-        lease = None
-        if place is not None:
-            with suppress(OSError):
-                content = place.read()
-                lease = None if content is None else OwnerRecord.parse(content)
-            if lease is not None and lease.id != JobEnvironment.read().owner:
-                raise lost_error(path / FILE, lease)
-            return
+        owner = None
         with suppress(OSError):  # the save reports a file system that fails
-            lease = read_lease(path / FILE)
-        if lease is None and not os.path.lexists(path / FILE):  # the master would have created it again
-            raise away_error(path)
-        if lease is not None and lease.id != JobEnvironment.read().owner:
-            raise lost_error(path / FILE, lease)
-        return
-    key_ = _known(key)
-    if key_ is not None:
-        key_.lease.check()
+            content = _read(path / FILE) if place is None else place.read()
+            owner = None if content is None else OwnerRecord.parse(content)
+        if owner is None and place is None and not os.path.lexists(path / FILE):
+            raise away_error(path)  # the master would have created it again
+        if owner is not None and owner.id != JobEnvironment.read().owner:
+            raise lost_error(path / FILE, owner)
+    elif (lease := _lease_of(key)) is not None:
+        lease.check()
 
 
 def lease_seconds() -> float:
@@ -694,7 +636,7 @@ def lease_seconds() -> float:
     return seconds
 
 
-def _known(key: Path) -> _SharedLease | None:
+def _lease_of(key: Path) -> Lease | None:
     lease = _leases.get(key)
     return lease if lease is not None and lease.process == os.getpid() else None
 

@@ -40,7 +40,6 @@ from karvan.checkpoint.writer import (
     check_writers,
     explaining,
 )
-from karvan.distributed import CollectiveChannel
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path, shown
 from karvan.owner import check_owner
@@ -176,26 +175,23 @@ class Checkpoints:
                 self.folder, "all ranks to save the same step", [its_step for its_step, _ in ranks]
             )
 
-        def take(base: Base | None, since: Versions | None) -> Writing:
-            return Writing(
-                state,
-                tables,
-                step=step,
-                metrics=metrics,
-                part_bytes=self.part_bytes,
-                base=base,
-                since=since,
-                track=self.full_every > 1,
-                writers=self.writers,
-            )
-
+        take = partial(
+            Writing,
+            *(state, tables),
+            step=step,
+            metrics=metrics,
+            part_bytes=self.part_bytes,
+            track=self.full_every > 1,
+            writers=self.writers,
+        )
         # Until this save is complete there is nothing to build on: a save after a failure is full.
         last, self._last = self._last, None
         writing = None
         if last is not None and all(may for _, may in ranks):
-            writing = _delta(channel, target, partial(take, last.base, last.versions))
+            writing = capture_on_all(channel, target, partial(_delta, take, last))
         if writing is None:
-            writing = capture_on_all(channel, target, partial(take, None, None))
+            writing = capture_on_all(channel, target, take)
+        assert writing is not None
         base, versions = writing.base, writing.versions
 
         def check() -> None:
@@ -379,25 +375,12 @@ class _Last:
         )
 
 
-def _delta(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing | None:
-    """The result of `take`; None on all ranks if a table on any rank does not know what changed."""
-    writings: list[Writing] = []
-
-    def attempt() -> bool:
-        try:
-            writings.append(take())
-        except ValueError:
-            return False
-        return True
-
-    complete = False
+def _delta(take: Callable[..., Writing], last: _Last) -> Writing | None:
+    """The result of `take` for a delta; None if a table does not know what changed."""
     try:
-        complete = all(together(channel, target, attempt))
-    finally:
-        if not complete:
-            for writing in writings:
-                writing.close()
-    return writings[0] if complete else None
+        return take(base=last.base, since=last.versions)
+    except ValueError:
+        return None
 
 
 def _is(folder: Path, base: Base) -> bool:
@@ -428,15 +411,12 @@ def _doomed(
     # Folders that cannot be read may belong to somebody else: they stay. The newest first: a delta must not
     # outlive what it builds on, even if this process is killed in between.
     return {
-        checkpoint.path: _below(checkpoint)
+        checkpoint.path: None
+        if (base := checkpoint.manifest.base) is None
+        else folder / Path(base.folder).name
         for checkpoint in reversed(checkpoints)
         if checkpoint.path not in needed
     }
-
-
-def _below(checkpoint: Checkpoint) -> Path | None:
-    base = checkpoint.manifest.base
-    return None if base is None else checkpoint.path.parent / Path(base.folder).name
 
 
 # Saves one checkpoint at a given path, and finds one at a path.
@@ -488,7 +468,9 @@ def start(
             state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes, writers=writers
         )
 
-    return capture_on_all(channel, target, take).start(target)
+    writing = capture_on_all(channel, target, take)
+    assert writing is not None
+    return writing.start(target)
 
 
 def save(

@@ -57,13 +57,8 @@ def check_resume(resume: object) -> None:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint of a folder, intact or not; None if there is none. A collective."""
-    channel = distributed.current().here
-
-    def look() -> list[int]:
-        return [step_of(path) for path in saved_folders(folder)[-1:]] if channel.rank == 0 else []
-
-    steps: list[int] = together(channel, folder, look)[0]
-    return steps[0] if steps else None
+    names = _names(distributed.current().here, folder)
+    return step_of(folder / names[-1]) if names else None
 
 
 def resume(

@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan.activity import activity
-from karvan.checkpoint import objects
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.files import opened
+from karvan.checkpoint.files import opened, write_object
 from karvan.job.checkpoint_url import url_of
 from karvan.native import _native
 from karvan.outages import is_temporary
@@ -179,7 +178,7 @@ def _write_object(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> 
                     size += len(piece)
             yield pieces
 
-    objects.write(path, groups())
+    write_object(path, groups())
     return size, checksum_text(crc)
 
 

@@ -25,8 +25,16 @@ from functools import partial
 from pathlib import Path
 
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint import objects
 from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.files import (
+    Listed,
+    listing,
+    present,
+    read_bytes,
+    remove_below,
+    remove_object,
+    write_object,
+)
 from karvan.checkpoint.manifest import NAME, Manifest
 from karvan.job.checkpoint_url import shown
 from karvan.outages import is_temporary
@@ -55,7 +63,7 @@ class UploadFolder:
         self._removes = False  # from now on there may be a manifest that names these files
         path = self.target / NAME
         try:
-            objects.write(path, [[memoryview(data)]])
+            write_object(path, [[memoryview(data)]])
         except OSError:
             if _content(path) != data:  # otherwise only the answer was lost
                 raise
@@ -64,7 +72,7 @@ class UploadFolder:
     def remove(self) -> None:
         """Remove the files, if they were not published."""
         if self._removes:
-            _tolerate(shown(self.path), lambda: objects.remove_below(self.path))
+            _tolerate(shown(self.path), lambda: remove_below(self.path))
 
 
 def _with_names(manifest: Manifest, prefix: str) -> Manifest:
@@ -83,7 +91,7 @@ def _with_names(manifest: Manifest, prefix: str) -> Manifest:
 def _content(path: Path) -> bytes | None:
     """The content of an object; None if there is none, or it cannot be read."""
     try:
-        return objects.read(path)
+        return read_bytes(path)
     except OSError:
         return None
 
@@ -92,33 +100,32 @@ def _remove_others(target: Path, data: bytes) -> None:
     """Remove the files of a step that neither its manifest names nor that of one that was set aside."""
     manifest = manifests.parse(target / NAME, data)
     named = {file.name for file in manifest.files}
-    names = [item.name for item in objects.listing(target)]
+    names = [item.name for item in listing(target)]
     manifest_names = {NAME, *ASIDE.values()}
     for name in manifest_names & {*names} - {NAME}:
         with suppress(CheckpointError):
-            aside = manifests.parse(target / name, objects.read(target / name))
+            aside = manifests.parse(target / name, read_bytes(target / name))
             named |= {file.name for file in aside.files}
     for folder in {name.partition("/")[0] for name in names if name not in manifest_names}:
         inside = [name for name in names if name.startswith(f"{folder}/")]
         if not named.intersection(inside):
-            objects.remove_below(target / folder)
+            remove_below(target / folder)
         else:
             for name in inside:
                 if name not in named:
-                    objects.remove(target / name)
+                    remove_object(target / name)
 
 
 def published(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of some steps of a run that have a manifest."""
-    present = objects.present([folder / name / NAME for name in names])
-    return [path.parent.name for path in present]
+    return [path.parent.name for path in present([folder / name / NAME for name in names])]
 
 
 def asides(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
     """Those of some steps of a run that were set aside, and of which kind."""
     paths = [folder / name / aside for name in names for aside in ASIDE.values()]
     kinds = {aside: kind for kind, aside in ASIDE.items()}
-    return [(path.parent.name, kinds[path.name]) for path in objects.present(paths)]
+    return [(path.parent.name, kinds[path.name]) for path in present(paths)]
 
 
 def set_aside(steps: Sequence[Path], kind: str) -> dict[Path, Path]:
@@ -129,8 +136,8 @@ def set_aside(steps: Sequence[Path], kind: str) -> dict[Path, Path]:
         for step in steps:
             data = _content(step / NAME)
             if data is not None:  # otherwise another process has removed it
-                objects.write(step / ASIDE[kind], [[memoryview(data)]])
-            objects.remove(step / NAME)
+                write_object(step / ASIDE[kind], [[memoryview(data)]])
+            remove_object(step / NAME)
             folders[step] = step / ASIDE[kind]
 
     try:
@@ -154,15 +161,15 @@ def remove_steps(folder: Path, doomed: Callable[[], Mapping[Path, Path | None]])
 
 
 def _remove_step(step: Path) -> None:
-    objects.remove(step / NAME)
+    remove_object(step / NAME)
     if not asides(step.parent, [step.name]):
-        objects.remove_below(step)
+        remove_below(step)
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove old objects of steps without any manifest."""
-    by_step: dict[str, list[objects.Listed]] = {}
-    for item in objects.listing(folder):
+    by_step: dict[str, list[Listed]] = {}
+    for item in listing(folder):
         step, _, rest = item.name.partition("/")
         if step.startswith("step-") and rest:
             by_step.setdefault(step, []).append(item)
@@ -171,15 +178,15 @@ def _remove_leftovers(folder: Path) -> None:
     for step, items in by_step.items():
         has_manifest = any(item.name.partition("/")[2] in manifest_names for item in items)
         if not has_manifest and max(item.written for item in items) < newest - _DAY:
-            objects.remove_below(folder / step)
+            remove_below(folder / step)
 
 
 def try_writing(folder: Path) -> None:
     """Write and remove a small object; raise a CheckpointError if that is not possible."""
     trial = folder / f".karvan-trial-{secrets.token_hex(8)}"
     try:
-        objects.write(trial, [[memoryview(bytes(64))]])
-        objects.remove(trial)
+        write_object(trial, [[memoryview(bytes(64))]])
+        remove_object(trial)
     except OSError as error:
         raise CheckpointError(
             folder,

@@ -29,9 +29,8 @@ from karvan import distributed
 from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
-from karvan.checkpoint.files import explained, has_file, is_there, size_of
+from karvan.checkpoint.files import explained, folder_names, has_file, is_there, size_of
 from karvan.checkpoint.manifest import NAME
-from karvan.checkpoint.objects import folder_names
 from karvan.checkpoint.state_tree import tensor_names
 from karvan.checkpoint.step_objects import asides, published
 from karvan.job.checkpoint_url import local_path, shown, url_of

@@ -164,24 +164,12 @@ def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) ->
 
 def select(rows: Rows, which: NDArray[Any]) -> Rows:
     """Some of the rows, by a mask or indices."""
-    return Rows(
-        rows.keys[which],
-        rows.vectors[which],
-        rows.state[which],
-        rows.counts[which],
-        rows.last_steps[which],
-    )
+    return Rows(*(column[which] for column in rows))
 
 
 def join(pieces: Sequence[Rows]) -> Rows:
     """The rows of all pieces."""
-    return Rows(
-        np.concatenate([rows.keys for rows in pieces]),
-        np.concatenate([rows.vectors for rows in pieces]),
-        np.concatenate([rows.state for rows in pieces]),
-        np.concatenate([rows.counts for rows in pieces]),
-        np.concatenate([rows.last_steps for rows in pieces]),
-    )
+    return Rows(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def overlay(rows: Rows, erased: Keys, changed: Rows) -> Rows:

@@ -486,16 +486,24 @@ def publish_folder(
     return data.decode()
 
 
-def capture_on_all(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
-    """The result of `take`, if it succeeded on all ranks."""
-    writings: list[Writing] = []
+def capture_on_all(
+    channel: CollectiveChannel, target: Path, take: Callable[[], Writing | None]
+) -> Writing | None:
+    """The result of `take`, if it succeeded on all ranks; None if it is None on any of them."""
+    writing: Writing | None = None
+    complete = False
+
+    def attempt() -> bool:
+        nonlocal writing
+        writing = take()
+        return writing is not None
+
     try:
-        together(channel, target, lambda: writings.append(take()))
-    except BaseException:
-        for writing in writings:
+        complete = all(together(channel, target, attempt))
+    finally:
+        if not complete and writing is not None:
             writing.close()
-        raise
-    return writings[0]
+    return writing if complete else None
 
 
 def _is_checkpoint(target: Path) -> bool:
@@ -537,15 +545,12 @@ def explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
         try:
             return work()
         except OSError as error:
-            raise _explained(target, error) from error
+            where = f" at {error.filename}" if error.filename else ""
+            what = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                what += ", so it was not saved; earlier checkpoints are untouched"
+            text = f"expected to write a checkpoint, got '{what}'{where}."
+            # Any OSError is taken as temporary: the folder was writable when the fit started.
+            raise CheckpointError(target, text, temporary=True) from error
 
     return explained
-
-
-def _explained(target: Path, error: OSError) -> CheckpointError:
-    where = f" at {error.filename}" if error.filename else ""
-    what = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what += ", so it was not saved; earlier checkpoints are untouched"
-    # Any OSError is taken as temporary: the folder was writable when the fit started.
-    return CheckpointError(target, f"expected to write a checkpoint, got '{what}'{where}.", temporary=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from karvan.activity import TRAINERS, ActivityReport
 from karvan.clock import clock
@@ -19,6 +19,9 @@ from karvan.job.roles import Role
 from karvan.launch.engines.base import Handle
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.processes import ManagedProcess, ManagedProcesses, Registration, kill
+
+if TYPE_CHECKING:
+    from karvan.discovery.registry import Registry
 
 # Finds processes that are alive but make no progress and block the job, from their heartbeats.
 #
@@ -120,16 +123,6 @@ _STACKS_WITHIN = 5.0  # seconds
 _STACKS_ENDED = 0.5  # seconds without another line after which they are complete
 
 
-class HealthSource(Protocol):
-    """Knows which roles are healthy: the registry."""
-
-    def healthy(self, role: Role, index: int) -> bool | None:
-        """Whether a role sends heartbeats; None if it is not known."""
-
-    def activities(self) -> Mapping[tuple[Role, int], ActivityReport]:
-        """The newest report of each role's heartbeats, by role and index."""
-
-
 @dataclass
 class _Condemned:
     """A process that was asked for its stacks, and will be killed."""
@@ -141,34 +134,40 @@ class _Condemned:
     changed: float
 
 
-class HealthCheck:
-    """Checks the processes every `every` seconds, except those that were started recently.
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. Delays double with every restart, and are random, so that not all restart at once."""
 
-    settle: seconds after its start in which the health of a process is not checked. return_within: seconds in
-    which the processes of a master that died come to this one. start_within: seconds in which a process
-    connects, or longer, if stall_timeout is longer. stall_timeout: seconds without progress after which a
-    process is killed; 0: never.
+    backoff: float = 0.5
+    check: float = 1.0  # between checks of health
+    settle: float = 60.0  # after its start, in which the health of a process is not checked
+    start: float = 60.0  # in which a process connects; as long as stall_timeout, if that is longer
+    pause: float = 5.0  # of the master itself; longer ones are reported
+    lost: float = (
+        10.0  # without a heartbeat, after which a process counts as lost; trainers have six times as long
+    )
+
+
+class HealthCheck:
+    """Checks the processes of a job, except those that were started recently.
+
+    stall_timeout: seconds without progress after which a process is killed; 0: never.
     """
 
     def __init__(
         self,
         members: ManagedProcesses,
-        source: HealthSource,
+        registry: Registry,
         logs: MergedLogs,
-        *,
-        every: float,
-        settle: float,
-        return_within: float,
-        start_within: float,
+        timing: Timing,
         stall_timeout: float,
     ) -> None:
         self._members = members
-        self._source = source
+        self._registry = registry
         self._logs = logs
-        self._every = every
-        self._settle = settle
-        self._return = return_within
-        self._start = max(start_within, stall_timeout)
+        self._timing = timing
+        self._return = max(timing.settle, timing.lost)  # in which processes come to another master
+        self._start = max(timing.start, stall_timeout)
         self._stall_timeout = stall_timeout
         self._checked = 0.0
         self._condemned: dict[str, _Condemned] = {}
@@ -176,7 +175,7 @@ class HealthCheck:
     @property
     def due(self) -> float:
         """The time of the next check."""
-        return self._checked + self._every
+        return self._checked + self._timing.check
 
     def check(self) -> None:
         """Find unhealthy processes, if a check is due, and kill them."""
@@ -184,13 +183,13 @@ class HealthCheck:
         if now < self.due:
             return
         self._checked = now
-        activities = self._source.activities()
+        activities = self._registry.activities()
         for member in self._members:
             if not member.running:
                 continue
-            healthy = self._source.healthy(member.role, member.index)
+            healthy = self._registry.healthy(member.role, member.index)
             member.note_health(healthy)
-            if now < member.started + self._settle or member.name in self._condemned:
+            if now < member.started + self._timing.settle or member.name in self._condemned:
                 continue
             missing = member.awaited and now >= member.started + self._return
             if healthy is False or missing:
@@ -205,7 +204,7 @@ class HealthCheck:
         running: dict[tuple[Role, int], ManagedProcess] = {
             (member.role, member.index): member for member in self._members if member.running
         }
-        settled = clock.now() - self._settle
+        settled = clock.now() - self._timing.settle
         alive = {
             key: report
             for key, report in activities.items()

@@ -32,12 +32,13 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_of
 from karvan.launch.engines.choice import make_master_engine
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import TLS, JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
 from karvan.launch.processes import RESUMED, SUSPENDED
 from karvan.launch.role_programs import Commands, module_command, open_import_folders, security_of
 from karvan.launch.run_folder import MASTER, RunFolder, make_certificate, make_shared, make_token
-from karvan.launch.supervisor import JobOutcome, Timing
+from karvan.launch.supervisor import JobOutcome
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z

@@ -25,7 +25,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from karvan.activity import ActivityReport
 from karvan.cluster.master import LEDGER, release_all
@@ -37,12 +37,13 @@ from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.roles import Role, role_of, start_order
 from karvan.launch.engines.base import Engine, name_of
 from karvan.launch.engines.choice import make_engine
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, MergedLogs
 from karvan.launch.processes import JobState, ManagedProcess
 from karvan.launch.role_programs import Commands, security_of
 from karvan.launch.run_folder import RunFolder, RunFolderError
-from karvan.launch.supervisor import JobOutcome, Supervisor, Timing
+from karvan.launch.supervisor import JobOutcome, Supervisor
 from karvan.owner import LeaseObject, OwnerError, Ownership, own
 from karvan.protocol.master import JOB_CALLS, JOB_STATUS, SCALE_JOB, STOP_JOB, JobStatus, ScaleJob, StopJob
 from karvan.wire import (
@@ -189,27 +190,17 @@ def _activity(report: ActivityReport) -> str:
 _STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
-class Stoppable(Protocol):
-    """A supervisor."""
-
-    def interrupt(self, number: int) -> None:
-        """Stop the job, because of this signal."""
-
-    def suspend(self) -> None:
-        """Suspend the job."""
-
-
 class MasterSignals:
     """Passes SIGINT, SIGTERM, SIGHUP and SIGTSTP on, those before `pass_to` as well."""
 
     def __init__(self) -> None:
-        self._to: Stoppable | None = None
+        self._to: Supervisor | None = None
         self._early: list[int] = []
         for number in (*_STOPS, signal.SIGTSTP):
             signal.signal(number, self._take)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_STOPS, signal.SIGTSTP])
 
-    def pass_to(self, supervisor: Stoppable) -> None:
+    def pass_to(self, supervisor: Supervisor) -> None:
         """Pass signals to this supervisor from now on."""
         self._to = supervisor
         early, self._early = self._early, []
@@ -222,7 +213,7 @@ class MasterSignals:
         else:
             self._pass(self._to, number)
 
-    def _pass(self, supervisor: Stoppable, number: int) -> None:
+    def _pass(self, supervisor: Supervisor, number: int) -> None:
         if number == signal.SIGTSTP:
             supervisor.suspend()
         else:
@@ -259,10 +250,8 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         work, group, service, registry = services
         engine = stack.enter_context(_engine(folder, spec, job, logs))
         supervisor = Supervisor(
-            *(spec, engine, registry, logs, commands, timing),
+            *(spec, engine, registry, logs, commands, work, group, timing),
             owner="" if owner is None else owner.id,
-            work=work,
-            group=group,
             state=state,
             started=lambda: logs.announce({"state": "running"}),
         )
@@ -313,8 +302,8 @@ def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
 
 
 def _try_writing(checkpoints: Path) -> None:
+    from karvan.checkpoint.atomic_folder import try_writing
     from karvan.checkpoint.errors import CheckpointError
-    from karvan.checkpoint.format.atomic_folder import try_writing
 
     try:
         try_writing(checkpoints)

@@ -18,6 +18,7 @@ from karvan.files import read_object, replace_file
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import Handle, Process, name_of
 from karvan.launch.merged_logs import MergedLogs
+from karvan.work.task import holder_of
 
 
 class Registration(StrEnum):
@@ -74,6 +75,11 @@ class ManagedProcess:
         """Whether a process was started and has not ended."""
         return self.handle is not None and self.code is None
 
+    @property
+    def holder(self) -> str:
+        """Its process by the name under which it holds tasks and trains."""
+        return holder_of(self.role, self.index, self.token)
+
 
 class ManagedProcesses:
     """All replicas of a job, in the order in which they start."""
@@ -102,24 +108,16 @@ class ManagedProcesses:
                 return member
         return None
 
-    def suspend(self) -> None:
-        """Stop all running processes, until `resume`."""
-        for member in self._all:
-            if member.running and member.handle is not None:
-                member.handle.suspend()
 
-    def resume(self) -> None:
-        """Continue what `suspend` has stopped."""
-        for member in self._all:
-            if member.running and member.handle is not None:
-                member.handle.resume()
+def handles_of(members: Iterable[ManagedProcess]) -> list[Handle]:
+    """The handles of those that are running."""
+    return [member.handle for member in members if member.handle is not None and member.running]
 
 
 def kill(members: Iterable[ManagedProcess]) -> None:
     """Kill those that are running."""
-    for member in members:
-        if member.running and member.handle is not None:
-            member.handle.kill()
+    for handle in handles_of(members):
+        handle.kill()
 
 
 # Pauses of a job: Ctrl-Z, and a master that could not run for a while.
@@ -151,14 +149,16 @@ class Suspension:
 
     def suspend(self) -> None:
         """Stop all processes and then this one; returns when it and the others have been continued."""
-        self._members.suspend()
+        for handle in handles_of(self._members):
+            handle.suspend()
         writer = threading.Thread(target=self._logs.say, args=(SUSPENDED,), daemon=True)
         writer.start()
         writer.join(_WRITE_WITHIN)
         os.kill(os.getpid(), signal.SIGSTOP)
         clock.now()
         self._known = clock.paused
-        self._members.resume()
+        for handle in handles_of(self._members):
+            handle.resume()
         self._logs.say(RESUMED)
 
     def check(self) -> None:

@@ -18,9 +18,9 @@ from karvan.job.checkpoint_url import shown, url_of
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
+    from karvan.launch.health import Timing
     from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_programs import Commands
-    from karvan.launch.supervisor import Timing
 
 
 def launch(

@@ -70,18 +70,15 @@ def make_engine(
         yield LocalEngine(write, folder.path, away=spec.master_timeout)
         return
     from karvan.launch.engines.ray.cluster import RayCluster
-    from karvan.launch.engines.ray.engine import ProcessLogs, RayEngine
+    from karvan.launch.engines.ray.engine import RayEngine, with_logs
 
     if address is None:
         write("launcher", "Starting Ray on this machine, which takes some seconds.")
     cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=_written(spec))
-    logs = ProcessLogs(folder.shared, write)
+    names = [name_of(role, index) for role in start_order() for index in range(spec.of_role(role).most)]
     try:
-        for role in start_order():
-            for index in range(spec.of_role(role).most):
-                logs.open(name_of(role, index))
         engine = RayEngine(
-            logs.write,
+            with_logs(folder.shared, names, write),
             cluster,
             job=spec.name,
             launch=launch,

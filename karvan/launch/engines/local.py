@@ -27,11 +27,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from typing_extensions import override
+
 from karvan.job.address import change_master_address, make_master_address
 from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, variable
 from karvan.job.roles import Role
 from karvan.launch.engines import keeper
-from karvan.launch.engines.base import Process
+from karvan.launch.engines.base import Ended, Handle, Process
 from karvan.launch.engines.keeper import OLDER_LOGS
 
 # Follows log files that keepers write, and passes their lines on.
@@ -257,7 +259,16 @@ _REGISTRY = variable("registry")
 _GONE_WITHIN = 10.0  # seconds in which processes that are killed are gone
 _BACKOFF = 0.2  # seconds until a master is restarted for the first time; they double
 
-Ended = Callable[[Process, int], None]
+# What the keeper of a process is asked for; see `keeper.py`.
+_REQUESTS = {
+    "stop": b"t",
+    "interrupt": b"i",
+    "kill": b"k",
+    "dump_stacks": b"q",
+    "suspend": b"s",
+    "resume": b"c",
+}
+_OF_MASTERS = {**_REQUESTS, "suspend": b"z"}
 
 
 class LocalEngine:
@@ -372,18 +383,13 @@ class LocalEngine:
         return log_of(self._log_folder, process.name)
 
 
-class LocalHandle:
+class LocalHandle(Handle):
     """A process of this machine and its keeper, with a thread that waits for its end."""
 
     def __init__(self, process: Process, folder: Path, finish_log: Callable[[], None], ended: Ended) -> None:
-        self._process = process
+        super().__init__(process, ended)
         self._folder = folder
         self._finish_log = finish_log
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._code: int | None = None
-        self._started = threading.Event()
-        self._reported = threading.Event()
         # Opened for both directions: that neither waits for the keeper nor fails without it.
         self._control = os.open(folder / "control", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.write(self._control, b"h")
@@ -404,48 +410,17 @@ class LocalHandle:
         """Where its keeper's files are."""
         return {"folder": str(self._folder)}
 
-    def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended and its output was read."""
-        self._reported.wait(timeout)
-        return self._code
-
-    def stop(self) -> None:
-        """SIGTERM to the process alone, which stops those that it has started as it needs."""
-        self._ask(b"t")
-
-    def interrupt(self) -> None:
-        """SIGINT to the process alone."""
-        self._ask(b"i")
-
-    def kill(self) -> None:
-        """SIGKILL to the process and all that it has started."""
-        self._ask(b"k")
-
-    def dump_stacks(self) -> None:
-        """SIGQUIT to the process alone."""
-        self._ask(b"q")
-
-    def suspend(self) -> None:
-        """SIGSTOP to the process and all that it has started; SIGTSTP to a master, which does the same."""
-        self._ask(b"z" if self._process.role == Role.MASTER else b"s")
-
-    def resume(self) -> None:
-        """SIGCONT to them."""
-        self._ask(b"c")
-
     def tell_master(self, process: Process) -> None:
         """The master is where the environment of this process says."""
         change_master_address(self._folder / _ADDRESS, process.environment.get(_REGISTRY, ""))
 
-    def _ask(self, request: bytes) -> None:
+    @override
+    def ask(self, request: str) -> None:
         self._started.wait()
+        letters = _OF_MASTERS if self._process.role == Role.MASTER else _REQUESTS
         with self._lock, suppress(BlockingIOError):  # a keeper that takes no requests, such as a stopped one
             if self._code is None:
-                os.write(self._control, request)
+                os.write(self._control, letters[request])
 
     def _watch(self, popen: subprocess.Popen[bytes] | None, request: bytes) -> None:
         if popen is not None:

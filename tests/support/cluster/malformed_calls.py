@@ -313,7 +313,7 @@ class JobSubject(Subject):
         )
         self._registry = Registry()
         self._logs = MergedLogs(["trainer-0"])
-        supervisor = Supervisor(spec, None, self._registry, self._logs)
+        supervisor = Supervisor(spec, None, self._registry, self._logs, {}, None, None)
         self.service.supervise(supervisor, self._registry, WorkService(folder / "ledger"))
         self.makers = {
             "job_status": lambda: ({}, []),

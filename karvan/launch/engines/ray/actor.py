@@ -420,7 +420,7 @@ class RoleActor:
         if name in ("suspend", "resume"):
             self._suspended = name == "suspend"
         if self._handle is not None:
-            getattr(self._handle, name)()
+            self._handle.ask(name)
 
     def unattended(self) -> float:
         """Seconds since a master has taken lines; 0 if one waits for some."""

@@ -11,19 +11,20 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import exceptions
+from typing_extensions import override
 
 from karvan.clock import clock
 from karvan.exit_codes import USAGE
 from karvan.job.environment import variable
 from karvan.job.roles import Role, all_roles
-from karvan.launch.engines.base import Needs, Process
+from karvan.launch.engines.base import Ended, Handle, Needs, Process
 from karvan.launch.engines.keeper import LOG_BYTES, RoleLog
 from karvan.launch.engines.local import log_of
 from karvan.launch.engines.ray.actor import (
@@ -48,8 +49,10 @@ from karvan.launch.engines.ray.placement import NodePlacement, PlacementGroups, 
 _log = logging.getLogger("karvan.launch")
 
 _KILLED = -int(signal.SIGKILL)
+_CANCEL = {"stop": int(signal.SIGTERM), "kill": int(signal.SIGKILL)}  # what has not started never does
 _SAY_AFTER, _SAY_EVERY = 30.0, 60.0  # seconds; where there is room, Ray needs some to start
 _ANSWER_WITHIN = 30.0  # seconds that an actor may be unavailable, besides the time that a call takes
+_RESTARTED_WITHIN = 300.0  # the same where Ray restarts actors: it notices the death of a node after a while
 _KILLED_WITHIN = 10.0  # seconds
 _MOST_ACTORS = 20  # whose nodes die before they run, until a process counts as killed
 _WAIT = 0.5
@@ -60,48 +63,23 @@ class _ClosedError(Exception):
     """The connection to the cluster was closed."""
 
 
-class _Engine(Protocol):
-    """What a handle needs of its engine."""
-
-    placement: NodePlacement
-    cluster: RayCluster
-
-    def write(self, name: str, line: str) -> None:
-        """Write a line of a process."""
-
-    def begin(self, actor: Any, process: Process) -> Any:
-        """Have an actor start a process; the reference of its answer, a `Started`."""
-
-
-class RayHandle:
+class RayHandle(Handle):
     """A process on some node; `find` returns its actor, in the thread that follows it."""
 
-    survives_errors = False  # whether the actor is left alone if the connection to Ray fails
-
     def __init__(
-        self,
-        engine: _Engine,
-        process: Process,
-        name: str,
-        find: Callable[[], Any],
-        ended: Callable[[Process, int], None],
+        self, engine: RayEngine, process: Process, name: str, find: Callable[[], Any], ended: Ended
     ) -> None:
+        super().__init__(process, ended)
         self._engine = engine
-        self._process = process
         self._name = name
         self._find = find
-        self._ended = ended
-        self._lock = threading.Lock()
         self._actor: Any = None
         self._requests: list[str] = []  # until it has started
         self._cancelled: int | None = None  # the signal that came before it has started
         self._killed: float | None = None
         self._location: Location | None = None
         self._pid: int | None = None
-        self._code: int | None = None
         self._created = clock.now()
-        self._started = threading.Event()
-        self._reported = threading.Event()
         engine.cluster.start(threading.Thread(target=self._run, name=f"{process.name} on Ray", daemon=True))
 
     @property
@@ -112,57 +90,26 @@ class RayHandle:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The name of its actor."""
-        return {"engine": "ray", "actor": self._name}
+        """The name of its actor; for commands that look for a master, the address of the cluster as well."""
+        record = {"engine": "ray", "actor": self._name}
+        return {**record, "address": cluster_address()} if self._engine.lasting else record
 
     @property
     def node(self) -> str | None:
         """Ray's id of its node; None while it waits for room."""
         return None if self._location is None else self._location.node
 
-    def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended and its output was read."""
-        self._reported.wait(timeout)
-        return self._code
-
-    def stop(self) -> None:
-        """SIGTERM to the process alone; one that waits for room does not start any more."""
-        self._ask("stop", cancels=signal.SIGTERM)
-
-    def interrupt(self) -> None:
-        """SIGINT to the process alone."""
-        self._ask("interrupt")
-
-    def kill(self) -> None:
-        """SIGKILL to the process and all that it has started."""
-        self._killed = clock.now()
-        self._ask("kill", cancels=signal.SIGKILL)
-
-    def dump_stacks(self) -> None:
-        """SIGQUIT to the process alone."""
-        self._ask("dump_stacks")
-
-    def suspend(self) -> None:
-        """SIGSTOP to the process and all that it has started."""
-        self._ask("suspend")
-
-    def resume(self) -> None:
-        """SIGCONT to them."""
-        self._ask("resume")
-
-    def _ask(self, request: str, cancels: signal.Signals | None = None) -> None:
+    @override
+    def ask(self, request: str) -> None:
+        if request == "kill":
+            self._killed = clock.now()
         with self._lock:
             if self._code is not None:
                 return
             if self._started.is_set():
                 self._send(request)
                 return
-            if cancels is not None:
-                self._cancelled = self._cancelled or int(cancels)
+            self._cancelled = self._cancelled or _CANCEL.get(request)
             self._requests.append(request)
 
     def _send(self, request: str) -> None:
@@ -187,7 +134,7 @@ class RayHandle:
                 code = USAGE
         except Exception as error:  # of Ray; the process must not seem to run for ever
             self._engine.write(self._process.name, f"error: Ray: {str(error).strip() or repr(error)}")
-            if self.survives_errors:
+            if self._engine.lasting:
                 self._actor = None
         self._end(code if self._cancelled is None or self._started.is_set() else -self._cancelled)
 
@@ -267,6 +214,8 @@ class RayHandle:
 
     def _is_given_up(self, seconds: float) -> bool:
         """Whether an actor that was unavailable for so long is not coming back."""
+        if self._engine.lasting:
+            return seconds > _RESTARTED_WITHIN
         assert self._location is not None
         return seconds > _ANSWER_WITHIN or self._engine.placement.is_lost(self._location.node)
 
@@ -288,35 +237,22 @@ class RayHandle:
         return bool(ray.wait([ref], timeout=_WAIT)[0])
 
 
-# `ProcessLogs`: the logs of processes on other nodes, as files in the run folder of their job.
+def with_logs(
+    folder: Path, names: Iterable[str], write: Callable[[str, str], None]
+) -> Callable[[str, str], None]:
+    """A `write` that leaves the lines of processes in logs as well, where the local engine has them."""
+    paths = {name: log_of(folder, name) for name in names}
+    for path in paths.values():
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    logs = {name: RoleLog(str(path), LOG_BYTES) for name, path in paths.items()}
+    lock = threading.Lock()
 
+    def write_both(name: str, line: str) -> None:
+        with lock:
+            logs[name].write(f"{line}\n".encode(errors="replace"))
+        write(name, line)
 
-class ProcessLogs:
-    """Writes the lines of processes to their logs, where the local engine has them, and passes them on."""
-
-    def __init__(self, folder: Path, write: Callable[[str, str], None]) -> None:
-        self._folder = folder
-        self._write = write
-        self._lock = threading.Lock()
-        self._logs: dict[str, RoleLog] = {}
-
-    def open(self, name: str) -> None:
-        """Have a log of a process, which may never write a line."""
-        with self._lock:
-            self._log_of(name)
-
-    def write(self, name: str, line: str) -> None:
-        """Write a line of a process."""
-        with self._lock:
-            self._log_of(name).write(f"{line}\n".encode(errors="replace"))
-        self._write(name, line)
-
-    def _log_of(self, name: str) -> RoleLog:
-        if name not in self._logs:
-            path = log_of(self._folder, name)
-            path.parent.mkdir(0o700, parents=True, exist_ok=True)
-            self._logs[name] = RoleLog(str(path), LOG_BYTES)
-        return self._logs[name]
+    return write_both
 
 
 _LEAST = 0.0001  # of a resource
@@ -331,6 +267,8 @@ class RayEngine:
     processes choose their number of threads themselves. unattended: seconds after which processes without a
     master end.
     """
+
+    lasting = False  # whether Ray restarts its actors, which survive errors of the connection to Ray
 
     def __init__(
         self,
@@ -355,14 +293,12 @@ class RayEngine:
         self._own_threads = own_threads
         self._unattended = unattended
 
-    def start(self, process: Process, ended: Callable[[Process, int], None]) -> RayHandle:
+    def start(self, process: Process, ended: Ended) -> RayHandle:
         """Start a process as soon as there is room for it."""
         name = self._name_of(process)
         return RayHandle(self, process, name, lambda: self._create(process, name), ended)
 
-    def adopt(
-        self, process: Process, record: Mapping[str, Any], ended: Callable[[Process, int], None]
-    ) -> RayHandle:
+    def adopt(self, process: Process, record: Mapping[str, Any], ended: Ended) -> RayHandle:
         """Take over a process of an earlier master."""
         name = str(record["actor"]) if record else self._name_of(process)
         return RayHandle(self, process, name, lambda: _find(name), ended)
@@ -381,20 +317,26 @@ class RayEngine:
         return f"{self._job}/{process.name}/{number}"
 
     def _create(self, process: Process, name: str) -> Any:
-        """Create an actor that outlives this process."""
         needs = self.placement.needs_of(process.role)
-        remote = ray.remote(concurrency_groups=GROUPS)(RoleActor)
-        return remote.options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
+        return self._actor(
+            RoleActor,
+            name,
             num_cpus=needs.cpus,
             num_gpus=needs.gpus,
             memory=needs.memory or None,
             resources={**needs.resources, **self._on_machine},
-            runtime_env={"env_vars": SETTINGS},
             scheduling_strategy=self.placement.strategy(process),
         ).remote(self._unattended)
+
+    def _actor(self, kind: type, name: str, **options: Any) -> Any:
+        """What creates an actor that outlives this process."""
+        return ray.remote(concurrency_groups=GROUPS)(kind).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            runtime_env={"env_vars": SETTINGS},
+            **options,
+        )
 
 
 def this_machine_alone() -> dict[str, float]:
@@ -409,3 +351,8 @@ def _find(name: str) -> Any:
         return ray.get_actor(name, NAMESPACE)
     except ValueError as error:  # it has ended, and nobody knows how
         raise exceptions.RayActorError(error_msg=str(error)) from error
+
+
+def cluster_address() -> str:
+    """The address of the cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
