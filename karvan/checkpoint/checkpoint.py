@@ -335,8 +335,10 @@ class Checkpoint:
         def read() -> None:
             state.update(self.state())
             for name, handle in handles.items():
-                if not isinstance(handle.store, SharedStore):
-                    extras[name] = self._extra(name, handle)
+                if isinstance(handle.store, SharedStore):
+                    continue
+                files = self.manifest.tables[name].extras if self._same_extra(name, handle) else []
+                extras[name] = read_extras(self.path, files, share_of(*handle.store.share))
 
         def fill() -> None:
             shared: dict[SharedStore, dict[str, Any]] = {}
@@ -376,11 +378,6 @@ class Checkpoint:
             CheckpointError: The checkpoint has no statistics of that name.
         """
         load_transforms(self.path, self.state(), *transforms)
-
-    def _extra(self, name: str, handle: TableHandle) -> Extra:
-        if not self._same_extra(name, handle):
-            return {}
-        return read_extras(self.path, self.manifest.tables[name].extras, share_of(*handle.store.share))
 
     def _same_extra(self, name: str, handle: TableHandle) -> bool:
         """Whether saved counters fit the table; those of another filter have no meaning in it."""

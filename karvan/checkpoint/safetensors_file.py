@@ -149,36 +149,31 @@ def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Th
 
 def write_file(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
     """Write a new file and wait until it is on the disk; returns its size and checksum."""
-    if url_of(path) is not None:
-        return _write_object(path, buffers, pace)
     crc = size = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        for pieces in _groups(buffers):
-            with pace.turn():
-                for piece in pieces:
-                    crc = _native.crc32(piece, crc)
-                    size += len(piece)
-                _write_all(file, pieces)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return size, checksum_text(crc)
+    file = -1
 
-
-def _write_object(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
-    crc = size = 0
-
-    def groups() -> Iterator[list[memoryview]]:
+    def written() -> Iterator[list[memoryview]]:
+        """The pieces, after their checksum was computed and, on a disk, they were written."""
         nonlocal crc, size
         for pieces in _groups(buffers):
             with pace.turn():
                 for piece in pieces:
                     crc = _native.crc32(piece, crc)
                     size += len(piece)
+                if file >= 0:
+                    _write_all(file, pieces)
             yield pieces
 
-    write_object(path, groups())
+    if url_of(path) is not None:
+        write_object(path, written())
+        return size, checksum_text(crc)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for _ in written():
+            pass
+        os.fsync(file)
+    finally:
+        os.close(file)
     return size, checksum_text(crc)
 
 

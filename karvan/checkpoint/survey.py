@@ -26,13 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import distributed
-from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED
+from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED, asides, published
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
 from karvan.checkpoint.files import explained, folder_names, has_file, is_there, size_of
 from karvan.checkpoint.manifest import NAME
 from karvan.checkpoint.state_tree import tensor_names
-from karvan.checkpoint.step_objects import asides, published
 from karvan.job.checkpoint_url import local_path, shown, url_of
 from karvan.store import Rows
 
@@ -131,8 +130,7 @@ def survey(path: str | os.PathLike[str]) -> list[Survey]:
     if url_of(folder) is not None:
         with explained(folder):
             names = [name for name in folder_names(folder) if _STEP.match(name)]
-            aside = asides(folder, names)
-        paths = [(folder / name, kind) for name, kind in aside]
+            paths = [(folder / name, kind) for name, kind in asides(folder, names)]
         return states + [Survey(path, step_of(path), kind, "set aside") for path, kind in paths]
     try:
         names = sorted(os.listdir(folder))
@@ -565,7 +563,11 @@ def verify(
         []
     """
     folder = local_path(path)
-    folders = [folder] if has_file(folder / NAME) else _step_folders(folder) or [find_alone(folder).path]
+    if has_file(folder / NAME):
+        folders = [folder]
+    else:
+        steps = step_folders(folder) if url_of(folder) is not None else sorted(folder.glob("step-*/"))
+        folders = steps or [find_alone(folder).path]
     damaged: dict[Path, Damage] = {}
     for folder_ in folders:
         try:
@@ -573,7 +575,3 @@ def verify(
         except CheckpointError as error:
             damaged[Path(error.path)] = Damage(Path(error.path), error.problem)
     return list(damaged.values())
-
-
-def _step_folders(folder: Path) -> list[Path]:
-    return step_folders(folder) if url_of(folder) is not None else sorted(folder.glob("step-*/"))

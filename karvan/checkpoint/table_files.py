@@ -26,6 +26,7 @@ from karvan.checkpoint.safetensors_file import (
     read_header,
     stored,
 )
+from karvan.checkpoint.state_tree import as_tensor
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Capture, Rows, TableSpec
 from karvan.store.messages import counters_of, hashes_of
@@ -189,15 +190,6 @@ Extra = dict[str, NDArray[Any]]
 
 _FILTER = "filter_counts"
 _POSITION = "filter_place"  # the index of a piece's first counter, and the number of all counters
-_NUMPY = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "U8": np.uint8,
-}
 
 
 def own_extra(extra: Mapping[str, NDArray[Any]], rank: int, ranks: int) -> Extra:
@@ -243,10 +235,7 @@ def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -
 
 
 def _read(folder: Path, file: FileEntry) -> Extra:
-    return {
-        name: array.data.view(_NUMPY[array.dtype]).reshape(array.shape)
-        for name, array in read_arrays(folder, file).items()
-    }
+    return {name: as_tensor(array).numpy() for name, array in read_arrays(folder, file).items()}
 
 
 # Reads the rows of a table from a checkpoint and those it builds on, however they are divided into parts.

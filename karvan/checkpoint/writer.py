@@ -25,14 +25,13 @@ from typing import Any, TypeVar
 
 from karvan import distributed
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.atomic_folder import HiddenFolder
+from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.files import has_file, is_there
 from karvan.checkpoint.manifest import Base, Manifest
 from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays, write_file
 from karvan.checkpoint.state_tree import encode
-from karvan.checkpoint.step_objects import UploadFolder
 from karvan.checkpoint.table_files import ShareSource, joined, own_extra, parts_for, put_table
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.collectives import RankHeartbeats
@@ -282,9 +281,6 @@ class Writing:
                 capture = store.capture(names, {name: parts[name] for name in names}, versions, track=track)
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
-            self._shared = {
-                name: handle for name, handle in tables.items() if isinstance(handle.store, SharedStore)
-            }
             self._parts = parts
             self._handles = dict(tables)
             self._sources = {
@@ -299,7 +295,7 @@ class Writing:
                     world,
                 )
                 for name, handle in tables.items()
-                if name not in self._shared
+                if not isinstance(handle.store, SharedStore)
             }
         except BaseException:
             self.close()
@@ -425,8 +421,9 @@ class Writing:
     def _put_shared(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
         """Have other processes write the tables that they hold; returns their reports, by table."""
         reports: dict[str, list[Any]] = {}
-        for store, names in _by_store(self._shared).items():
-            assert isinstance(store, SharedStore)
+        for store, names in _by_store(self._handles).items():
+            if not isinstance(store, SharedStore):
+                continue
             tables = {
                 name: {
                     "optimizer": self._handles[name].optimizer,

@@ -148,34 +148,29 @@ class Timing:
     )
 
 
+@dataclass
 class HealthCheck:
     """Checks the processes of a job, except those that were started recently.
 
     stall_timeout: seconds without progress after which a process is killed; 0: never.
     """
 
-    def __init__(
-        self,
-        members: ManagedProcesses,
-        registry: Registry,
-        logs: MergedLogs,
-        timing: Timing,
-        stall_timeout: float,
-    ) -> None:
-        self._members = members
-        self._registry = registry
-        self._logs = logs
-        self._timing = timing
-        self._return = max(timing.settle, timing.lost)  # in which processes come to another master
-        self._start = max(timing.start, stall_timeout)
-        self._stall_timeout = stall_timeout
+    members: ManagedProcesses
+    registry: Registry
+    logs: MergedLogs
+    timing: Timing
+    stall_timeout: float
+
+    def __post_init__(self) -> None:
+        self._return = max(self.timing.settle, self.timing.lost)  # in which processes come to another master
+        self._start = max(self.timing.start, self.stall_timeout)
         self._checked = 0.0
         self._condemned: dict[str, _Condemned] = {}
 
     @property
     def due(self) -> float:
         """The time of the next check."""
-        return self._checked + self._timing.check
+        return self._checked + self.timing.check
 
     def check(self) -> None:
         """Find unhealthy processes, if a check is due, and kill them."""
@@ -183,62 +178,62 @@ class HealthCheck:
         if now < self.due:
             return
         self._checked = now
-        activities = self._registry.activities()
-        for member in self._members:
+        activities = self.registry.activities()
+        for member in self.members:
             if not member.running:
                 continue
-            healthy = self._registry.healthy(member.role, member.index)
+            healthy = self.registry.healthy(member.role, member.index)
             member.note_health(healthy)
-            if now < member.started + self._timing.settle or member.name in self._condemned:
+            if now < member.started + self.timing.settle or member.name in self._condemned:
                 continue
             missing = member.awaited and now >= member.started + self._return
             if healthy is False or missing:
-                self._logs.say(f"{member.name} does not answer any more; it is killed.")
+                self.logs.say(f"{member.name} does not answer any more; it is killed.")
                 self._condemn(member, activities)
-        if self._stall_timeout:
+        if self.stall_timeout:
             self._find_stalled(activities)
             self._find_late()
         self._kill_condemned()
 
     def _find_stalled(self, activities: Activities) -> None:
         running: dict[tuple[Role, int], ManagedProcess] = {
-            (member.role, member.index): member for member in self._members if member.running
+            (member.role, member.index): member for member in self.members if member.running
         }
-        settled = clock.now() - self._timing.settle
+        settled = clock.now() - self.timing.settle
         alive = {
             key: report
             for key, report in activities.items()
             if key in running
             and (report.progress or running[key].started <= settled)  # otherwise it may still be starting
         }
-        for stall in find_stalls(alive, self._stall_timeout):
+        for stall in find_stalls(alive, self.stall_timeout):
             member = running[stall.role, stall.index]
             if member.name not in self._condemned:
                 stacks = "its stacks follow, then it is killed" if stall.report.dumps else "it is killed"
-                self._logs.say(f"{stall}; {stacks} (stall_timeout).")
+                self.logs.say(f"{stall}; {stacks} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, activities)
 
     def _find_late(self) -> None:
         """Find processes that do not finish their start, if others of their role show that they connect."""
-        for member in [other for other in self._members if other.starting]:
+        for member in [other for other in self.members if other.starting]:
             if member.waits_for_room:
                 member.started = clock.now()  # its start has not begun
             late = clock.now() >= member.started + self._start
             expected = member.role.connects or any(
                 member_.running and member_.registration is not Registration.NONE
-                for member_ in self._members.of(member.role)
+                for member_ in self.members.of(member.role)
             )
             if late and expected and member.name not in self._condemned:
                 text = f"has not connected {self._start:g} s after its start; it is killed"
-                self._logs.say(f"{member.name} {text} (stall_timeout).")
+                self.logs.say(f"{member.name} {text} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, {})
 
     def _condemn(self, member: ManagedProcess, activities: Activities) -> None:
         report = activities.get((member.role, member.index))
         asked = report is not None and report.dumps and member.handle is not None
-        lines, now = self._logs.lines(member.name), clock.now()
+        lines, now = self.logs.lines(member.name), clock.now()
         if asked and member.handle is not None:
             member.handle.dump_stacks()
         self._condemned[member.name] = _Condemned(
@@ -248,7 +243,7 @@ class HealthCheck:
     def _kill_condemned(self) -> None:
         now = clock.now()
         for name, condemned in list(self._condemned.items()):
-            lines = self._logs.lines(name)
+            lines = self.logs.lines(name)
             if lines > condemned.lines:
                 condemned.lines, condemned.changed = lines, now
             complete = condemned.changed > condemned.asked and now >= condemned.changed + _STACKS_ENDED

@@ -42,9 +42,9 @@ from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, MergedLogs
 from karvan.launch.processes import JobState, ManagedProcess
 from karvan.launch.role_programs import Commands, security_of
-from karvan.launch.run_folder import RunFolder, RunFolderError
+from karvan.launch.run_folder import GROUP, RENDEZVOUS, STATE, WORK, RunFolder, RunFolderError
 from karvan.launch.supervisor import JobOutcome, Supervisor
-from karvan.owner import LeaseObject, OwnerError, Ownership, own
+from karvan.owner import OwnerError, Ownership, own
 from karvan.protocol.master import JOB_CALLS, JOB_STATUS, SCALE_JOB, STOP_JOB, JobStatus, ScaleJob, StopJob
 from karvan.wire import (
     Endpoint,
@@ -239,7 +239,7 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
     spec = JobSpec.model_validate(job["spec"])
     commands: Commands = {role_of(role): tuple(command) for role, command in job["commands"].items()}
     names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).most)]
-    state = JobState.read(folder.state)
+    state = JobState.read(folder.shared / STATE)
     with ExitStack() as stack:
         logs = stack.enter_context(closing(MergedLogs(names, spec.logs)))
         stack.enter_context(logs.warnings())
@@ -287,9 +287,14 @@ def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
     if spec.checkpoints is None:
         yield None
         return
-    owner = own(spec.checkpoints, lease, _lease_object(spec.checkpoints))
+    place = None
+    if url_of(spec.checkpoints) is not None:
+        from karvan.checkpoint.files import lease_object  # imports torch
+
+        place = lease_object(spec.checkpoints)
+    owner = own(spec.checkpoints, lease, place)
     try:
-        if url_of(spec.checkpoints) is not None:
+        if place is not None:
             _try_writing(spec.checkpoints)
         elif not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
             raise MasterError(
@@ -311,20 +316,12 @@ def _try_writing(checkpoints: Path) -> None:
         raise MasterError(str(error), TEMPORARY if error.temporary else DAMAGED) from error
 
 
-def _lease_object(checkpoints: Path) -> LeaseObject | None:
-    if url_of(checkpoints) is None:
-        return None
-    from karvan.checkpoint.files import lease_object  # imports torch
-
-    return lease_object(checkpoints)
-
-
 @contextmanager
 def _services(
     folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState
 ) -> Iterator[tuple[WorkService, TrainerGroup, JobService, Registry]]:
     """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
-    ledger = folder.ledger if spec.checkpoints is None else spec.checkpoints / LEDGER
+    ledger = folder.shared / WORK if spec.checkpoints is None else spec.checkpoints / LEDGER
     ledger.parent.mkdir(parents=True, exist_ok=True)
     try:
         work = WorkService(ledger)
@@ -338,7 +335,7 @@ def _services(
         if not state.begun:
             work.forget_predictions()  # of the launch before
         group = TrainerGroup(
-            folder.group,
+            folder.shared / GROUP,
             least=spec.roles.trainers.least,
             lost_after=Role.TRAINER.patience * timing.lost,
             settled=partial(release_all, work),
@@ -367,7 +364,7 @@ def _registry(
                 lost_after=timing.lost,
                 beside=beside,
                 generation=state.generation,
-                rendezvous=folder.rendezvous,
+                rendezvous=folder.shared / RENDEZVOUS,
             )
         except ListenError as error:
             if elsewhere and port != spec.registry_port:
@@ -394,7 +391,7 @@ def main(path: Path) -> int:
                 traceback.print_exc()
                 text = f"The master could not start: {type(error).__name__}: {error}"
                 outcome = JobOutcome(code_of(error), text)
-            state = JobState.read(folder.state)
+            state = JobState.read(folder.shared / STATE)
             folder.write_outcome(outcome.code, outcome.failure, state.generation)
             ended = {"state": "ended", "code": outcome.code, "failure": outcome.failure}
             print(f"{JOB} | {json.dumps(ended)}", flush=True)

@@ -138,36 +138,36 @@ _WRITE_WITHIN = (
 )
 
 
+@dataclass
 class Suspension:
     """Suspends a job, and reports when its supervisor was asleep for more than `notice` seconds."""
 
-    def __init__(self, members: ManagedProcesses, logs: MergedLogs, notice: float) -> None:
-        self._members = members
-        self._logs = logs
-        self._notice = notice
-        self._known = clock.paused
+    members: ManagedProcesses
+    logs: MergedLogs
+    notice: float
+    paused: float = field(default_factory=lambda: clock.paused)  # all pauses that are reported
 
     def suspend(self) -> None:
         """Stop all processes and then this one; returns when it and the others have been continued."""
-        for handle in handles_of(self._members):
+        for handle in handles_of(self.members):
             handle.suspend()
-        writer = threading.Thread(target=self._logs.say, args=(SUSPENDED,), daemon=True)
+        writer = threading.Thread(target=self.logs.say, args=(SUSPENDED,), daemon=True)
         writer.start()
         writer.join(_WRITE_WITHIN)
         os.kill(os.getpid(), signal.SIGSTOP)
         clock.now()
-        self._known = clock.paused
-        for handle in handles_of(self._members):
+        self.paused = clock.paused
+        for handle in handles_of(self.members):
             handle.resume()
-        self._logs.say(RESUMED)
+        self.logs.say(RESUMED)
 
     def check(self) -> None:
         """Log it if this process could not run for a while."""
         clock.now()
-        asleep = clock.paused - self._known
-        self._known = clock.paused
-        if asleep > self._notice:
-            self._logs.say(
+        asleep = clock.paused - self.paused
+        self.paused = clock.paused
+        if asleep > self.notice:
+            self.logs.say(
                 f"The master or the machine was asleep for {asleep:.0f} s; missing heartbeats of that time "
                 "do not count, and all timeouts start again."
             )

@@ -145,6 +145,12 @@ def _ipv6() -> list[tuple[str, _Address]]:
     return addresses
 
 
+# Keys of a job that its processes have as variables of the same name.
+_SAME_KEYS = {
+    *("mode", "staleness", "wire", "global_batches", "max_task_tries", "skip_bad_records", "on_server_loss")
+}
+
+
 def environment_of(
     spec: JobSpec,
     role: Role,
@@ -168,16 +174,8 @@ def environment_of(
         generation=generation,
         process=process,
         sharding="" if spec.sharding == "static" else spec.sharding,
-        global_batches=spec.global_batches,
-        max_task_tries=spec.max_task_tries,
-        skip_bad_records=spec.skip_bad_records,
-        mode=spec.mode,
-        staleness=spec.staleness,
-        wire=spec.wire,
-        lr_staleness=None if dense is None else dense.lr_staleness,
-        grads_to_wait=None if dense is None else dense.grads_to_wait,
-        tolerance=None if dense is None else dense.tolerance,
-        pull_every=None if dense is None else dense.pull_every,
+        **spec.model_dump(include=_SAME_KEYS),
+        **({} if dense is None else dense.model_dump()),
         counts={role: spec.of_role(role).replicas for role in start_order()},
         host=host or spec.host,
         port=port + index if port else 0,
@@ -186,7 +184,6 @@ def environment_of(
         data="" if spec.data is None else json.dumps(spec.data, default=str),
         threads=section.threads,
         capacity=getattr(section, "capacity", None),
-        on_server_loss=spec.on_server_loss,
         **_security(spec),
     ).variables()
     if section.threads is not None:

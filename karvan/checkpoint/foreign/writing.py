@@ -22,13 +22,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.atomic_folder import HiddenFolder
+from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder
 from karvan.checkpoint.checkpoint import ORIGIN, Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.manifest import Manifest, row_bytes
 from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays
 from karvan.checkpoint.state_tree import encode
-from karvan.checkpoint.step_objects import UploadFolder
 from karvan.checkpoint.table_files import ShareSource, joined, put_table
 from karvan.checkpoint.writer import Writers, explaining, publish_folder
 from karvan.embedding import Table

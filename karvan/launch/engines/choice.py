@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from karvan.job.address import is_loopback
-from karvan.job.checkpoint_url import url_of
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import check_machine, name_of, needs_by_role, total_needs
-from karvan.launch.engines.local import LocalEngine
+from karvan.launch.engines.local import LocalEngine, Restart
 from karvan.launch.role_programs import is_open_to_all
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
@@ -118,9 +117,7 @@ def make_master_engine(
             write,
             folder.path,
             away=away,
-            ended_file=folder.path / OUTCOME,
-            restarts=spec.max_restarts,
-            window=spec.restart_window,
+            restart=Restart(folder.path / OUTCOME, spec.max_restarts, spec.restart_window),
         )
         return
     from karvan.launch.engines.ray.cluster import RayCluster
@@ -128,16 +125,8 @@ def make_master_engine(
 
     cluster = RayCluster.connect(address, Path.cwd(), without=_written(spec))
     try:
-        yield RayMasterEngine(
-            write,
-            cluster,
-            folder,
-            network=uses_network(spec, cluster),
-            anywhere=spec.checkpoints is not None and url_of(spec.checkpoints) is None,
-            detach=detach,
-            restarts=spec.max_restarts,
-            window=spec.restart_window,
-        )
+        network = uses_network(spec, cluster)
+        yield RayMasterEngine(write, cluster, spec, folder, network=network, detach=detach)
     finally:
         cluster.close()
 

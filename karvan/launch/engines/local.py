@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from typing_extensions import override
 
@@ -271,40 +272,33 @@ _REQUESTS = {
 _OF_MASTERS = {**_REQUESTS, "suspend": b"z"}
 
 
+class Restart(NamedTuple):
+    """How often a keeper restarts its process: `most` times within `window` seconds, unless a file exists."""
+
+    unless: Path
+    most: int = 10
+    window: float = 600.0
+
+
+@dataclass
 class LocalEngine:
     """Runs processes on this machine; `write(name, line)` receives their output.
 
     folder: of the job. away: seconds that processes wait for another master; for a master, the seconds that
-    it has to end the job when its launcher dies, or None if it runs on. ended_file: the file that a master
-    writes when it has ended for good: without it, it is restarted, up to `restarts` times within `window`
-    seconds. temporary: the folder is for these processes alone: a keeper that ends alone removes it. logs:
-    the folder in which the logs are, if that is another one.
+    it has to end the job when its launcher dies, or None if it runs on. restart: for a master, which is
+    restarted until it has ended for good. temporary: the folder is for these processes alone: a keeper that
+    ends alone removes it. logs: the folder in which the logs are, if that is another one.
     """
 
-    def __init__(
-        self,
-        write: Callable[[str, str], None],
-        folder: Path,
-        *,
-        away: float | None = AWAY,
-        ended_file: Path | None = None,
-        restarts: int = 10,
-        window: float = 600.0,
-        temporary: bool = False,
-        logs: Path | None = None,
-    ) -> None:
-        self._write = write
-        self._folder = folder
-        self._away = away
-        self._log_folder = folder if logs is None else logs
-        self._temporary = (str(folder),) if temporary else ()
-        self._restart = {
-            "most": restarts,
-            "window": window,
-            "backoff": _BACKOFF,
-            "unless": str(ended_file),
-        }
-        self._logs = LogFollower()
+    write: Callable[[str, str], None]
+    folder: Path
+    away: float | None = AWAY
+    restart: Restart | None = None
+    temporary: bool = False
+    logs: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._follower = LogFollower()
 
     def start(self, process: Process, ended: Ended) -> LocalHandle:
         """Start a process."""
@@ -321,10 +315,11 @@ class LocalEngine:
             "environment": {**environment, **process.environment, **_address_file(process, folder)},
             "log": str(self._log_of(process)),
             "log_bytes": keeper.LOG_BYTES,
-            "away": self._away,
+            "away": self.away,
         }
-        if process.role == Role.MASTER:
-            request["restart"] = self._restart
+        if self.restart is not None:
+            unless = str(self.restart.unless)
+            request["restart"] = {**self.restart._asdict(), "backoff": _BACKOFF, "unless": unless}
         log = self._log_of(process)
         log.parent.mkdir(0o700, exist_ok=True)
         FollowedLog.begin(log, folder / "shown")
@@ -334,7 +329,7 @@ class LocalEngine:
             fcntl.flock(lock, fcntl.LOCK_EX)
             handle = self._handle(process, folder, ended)
             with log.open("ab") as errors:
-                arguments = [str(folder), str(lock), *self._temporary]
+                arguments = [str(folder), str(lock), *([str(self.folder)] if self.temporary else [])]
                 popen = self.start_keeper(process, arguments, environment, lock, errors)
         finally:
             os.close(lock)
@@ -370,17 +365,17 @@ class LocalEngine:
 
     def _handle(self, process: Process, folder: Path, ended: Ended) -> LocalHandle:
         log = FollowedLog(
-            self._log_of(process), lambda line: self._write(process.name, line), folder / "shown"
+            self._log_of(process), lambda line: self.write(process.name, line), folder / "shown"
         )
-        self._logs.add(log)
-        return LocalHandle(process, folder, lambda: self._logs.finish(log), ended)
+        self._follower.add(log)
+        return LocalHandle(process, folder, lambda: self._follower.finish(log), ended)
 
     def _folder_of(self, process: Process) -> Path:
         number = process.environment.get(variable("process")) or secrets.token_hex(8)
-        return self._folder / _PROCESSES / f"{process.name}-{number}"
+        return self.folder / _PROCESSES / f"{process.name}-{number}"
 
     def _log_of(self, process: Process) -> Path:
-        return log_of(self._log_folder, process.name)
+        return log_of(self.logs or self.folder, process.name)
 
 
 class LocalHandle(Handle):
@@ -469,8 +464,13 @@ def wait_for_keeper(folder: Path) -> None:
 
 def keeper_lives(record: Mapping[str, Any]) -> bool:
     """Whether the keeper of a process runs, by the record of its handle."""
+    return is_locked(Path(record["folder"]) / "alive")
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file."""
     try:
-        with (Path(record["folder"]) / "alive").open("ab") as file:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -108,14 +108,16 @@ class Order:
     ) -> Order:
         """An order to run a process as if it ran here, in this folder; programs: besides its own."""
         folder = os.getcwd()
-        environment = {**_inherited(), **process.environment}
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        environment = {**inherited, **process.environment}
         if process.role.is_rank:  # each has its own devices
             environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         host = process.environment.get(_HOST, "")
         for name, value in interface_settings(host).items() if network and host else ():
             if environment.get(name) == value:  # of this machine, and not set by the job
                 del environment[name]
-        programs = _programs((*process.command, *programs))
+        parts = (*process.command, *programs)
+        programs = tuple(part for part in parts if part.endswith((".py", ".yaml", ".yml")))
         secrets = {name: Path(environment[name]).read_bytes() for name in _SECRETS if environment.get(name)}
         return cls(
             replace(process, environment=environment),
@@ -193,14 +195,6 @@ def identity_of(folder: Path, command: tuple[str, ...]) -> tuple[int, ...]:
             status = (folder / part).stat()
             numbers += [status.st_size, status.st_mtime_ns]
     return tuple(numbers)
-
-
-def _programs(command: Iterable[str]) -> tuple[str, ...]:
-    return tuple(part for part in command if part.endswith((".py", ".yaml", ".yml")))
-
-
-def _inherited() -> dict[str, str]:
-    return {name: os.environ[name] for name in _INHERITED if name in os.environ}
 
 
 def _is_owned(path: Path, owner: str) -> bool:

@@ -317,7 +317,7 @@ class RayEngine:
         return f"{self._job}/{process.name}/{number}"
 
     def _create(self, process: Process, name: str) -> Any:
-        needs = self.placement.needs_of(process.role)
+        needs = self.placement.needs[process.role]
         return self._actor(
             RoleActor,
             name,

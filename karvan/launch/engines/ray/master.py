@@ -15,9 +15,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from karvan.job.address import is_everywhere
+from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import variable
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Ended, Needs, Process
+from karvan.launch.engines.local import Restart
 from karvan.launch.engines.ray.actor import (
     SUSPENDED_AT_MOST,
     Order,
@@ -31,8 +33,7 @@ from karvan.launch.engines.ray.engine import RayEngine, RayHandle, cluster_addre
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
 if TYPE_CHECKING:
-    from karvan.launch.engines.base import Process
-    from karvan.launch.run_folder import RunFolder
+    from karvan.launch.job_spec import JobSpec
 
 
 # `MasterActor`: owns the process of a job's master, on a node of a Ray cluster.
@@ -57,14 +58,13 @@ MARK = "launched"  # a file in the shared folder
 class MasterOrder:
     """A master to run.
 
-    order: its process; the command lacks the run folder. job: the content of job.json. restarts, window: how
-    often its keeper restarts it. unattended: None for a detached job. name: of the actor.
+    order: its process; the command lacks the run folder. job: the content of job.json. restart: how often its
+    keeper restarts it. unattended: None for a detached job. name: of the actor.
     """
 
     order: Order
     job: Mapping[str, Any]
-    restarts: int
-    window: float
+    restart: Restart
     unattended: float | None
     name: str
     namespace: str
@@ -114,18 +114,13 @@ class MasterActor(RoleActor):
             raise ValueError(refusal)
         self._order = order
         super().__init__(0.0 if order.unattended is None else order.unattended)
-        outcome = order.shared / OUTCOME
+        outcome = order.restart.unless
         with self._lock:
             if outcome.exists():
                 self._output.end(json.loads(outcome.read_bytes())["code"])
                 return
-            self._handle = run(
-                *(order.order, self._output, order.prepare),
-                ended_file=outcome,
-                restarts=order.restarts,
-                window=order.window,
-                logs=order.shared,
-            )
+            settings = {"restart": order.restart, "logs": order.shared}
+            self._handle = run(order.order, self._output, order.prepare, **settings)
 
     def find(self) -> Started:
         """The process."""
@@ -166,8 +161,6 @@ class RayMasterEngine(RayEngine):
     """Runs the master of one job; `write(name, line)` receives its output.
 
     folder: the run folder on this machine. network: whether nodes reach the master over the network.
-    anywhere: whether all nodes see the shared folder of the job. restarts, window: how often the master's
-    keeper restarts it.
     """
 
     lasting = True
@@ -176,24 +169,21 @@ class RayMasterEngine(RayEngine):
         self,
         write: Callable[[str, str], None],
         cluster: RayCluster,
+        spec: JobSpec,
         folder: RunFolder,
         *,
         network: bool,
-        anywhere: bool,
         detach: bool,
-        restarts: int,
-        window: float,
     ) -> None:
         needs = {Role.MASTER: Needs(cpus=0.0)}
         super().__init__(
             write, cluster, job=folder.name, needs=needs, network=network, unattended=_UNATTENDED
         )
-        if not anywhere:
-            self._on_machine = this_machine_alone()
+        if spec.checkpoints is None or url_of(spec.checkpoints) is not None:
+            self._on_machine = this_machine_alone()  # other nodes do not see the shared folder of the job
+        self._spec = spec
         self._folder = folder
         self._detach = detach
-        self._restarts = restarts
-        self._window = window
 
     def start(self, process: Process, ended: Ended) -> RayHandle:
         """Start the master of the job that the run folder describes."""
@@ -204,8 +194,7 @@ class RayMasterEngine(RayEngine):
         order = MasterOrder(
             Order.of(process, network=self._network, own_threads=True, programs=programs),
             {**job, "address": cluster_address()},  # "auto" may mean another cluster there
-            self._restarts,
-            self._window,
+            Restart(Path(job["shared"]) / OUTCOME, self._spec.max_restarts, self._spec.restart_window),
             None if self._detach else self._unattended,
             name,
             NAMESPACE,
