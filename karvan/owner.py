@@ -142,7 +142,8 @@ class OwnerRecord:
             return "unknown"
         if not self.start or _start_of(self.pid) != self.start:
             return "gone" if self.start else "unknown"
-        return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(_status(self.pid), "running")
+        status = (_stat_of(self.pid) or ["X"])[0]
+        return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(status, "running")
 
     def __str__(self) -> str:
         where = f"process {self.pid} of {self.user} on {self.host}, since {self.taken}"
@@ -164,11 +165,6 @@ def _start_of(pid: int) -> str | None:
     return fields[19] if fields is not None else None
 
 
-def _status(pid: int) -> str:
-    fields = _stat_of(pid)
-    return fields[0] if fields is not None else "X"
-
-
 def _stat_of(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat after the name of the program, which may contain anything."""
     try:
@@ -185,7 +181,7 @@ def _user() -> str:
         return f"uid {os.geteuid()}"
 
 
-# `SharedLease`: a lease as an object at a URL, for runs on machines that share no file system.
+# The object of a lease at a URL, for runs on machines that share no file system.
 #
 # Object stores replace an object as a whole, and nobody is told about it. So a lease there is weaker than a
 # file of which exactly one process can be the creator:
@@ -213,45 +209,6 @@ class LeaseObject(Protocol):
 
     def remove(self) -> None:
         """Remove it, if it is there."""
-
-
-class SharedLease:
-    """The lease of `record` at a URL, which this process holds once `take` has returned.
-
-    path: of the lease's file, in the folder that stands for the URL.
-    """
-
-    def __init__(self, path: Path, place: LeaseObject, record: OwnerRecord) -> None:
-        self._path = path
-        self._place = place
-        self._record = record
-
-    def take(self) -> None:
-        """Take it; an OwnerError if another process holds it, perhaps after waiting for a renewal."""
-        where, read = shown(self._path.parent), self._place.read
-        content = read()
-        if content is not None and (end := _wait_for_end(self._path, where, content, self._record, read)):
-            _log.warning("%s is taken over from %s.", where, end)
-        self._place.write(self._record.content())
-        time.sleep(_SETTLED_AFTER)
-        other = self._record.other_in(read())
-        if other is not None:
-            raise refused_error(self._path, other)
-
-    def find_other(self) -> OwnerRecord | None:
-        """Another owner, if there is one."""
-        return self._record.other_in(self._place.read())
-
-    def renew(self, number: int) -> None:
-        """Show that this process runs."""
-        self._place.write(replace(self._record, renewals=number).content())
-
-    def release(self) -> None:
-        """Allow others to take the folder."""
-        with suppress(OSError):
-            content = self._place.read()
-            if self._record.is_in(content):
-                self._place.remove()
 
 
 def _wait_for_end(
@@ -319,17 +276,26 @@ class Lease:
         self._device = device_of(folder)
         while not self._link():
             self._replace_other()
-        self._shared: SharedLease | None = None
+        self._place = place
         if place is not None:
-            shared = SharedLease(self.path, place, self.record)
             try:
-                shared.take()
+                self._take_object(place)
             except BaseException:
                 self._remove()
                 raise
-            self._shared = shared
         self._thread = threading.Thread(target=self._run, name="karvan-owner", daemon=True)
         self._thread.start()
+
+    def _take_object(self, place: LeaseObject) -> None:
+        where, content = shown(self.path.parent), place.read()
+        if content is not None:
+            end = _wait_for_end(self.path, where, content, self.record, place.read)
+            if end:
+                _log.warning("%s is taken over from %s.", where, end)
+        place.write(self.record.content())
+        time.sleep(_SETTLED_AFTER)
+        if (other := self.record.other_in(place.read())) is not None:
+            raise refused_error(self.path, other)
 
     def check(self) -> None:
         """Raise a LeaseLostError if another process has taken the folder over.
@@ -342,8 +308,8 @@ class Lease:
         if self._lost is None:
             with suppress(OSError):  # the save reports a file system that fails
                 other = self._find_other()
-                if other is None and self._shared is not None:
-                    other = self._shared.find_other()
+                if other is None and self._place is not None:
+                    other = self.record.other_in(self._place.read())
                 self._lost = None if other is None else lost_error(self.path, other)
         if self._lost is not None:
             raise LeaseLostError(*self._lost.args)
@@ -364,8 +330,10 @@ class Lease:
         """Allow others to take the folder."""
         self._released.set()
         self._thread.join()
-        if self._shared is not None:
-            self._shared.release()
+        if self._place is not None:
+            with suppress(OSError):
+                if self.record.is_in(self._place.read()):
+                    self._place.remove()
         self._remove()
 
     def _remove(self) -> None:
@@ -443,10 +411,11 @@ class Lease:
             number += 1
             try:
                 self.check()
+                content = replace(self.record, renewals=number).content()
                 with self._lock:
-                    os.pwrite(self._descriptor, replace(self.record, renewals=number).content(), 0)
-                if self._shared is not None:
-                    self._shared.renew(number)
+                    os.pwrite(self._descriptor, content, 0)
+                if self._place is not None:
+                    self._place.write(content)
             except LeaseLostError as error:
                 _log.error("%s", error)
                 for do in self._on_lost:

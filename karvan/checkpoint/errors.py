@@ -1,4 +1,4 @@
-"""Errors of checkpoints."""
+"""Errors of checkpoints, and steps that succeed on all ranks or are an error on all of them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,6 @@ class DamagedCheckpointError(CheckpointError):
         problem: What is wrong.
         temporary: Whether it could not be read because of an outage.
     """
-
-
-# Steps that succeed on all ranks, or are an error on all ranks.
 
 
 def together(

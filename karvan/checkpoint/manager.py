@@ -347,8 +347,8 @@ class Checkpoints:
                 newest.name,
                 ", ".join(later),
             )
-        if self.keep_last is not None:
-            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best, newest))
+        if (keep_last := self.keep_last) is not None:
+            remove_folders(self.folder, lambda: _doomed(self.folder, keep_last, self.keep_best, newest))
 
 
 class _Last:
@@ -392,17 +392,15 @@ def _is(folder: Path, base: Base) -> bool:
 
 
 def _doomed(
-    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, newest: Path
+    folder: Path, keep_last: int, keep_best: tuple[str, str] | None, newest: Path
 ) -> dict[Path, Path | None]:
-    """The checkpoints to remove, the newest first, each with its base; `made`, just saved, stays."""
+    """The checkpoints to remove, the newest first, each with its base; `newest`, just saved, stays."""
     checkpoints = readable(folder)
-    retained = [
-        *(checkpoints if keep_last is None else checkpoints[-keep_last:]),
-        *(checkpoint for checkpoint in checkpoints if checkpoint.path == newest),
-    ]
-    best = best_of(checkpoints, *keep_best) if keep_best else None
+    retained = [*checkpoints[-keep_last:], *(saved for saved in checkpoints if saved.path == newest)]
+    if keep_best and (best := best_of(checkpoints, *keep_best)):
+        retained.append(best)
     needed: set[Path] = set()
-    for checkpoint in [*retained, *([best] if best else [])]:
+    for checkpoint in retained:
         needed.add(checkpoint.path)
         try:
             needed |= {below.path for below in checkpoint.chain}
@@ -410,13 +408,12 @@ def _doomed(
             continue  # its base is missing already
     # Folders that cannot be read may belong to somebody else: they stay. The newest first: a delta must not
     # outlive what it builds on, even if this process is killed in between.
-    return {
-        checkpoint.path: None
-        if (base := checkpoint.manifest.base) is None
-        else folder / Path(base.folder).name
-        for checkpoint in reversed(checkpoints)
-        if checkpoint.path not in needed
-    }
+    doomed: dict[Path, Path | None] = {}
+    for checkpoint in reversed(checkpoints):
+        if checkpoint.path not in needed:
+            base = checkpoint.manifest.base
+            doomed[checkpoint.path] = None if base is None else folder / Path(base.folder).name
+    return doomed
 
 
 # Saves one checkpoint at a given path, and finds one at a path.

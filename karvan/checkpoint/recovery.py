@@ -107,7 +107,7 @@ def _resume_newest(
             checkpoint = _open(channel, path)
             result = load(checkpoint)
         except CheckpointError as error:
-            if not together(channel, path, lambda path=path: channel.rank != 0 or is_taken(path))[0]:
+            if _has_gone(channel, path):
                 raise _PrunedError from error
             if not isinstance(error, DamagedCheckpointError):
                 raise
@@ -175,6 +175,10 @@ def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
             "storage that all ranks share.",
         )
     return checkpoints[0]
+
+
+def _has_gone(channel: CollectiveChannel, path: Path) -> bool:
+    return not together(channel, path, lambda: channel.rank != 0 or is_taken(path))[0]
 
 
 def _report(checkpoint: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:

@@ -67,16 +67,24 @@ class Survey:
 
 def step_folders(folder: Path) -> list[Path]:
     """The folders named step-…, oldest first."""
+    steps = {int(match[1]): name for name in _names_in(folder) if (match := _STEP.match(name))}
+    names = [steps[step] for step in sorted(steps)]
+    if url_of(folder) is None:
+        return [folder / name for name in names if (folder / name).is_dir()]
+    with explained(folder):
+        complete = {*published(folder, names)}
+        return [folder / name for name in names if name in complete]
+
+
+def _names_in(folder: Path) -> list[str]:
+    """The names of what is in a run's folder, sorted; at a URL, those of folders."""
     if url_of(folder) is not None:
         with explained(folder):
-            names = [name for name in folder_names(folder) if _STEP.match(name)]
-            return sorted((folder / name for name in published(folder, names)), key=step_of)
+            return folder_names(folder)
     try:
-        names = os.listdir(folder)
+        return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    steps = {int(match[1]): name for name in names if (match := _STEP.match(name))}
-    return [folder / steps[step] for step in sorted(steps) if (folder / steps[step]).is_dir()]
 
 
 def is_step_name(name: str) -> bool:
@@ -127,19 +135,15 @@ def survey(path: str | os.PathLike[str]) -> list[Survey]:
     """
     folder = local_path(path)
     states = [_look(path) for path in step_folders(folder)]
+    names = _names_in(folder)
     if url_of(folder) is not None:
         with explained(folder):
-            names = [name for name in folder_names(folder) if _STEP.match(name)]
-            paths = [(folder / name, kind) for name, kind in asides(folder, names)]
-        return states + [Survey(path, step_of(path), kind, "set aside") for path, kind in paths]
-    try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    for name in names:
-        if match := _ASIDE.match(name):
-            states.append(Survey(folder / name, int(match[2]), match[1], "set aside"))
-    return states
+            kinds = asides(folder, [name for name in names if _STEP.match(name)])
+        return states + [
+            Survey(folder / name, step_of(folder / name), kind, "set aside") for name, kind in kinds
+        ]
+    matches = [(folder / name, match) for name in names if (match := _ASIDE.match(name))]
+    return states + [Survey(path, int(match[2]), match[1], "set aside") for path, match in matches]
 
 
 def _look(path: Path) -> Survey:

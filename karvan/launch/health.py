@@ -65,30 +65,15 @@ class Stall:
 
 def find_stalls(activities: Activities, timeout: float) -> list[Stall]:
     """The processes that block the others; none if all make progress, or wait."""
-    silent = [
-        Stall(*key, report, _waiters(activities, key, 0.0))
-        for key, report in activities.items()
-        if report.idle >= _limit(key[0], timeout) and not _waits(report, _limit(key[0], timeout))
-    ]
-    stalls = [
-        member
-        for member in silent
-        if (
-            _waiters(activities, (member.role, member.index), _limit(member.role, timeout))
-            if member.role.listens
-            else member.report.task
-        )
-    ]
+    stalls = []
+    for key, report in activities.items():
+        limit = timeout if key[0].runs_user_code else min(timeout, SERVICE_TIMEOUT)
+        # Short calls to another process that are answered do not count as waiting for it.
+        if report.idle < limit or any(seconds >= limit / 2 for seconds in report.waits.values()):
+            continue
+        if _waiters(activities, key, limit) if key[0].listens else report.task:
+            stalls.append(Stall(*key, report, _waiters(activities, key, 0.0)))
     return stalls or _trainers_that_wait_for_each_other(activities, timeout)
-
-
-def _limit(role: Role, timeout: float) -> float:
-    return timeout if role.runs_user_code else min(timeout, SERVICE_TIMEOUT)
-
-
-def _waits(report: ActivityReport, timeout: float) -> bool:
-    """Whether it waits for another process; short calls that are answered do not count."""
-    return any(seconds >= timeout / 2 for seconds in report.waits.values())
 
 
 def _waiters(activities: Activities, whom: tuple[Role, int], timeout: float) -> tuple[str, ...]:
@@ -196,9 +181,7 @@ class HealthCheck:
         self._kill_condemned()
 
     def _find_stalled(self, activities: Activities) -> None:
-        running: dict[tuple[Role, int], ManagedProcess] = {
-            (member.role, member.index): member for member in self.members if member.running
-        }
+        running = {member.key: member for member in self.members if member.running}
         settled = clock.now() - self.timing.settle
         alive = {
             key: report
@@ -231,7 +214,7 @@ class HealthCheck:
                 self._condemn(member, {})
 
     def _condemn(self, member: ManagedProcess, activities: Activities) -> None:
-        report = activities.get((member.role, member.index))
+        report = activities.get(member.key)
         asked = report is not None and report.dumps and member.handle is not None
         lines, now = self.logs.lines(member.name), clock.now()
         if asked and member.handle is not None:

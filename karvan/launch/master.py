@@ -35,7 +35,7 @@ from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_o
 from karvan.job.address import UNIX, is_everywhere, split_address
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.roles import Role, role_of, start_order
-from karvan.launch.engines.base import Engine, name_of
+from karvan.launch.engines.base import name_of
 from karvan.launch.engines.choice import make_engine
 from karvan.launch.health import Timing
 from karvan.launch.job_spec import JobSpec
@@ -76,7 +76,7 @@ class JobService(Service):
     progresses = False
 
     def __init__(self) -> None:
-        self._parts: tuple[Supervisor, Registry, WorkService] | None = None
+        self._supervisor: Supervisor | None = None
         self.endpoints = endpoints(
             JOB_CALLS,
             Endpoint(JOB_STATUS, self._status),
@@ -84,15 +84,16 @@ class JobService(Service):
             Endpoint(STOP_JOB, self._stop),
         )
 
-    def supervise(self, supervisor: Supervisor, registry: Registry, work: WorkService) -> None:
+    def supervise(self, supervisor: Supervisor) -> None:
         """Answer for this job from now on."""
-        self._parts = supervisor, registry, work
+        self._supervisor = supervisor
 
     def close(self) -> None:
         """Nothing to close."""
 
     def _status(self, request: Request) -> Message[JobStatus]:
-        supervisor, registry, work = self._job()
+        supervisor = self._job()
+        registry = supervisor.registry
         members = {(member.role, member.index): member for member in registry.members()}
         activities = registry.activities()
         started = all(member.token for member in supervisor.members if member.wanted)
@@ -104,19 +105,15 @@ class JobService(Service):
                 generation=supervisor.generation,
                 master=os.getpid(),
                 processes=[
-                    _described(
-                        member,
-                        members.get((member.role, member.index)),
-                        activities.get((member.role, member.index)),
-                    )
-                    for member in supervisor.members
+                    _described(process, members.get(process.key), activities.get(process.key))
+                    for process in supervisor.members
                 ],
-                work=work.progress(),
+                work=supervisor.work.progress(),
             )
         )
 
     def _scale(self, request: Request[ScaleJob]) -> Message:
-        supervisor, _, _ = self._job()
+        supervisor = self._job()
         trainers, number = supervisor.spec.roles.trainers, request.head.trainers
         if not trainers.varies:
             raise RefusedError(
@@ -129,17 +126,17 @@ class JobService(Service):
         return Message({})
 
     def _stop(self, request: Request[StopJob]) -> Message:
-        supervisor, _, _ = self._job()
+        supervisor = self._job()
         if not supervisor.stopping:
             supervisor.interrupt(signal.SIGTERM)
         if request.head.now:
             supervisor.interrupt(signal.SIGINT)  # the second one kills
         return Message({})
 
-    def _job(self) -> tuple[Supervisor, Registry, WorkService]:
-        if self._parts is None:
+    def _job(self) -> Supervisor:
+        if self._supervisor is None:
             raise RefusedError("expected a master that has started, got one that is just starting.")
-        return self._parts
+        return self._supervisor
 
 
 def _described(
@@ -248,14 +245,22 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         timing = Timing(**job["timing"])
         services = stack.enter_context(_services(folder, spec, job["host"], timing, state))
         work, group, service, registry = services
-        engine = stack.enter_context(_engine(folder, spec, job, logs))
+        job_engine = make_engine(
+            *(job["engine"], logs.write, spec, folder), address=job["address"], launch=job["owner"]
+        )
+        try:
+            engine = stack.enter_context(job_engine)
+        except ValueError as error:
+            raise MasterError(str(error), USAGE) from error
+        except ConnectionError as error:
+            raise MasterError(str(error), TEMPORARY) from error
         supervisor = Supervisor(
             *(spec, engine, registry, logs, commands, work, group, timing),
             owner="" if owner is None else owner.id,
             state=state,
             started=lambda: logs.announce({"state": "running"}),
         )
-        service.supervise(supervisor, registry, work)
+        service.supervise(supervisor)
         if owner is not None:
             owner.on_lost(lambda: supervisor.interrupt(signal.SIGTERM))
         signals.pass_to(supervisor)
@@ -264,21 +269,6 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         if owner is not None:
             owner.check()
         return outcome
-
-
-@contextmanager
-def _engine(folder: RunFolder, spec: JobSpec, job: dict[str, Any], logs: MergedLogs) -> Iterator[Engine]:
-    """The engine that the job was launched with."""
-    with ExitStack() as stack:
-        where = {"address": job["address"], "launch": job["owner"]}
-        job_engine = make_engine(job["engine"], logs.write, spec, folder, **where)
-        try:
-            engine = stack.enter_context(job_engine)
-        except ValueError as error:
-            raise MasterError(str(error), USAGE) from error
-        except ConnectionError as error:
-            raise MasterError(str(error), TEMPORARY) from error
-        yield engine
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The processes of a job, as its supervisor sees them."""
+"""The processes of a job as its supervisor sees them, their pauses, and the state for the next master."""
 
 from __future__ import annotations
 
@@ -76,6 +76,11 @@ class ManagedProcess:
         return self.handle is not None and self.code is None
 
     @property
+    def key(self) -> tuple[Role, int]:
+        """Its role and index."""
+        return self.role, self.index
+
+    @property
     def holder(self) -> str:
         """Its process by the name under which it holds tasks and trains."""
         return holder_of(self.role, self.index, self.token)
@@ -95,10 +100,6 @@ class ManagedProcesses:
     def of(self, role: Role) -> list[ManagedProcess]:
         """Those of one role."""
         return [member for member in self._all if member.role == role]
-
-    def any_running(self, role: Role) -> bool:
-        """Whether one of a role runs."""
-        return any(member.running for member in self.of(role))
 
     def note_end(self, process: Process, code: int) -> ManagedProcess | None:
         """A process has ended; returns its replica, None if another process has replaced it."""

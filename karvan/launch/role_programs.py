@@ -1,9 +1,10 @@
-"""The environment of a job's processes: what `JobEnvironment` has, and what torch needs.
+"""What the processes of a job run: their command lines, and their environments.
 
-Trainers have RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as well; not MASTER_ADDR and MASTER_PORT,
-since they find each other through the registry. If that is at a socket file, roles listen at files beside
-it. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface
-of KARVAN_HOST, unless it means all of them, or the job sets them itself.
+The environment is what `JobEnvironment` has, and what torch needs. Trainers have RANK, WORLD_SIZE, LOCAL_RANK
+and LOCAL_WORLD_SIZE as well; not MASTER_ADDR and MASTER_PORT, since they find each other through the
+registry. If that is at a socket file, roles listen at files beside it. GLOO_SOCKET_IFNAME and
+NCCL_SOCKET_IFNAME name the interface of KARVAN_HOST, unless it means all of them, or the job sets them
+itself.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from karvan.launch.engines.base import name_of
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
 
-
-# The command line of each role.
 
 Commands = dict[Role, tuple[str, ...]]
 

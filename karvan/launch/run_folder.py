@@ -6,7 +6,7 @@ A job of the name NAME has the folder `jobs_folder()/NAME`, which only its user 
     lock              locked by a launcher while it starts the job
     master.lock       locked by the master while it lives: there is one
     master.json       the master's address, the same after a restart unless it is on another machine
-    state.json        what the supervisor knows (`supervision/job_state.py`)
+    state.json        what the supervisor knows (`processes.py`)
     outcome.json      how the job has ended
     token             the job's token, unless it has a file of its own
     tls-*.pem         its certificate and key, if it listens at ports and has none of its own

@@ -39,7 +39,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
@@ -68,113 +68,7 @@ if TYPE_CHECKING:
     from karvan.work.trainer_group import TrainerGroup
 
 
-# The events that the supervisor of a job waits for: processes that end, and signals.
-#
-# Events are put from any thread, also by signal handlers, and taken only by the supervisor's loop. A request
-# to suspend (Ctrl-Z) is served here, in any state of the job: whoever waits for an event continues to wait
-# afterwards, for the remaining time, because `karvan.clock` does not count the pause.
-
-
-class ProcessEnded(NamedTuple):
-    """A process has ended with this code, minus the signal if one killed it."""
-
-    process: Process
-    code: int
-
-
-class StopRequested(NamedTuple):
-    """The job is to stop, because of this signal."""
-
-    signal: int
-
-
-class ScaleRequested(NamedTuple):
-    """The job is to have this many trainers."""
-
-    trainers: int
-
-
-class SuspendRequested(NamedTuple):
-    """The job is to be suspended."""
-
-
-Event = ProcessEnded | StopRequested | ScaleRequested | SuspendRequested
-
-
-class EventQueue:
-    """Events in the order in which they happen; `suspend` suspends the job and returns when it is resumed."""
-
-    def __init__(self, suspend: Callable[[], None]) -> None:
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._suspend = suspend
-        self.put = self._queue.put
-
-    def get(self, timeout: float) -> Event | None:
-        """The next event; None if there is none within `timeout` seconds."""
-        until = clock.now() + timeout
-        while True:
-            remaining = until - clock.now()
-            try:
-                event = self._queue.get(timeout=max(remaining, 0.0))
-            except queue.Empty:
-                if clock.now() >= until:  # otherwise this process was stopped in the meantime
-                    return None
-                continue
-            if not isinstance(event, SuspendRequested):
-                return event
-            self._suspend()
-
-
-# How a job ends: role by role, in the reverse of the order in which they start.
-#
-# Each process gets SIGTERM, and is killed if it takes too long. Trainers then save a checkpoint, for which
-# they need the others, so they are first. A second Ctrl-C kills all at once.
-
-
-_GRACE_OF_OTHERS = 10.0  # only trainers have a checkpoint to save
-
-
-@dataclass
-class Shutdown:
-    """Stops the processes of a job; trainers have `grace` seconds for a checkpoint."""
-
-    members: ManagedProcesses
-    events: EventQueue
-    logs: MergedLogs
-    grace: float
-    hurry: bool = False
-
-    def run(self) -> None:
-        """Stop all."""
-        for role in reversed(start_order()):
-            self._stop(role)
-
-    def _stop(self, role: Role) -> None:
-        grace = self.grace if role.saves else min(self.grace, _GRACE_OF_OTHERS)
-        if not self.hurry:
-            for handle in handles_of(self.members.of(role)):
-                handle.stop()
-            self._wait_for(role, grace)
-        late = [member for member in self.members.of(role) if member.running]
-        for member in late:
-            self.logs.say(f"{member.name} is killed.")
-        kill(late)
-        self._wait_for(role, _GRACE_OF_OTHERS, even_in_hurry=True)
-
-    def _wait_for(self, role: Role, seconds: float, *, even_in_hurry: bool = False) -> None:
-        deadline = clock.now() + seconds
-        while self.members.any_running(role) and (even_in_hurry or not self.hurry):
-            event = self.events.get(deadline - clock.now())
-            if isinstance(event, ProcessEnded):
-                self.members.note_end(event.process, event.code)
-            elif isinstance(event, StopRequested) and event.signal == signal.SIGINT:
-                self.logs.say("Killing all.")
-                self.hurry = True
-                kill(self.members)
-            elif event is None:
-                return
-
-
+_GRACE_OF_OTHERS = 10.0  # seconds in which a process ends that has no checkpoint to save
 _OF_SIGNALS = 128  # such exit codes and larger ones are of processes that a signal has ended; so are negative
 _NOT_RETRIED = (USAGE, DAMAGED)
 _WORK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
@@ -211,7 +105,9 @@ class Supervisor:
         self._trainers = self.members.of(Role.TRAINER)
         self._want_trainers(spec.roles.trainers.replicas)
         self._suspension = Suspension(self.members, self.logs, timing.pause)
-        self._events = EventQueue(self._suspension.suspend)
+        # What happens to processes and is asked for by signals and commands, put here from any thread.
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._hurry = False  # whether all are killed
         self._health = HealthCheck(self.members, self.registry, self.logs, timing, spec.stall_timeout)
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
         self._crash_loop = CrashLoopDetector(spec.checkpoints)
@@ -223,11 +119,11 @@ class Supervisor:
 
     def interrupt(self, number: int) -> None:
         """Stop, because of this signal. May be called by a signal handler, and from any thread."""
-        self._events.put(StopRequested(number))
+        self._events.put(lambda: self._interrupt(number))
 
     def suspend(self) -> None:
         """Stop all processes and this one until it is continued. May be called like `interrupt`."""
-        self._events.put(SuspendRequested())
+        self._events.put(self._suspension.suspend)
 
     def run(self) -> JobOutcome:
         """Start all processes, keep them running, stop them in order."""
@@ -238,7 +134,7 @@ class Supervisor:
             self._start(member for member in self.members if member.wanted)
         self.started()
         while self._outcome is None:
-            self._take(self._events.get(self._patience()))
+            self._take_event(self._patience())
             self._suspension.check()
             if self._outcome is None:
                 self._health.check()
@@ -247,8 +143,7 @@ class Supervisor:
                 self._start_due()
             self.group.expect(sum(trainer.wanted and trainer.code != 0 for trainer in self._trainers))
             self._save()
-        Shutdown(self.members, self._events, self.logs, self.spec.grace).run()
-        kill(self.members)
+        self._stop_all()
         return self._outcome
 
     @property
@@ -258,19 +153,35 @@ class Supervisor:
 
     # Reacting to events
 
-    def _take(self, event: Event | None) -> None:
-        if isinstance(event, ProcessEnded):
-            member = self.members.note_end(event.process, event.code)
-            if member is not None:
-                self._note_end(member, event.code)
-        elif isinstance(event, ScaleRequested):
-            self._scale(event.trainers)
-        elif isinstance(event, StopRequested):
-            self.logs.say("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
-            self._outcome = JobOutcome(128 + event.signal)
+    def _take_event(self, seconds: float) -> bool:
+        """React to the next event; returns whether there was one within some seconds."""
+        until = clock.now() + seconds
+        while True:
+            try:
+                event = self._events.get(timeout=max(until - clock.now(), 0.0))
+            except queue.Empty:
+                if clock.now() >= until:  # otherwise this process was stopped in the meantime
+                    return False
+                continue
+            event()
+            return True
 
     def _ended(self, process: Process, code: int) -> None:
-        self._events.put(ProcessEnded(process, code))
+        self._events.put(lambda: self._take_end(process, code))
+
+    def _take_end(self, process: Process, code: int) -> None:
+        member = self.members.note_end(process, code)
+        if member is not None and self._outcome is None:
+            self._note_end(member, code)
+
+    def _interrupt(self, number: int) -> None:
+        if self._outcome is None:
+            self.logs.say("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
+            self._outcome = JobOutcome(128 + number)
+        elif number == signal.SIGINT:
+            self.logs.say("Killing all.")
+            self._hurry = True
+            kill(self.members)
 
     def _note_end(self, member: ManagedProcess, code: int) -> None:
         """A process has ended: who has its work, and what follows from it."""
@@ -380,17 +291,49 @@ class Supervisor:
         if not member.role.restarts_alone:
             kill(self._trainers)
 
+    # Stopping
+
+    def _stop_all(self) -> None:
+        """Stop all processes, role by role, in the reverse of the order in which they start.
+
+        Each gets SIGTERM, and is killed if it takes too long. Trainers then save a checkpoint, for which they
+        need the others, so they are first. A second Ctrl-C kills all at once.
+        """
+        for role in reversed(start_order()):
+            members = self.members.of(role)
+            if not self._hurry:
+                for handle in handles_of(members):
+                    handle.stop()
+                grace = self.spec.grace
+                self._wait_for(members, grace if role.saves else min(grace, _GRACE_OF_OTHERS))
+            late = [member for member in members if member.running]
+            for member in late:
+                self.logs.say(f"{member.name} is killed.")
+            kill(late)
+            self._wait_for(members, _GRACE_OF_OTHERS, even_in_hurry=True)
+        kill(self.members)
+
+    def _wait_for(
+        self, members: list[ManagedProcess], seconds: float, *, even_in_hurry: bool = False
+    ) -> None:
+        deadline = clock.now() + seconds
+        while handles_of(members) and (even_in_hurry or not self._hurry):
+            if not self._take_event(deadline - clock.now()):
+                return
+
     # The number of trainers
 
     def scale(self, trainers: int) -> None:
         """Have this many trainers from now on. May be called from any thread."""
-        self._events.put(ScaleRequested(trainers))
+        self._events.put(lambda: self._scale(trainers))
 
     def _want_trainers(self, count: int) -> None:
         for member in self._trainers:
             member.wanted = member.index < count
 
     def _scale(self, trainers: int) -> None:
+        if self._outcome is not None:
+            return
         before = sum(trainer.wanted for trainer in self._trainers)
         self.logs.say(f"From {before} to {trainers} trainers.")
         self._want_trainers(trainers)

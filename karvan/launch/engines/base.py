@@ -203,14 +203,11 @@ def check_machine(spec: JobSpec) -> None:
                 f"roles.{role.section}.resources names resources of a cluster's nodes, but this machine "
                 "alone has none: expected --engine ray with the --address of a running cluster."
             )
-    wanted = {
-        "cpus": sum(spec.of_role(role).most * (spec.of_role(role).cpus or 0.0) for role in start_order()),
-        "gpus": total_needs(spec).gpus,
-        "memory": total_needs(spec).memory,
-    }
-    for key, amount in wanted.items():
+    cpus = sum(spec.of_role(role).most * (spec.of_role(role).cpus or 0.0) for role in start_order())
+    total = total_needs(spec)
+    wanted = ("cpus", "CPU", cpus), ("gpus", "GPU", total.gpus), ("memory", "memory", total.memory)
+    for key, name, amount in wanted:
         if amount and amount > (has := _HAS[key]()):
-            name = {"cpus": "CPU", "gpus": "GPU", "memory": "memory"}[key]
             raise ValueError(
                 f"The job's roles need {amount_text(name, amount)} together (roles.*.{key}), but this "
                 f"machine has {amount_text(name, has)}. Reduce {key} or replicas, or use --engine ray with "

@@ -313,8 +313,8 @@ class JobSubject(Subject):
         )
         self._registry = Registry()
         self._logs = MergedLogs(["trainer-0"])
-        supervisor = Supervisor(spec, None, self._registry, self._logs, {}, None, None)
-        self.service.supervise(supervisor, self._registry, WorkService(folder / "ledger"))
+        work = WorkService(folder / "ledger")
+        self.service.supervise(Supervisor(spec, None, self._registry, self._logs, {}, work, None))
         self.makers = {
             "job_status": lambda: ({}, []),
             "scale_job": lambda: ({"trainers": 3}, []),

@@ -13,8 +13,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray import exceptions
@@ -258,6 +259,7 @@ def with_logs(
 _LEAST = 0.0001  # of a resource
 
 
+@dataclass
 class RayEngine:
     """Runs processes on a cluster; `write(name, line)` receives their output.
 
@@ -268,30 +270,23 @@ class RayEngine:
     master end.
     """
 
-    lasting = False  # whether Ray restarts its actors, which survive errors of the connection to Ray
+    write: Callable[[str, str], None]
+    cluster: RayCluster
+    _: KW_ONLY
+    job: str
+    needs: Mapping[Role, Needs]
+    unattended: float
+    launch: str = ""
+    replicas: Mapping[Role, int] = field(default_factory=dict)
+    network: bool = False
+    own_threads: frozenset[Role] = field(default_factory=lambda: frozenset(all_roles()))
+    lasting: ClassVar[bool] = False  # whether Ray restarts its actors, which survive errors of the connection
 
-    def __init__(
-        self,
-        write: Callable[[str, str], None],
-        cluster: RayCluster,
-        *,
-        job: str,
-        needs: Mapping[Role, Needs],
-        launch: str = "",
-        replicas: Mapping[Role, int] | None = None,
-        network: bool = False,
-        own_threads: frozenset[Role] = frozenset(all_roles()),
-        unattended: float,
-    ) -> None:
-        self.write = write
-        self._on_machine = {} if network else this_machine_alone()
-        self._groups = PlacementGroups(f"{job}/{launch}", needs, replicas or {}, self._on_machine)
-        self.placement = NodePlacement(needs, self._groups)
-        self.cluster = cluster
-        self._job = job
-        self._network = network
-        self._own_threads = own_threads
-        self._unattended = unattended
+    def __post_init__(self) -> None:
+        self._on_machine = {} if self.network else this_machine_alone()
+        prefix = f"{self.job}/{self.launch}"
+        self._groups = PlacementGroups(prefix, self.needs, self.replicas, self._on_machine)
+        self.placement = NodePlacement(self.needs, self._groups)
 
     def start(self, process: Process, ended: Ended) -> RayHandle:
         """Start a process as soon as there is room for it."""
@@ -309,12 +304,12 @@ class RayEngine:
 
     def begin(self, actor: Any, process: Process) -> Any:
         """Have an actor start a process."""
-        in_thread = process.role in self._own_threads
-        return actor.start.remote(Order.of(process, network=self._network, own_threads=in_thread))
+        in_thread = process.role in self.own_threads
+        return actor.start.remote(Order.of(process, network=self.network, own_threads=in_thread))
 
     def _name_of(self, process: Process) -> str:
         number = process.environment.get(variable("process")) or secrets.token_hex(8)
-        return f"{self._job}/{process.name}/{number}"
+        return f"{self.job}/{process.name}/{number}"
 
     def _create(self, process: Process, name: str) -> Any:
         needs = self.placement.needs[process.role]
@@ -326,7 +321,7 @@ class RayEngine:
             memory=needs.memory or None,
             resources={**needs.resources, **self._on_machine},
             scheduling_strategy=self.placement.strategy(process),
-        ).remote(self._unattended)
+        ).remote(self.unattended)
 
     def _actor(self, kind: type, name: str, **options: Any) -> Any:
         """What creates an actor that outlives this process."""

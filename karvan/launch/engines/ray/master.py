@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -163,7 +163,7 @@ class RayMasterEngine(RayEngine):
     folder: the run folder on this machine. network: whether nodes reach the master over the network.
     """
 
-    lasting = True
+    lasting: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -192,10 +192,10 @@ class RayMasterEngine(RayEngine):
         name = self._name_of(process)
         programs = tuple(part for command in job["commands"].values() for part in command)
         order = MasterOrder(
-            Order.of(process, network=self._network, own_threads=True, programs=programs),
+            Order.of(process, network=self.network, own_threads=True, programs=programs),
             {**job, "address": cluster_address()},  # "auto" may mean another cluster there
             Restart(Path(job["shared"]) / OUTCOME, self._spec.max_restarts, self._spec.restart_window),
-            None if self._detach else self._unattended,
+            None if self._detach else self.unattended,
             name,
             NAMESPACE,
         )

@@ -67,23 +67,20 @@ def plan_groups(replicas: Mapping[Role, int]) -> list[GroupPlan]:
 # for this reason removes its group (`actor.py`).
 
 
+@dataclass
 class PlacementGroups:
     """The groups of one launch of a job, which are created when their first process is.
 
     prefix: of their names. on_machine: what each bundle needs besides its process, to be on some machine.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        needs: Mapping[Role, Needs],
-        replicas: Mapping[Role, int],
-        on_machine: Mapping[str, float],
-    ) -> None:
-        self._prefix = prefix
-        self._needs = needs
-        self._on_machine = on_machine
-        self._plans = plan_groups(replicas)
+    prefix: str
+    needs: Mapping[Role, Needs]
+    replicas: Mapping[Role, int]
+    on_machine: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        self._plans = plan_groups(self.replicas)
         self._lock = threading.Lock()
         self._groups: dict[str, PlacementGroup] = {}
 
@@ -109,7 +106,7 @@ class PlacementGroups:
         total: Counter[str] = Counter()
         if (plan := self._plan_of(process)) is not None:
             for role, _ in plan.members:
-                total.update(self._needs[role].amounts())
+                total.update(self.needs[role].amounts())
         return dict(total)
 
     def remove(self) -> None:
@@ -130,7 +127,7 @@ class PlacementGroups:
             with suppress(ValueError):
                 group = self._find(plan)
         if group is None or placement_group_table(group).get("state") == "REMOVED":
-            bundles = [{**self._needs[role].amounts(), **self._on_machine} for role, _ in plan.members]
+            bundles = [{**self.needs[role].amounts(), **self.on_machine} for role, _ in plan.members]
             group = placement_group(
                 bundles, strategy=plan.strategy, name=self._name_of(plan), lifetime="detached"
             )
@@ -141,7 +138,7 @@ class PlacementGroups:
         return get_placement_group(self._name_of(plan))
 
     def _name_of(self, plan: GroupPlan) -> str:
-        return f"{self._prefix}/{plan.name}"
+        return f"{self.prefix}/{plan.name}"
 
 
 # Where processes run: servers and embedding workers on different nodes, a trainer on the node of its loader.
