@@ -224,8 +224,7 @@ def _is_at(path: Path, number: int) -> bool:
         status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    open_status = os.fstat(number)
-    return (status.st_dev, status.st_ino) == (open_status.st_dev, open_status.st_ino)
+    return os.path.samestat(status, os.fstat(number))
 
 
 def _write_holder(number: int) -> None:
@@ -362,8 +361,8 @@ def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]
 
     if at_url:
         remove()
-        left = f"What killed saves have left in {shown(parent)}"
-        tolerate(left, lambda: remove_leftovers(parent))
+        what = f"What killed saves have left in {shown(parent)}"
+        tolerate(what, lambda: remove_leftovers(parent))
     else:
         tolerate(f"Old checkpoints in {parent}", remove)
 

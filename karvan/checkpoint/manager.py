@@ -218,7 +218,7 @@ class Checkpoints:
         return (
             last is not None
             and last.deltas + 1 < self.full_every
-            and last.made.step < step
+            and last.checkpoint.step < step
             and last.describes(tables)
             and (target is None or (_is(self.folder, last.base) and not is_taken(target)))
         )
@@ -357,7 +357,7 @@ class _Last:
     def __init__(
         self, checkpoint: Checkpoint, tables: Mapping[str, TableHandle], versions: Versions, deltas: int
     ) -> None:
-        self.made = checkpoint
+        self.checkpoint = checkpoint
         self.versions = versions
         self.deltas = deltas  # since the last full one
         manifest = checkpoint.manifest
@@ -366,7 +366,7 @@ class _Last:
 
     def describes(self, tables: Mapping[str, TableHandle]) -> bool:
         """Whether these are the tables that were saved, with the same kind of rows."""
-        saved = self.made.manifest.tables
+        saved = self.checkpoint.manifest.tables
         return self._stores.keys() == tables.keys() and all(
             handle.store is self._stores[name]
             and handle.optimizer == saved[name].optimizer

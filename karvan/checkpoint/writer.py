@@ -260,7 +260,9 @@ class Writing:
         writers: int = WRITERS,
     ) -> None:
         self.step = step
+        self._pace = Throttle()
         self._writer_count = writers
+        self._writers: Writers | None = None
         self.base = base
         self._connection = distributed.current()
         rank, world = self._connection.rank, self._connection.world_size
@@ -319,43 +321,36 @@ class Writing:
         check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
         prune: runs last, on rank 0. report: called at once after a failure, on rank 0; by default logs it.
         """
-        pace = Throttle()
-        writers = None
 
         def work() -> Checkpoint:
-            assert writers is not None
             try:
                 with self._connection.on("save") as channel:
-                    checkpoint = self._write(channel, target, writers, pace, check)
+                    checkpoint = self._write(channel, target, check)
                     after(checkpoint)
                     together(channel, target, prune if channel.rank == 0 else lambda: None)
                     return checkpoint
             finally:
-                writers.end()
-                self.close()
+                self._end()
 
         try:
             if self._connection.running_save is not None:
                 self._connection.running_save.join()  # messages of two saves would be mixed up
-            writers = Writers(self._writer_count)
-            pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
+            self._writers = Writers(self._writer_count)
+            report = report if self._connection.rank == 0 else no_report
+            pending = Pending(self.step, work, self._pace, report)
         except BaseException:  # no thread could be started
-            if writers is not None:
-                writers.end()
-            self.close()
+            self._end()
             raise
         if self._connection.settings.kind not in IN_PROCESS:
             self._connection.running_save = pending
         return pending
 
-    def _write(
-        self,
-        channel: CollectiveChannel,
-        target: Path,
-        writers: Writers,
-        pace: Throttle,
-        check: Callable[[], None],
-    ) -> Checkpoint:
+    def _end(self) -> None:
+        if self._writers is not None:
+            self._writers.end()
+        self.close()
+
+    def _write(self, channel: CollectiveChannel, target: Path, check: Callable[[], None]) -> Checkpoint:
         hidden: HiddenFolder | UploadFolder | None = None
 
         def begin() -> str:
@@ -368,16 +363,17 @@ class Writing:
         rounds = RankHeartbeats(channel, self._connection.settings.timeout)
 
         def put() -> dict[str, Any]:
+            assert self._writers is not None
             try:
-                return self._put(channel, folder, writers, pace, rounds, dense.append)
+                return self._put(channel, folder, self._writers, rounds, dense.append)
             finally:
-                writers.end()
+                self._writers.end()
                 rounds.finish()
 
         def publish() -> str:
             if hidden is None:
                 return ""
-            return publish_folder(hidden, self._manifest(folder, shares, dense[0]), pace, check)
+            return publish_folder(hidden, self._manifest(folder, shares, dense[0]), self._pace, check)
 
         try:
             folder = target.parent / together(channel, target, explaining(target, begin))[0]
@@ -394,7 +390,6 @@ class Writing:
         channel: CollectiveChannel,
         folder: Path,
         writers: Writers,
-        pace: Throttle,
         rounds: RankHeartbeats,
         dense: Callable[[FileEntry], None],
     ) -> dict[str, Any]:
@@ -407,12 +402,13 @@ class Writing:
             )
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
-            writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
+            writers.put(lambda: note(write_arrays(folder, name, arrays, self._pace)))
 
         if channel.rank == 0:
             put(dense, "dense.safetensors", self._dense)
         tables = {
-            name: put_table(it, folder, put, pace, rounds.still_working) for name, it in self._sources.items()
+            name: put_table(it, folder, put, self._pace, rounds.still_working)
+            for name, it in self._sources.items()
         }
         shared = self._put_shared(folder, rounds) if channel.rank == 0 else {}
         writers.finish()

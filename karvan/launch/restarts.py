@@ -105,21 +105,18 @@ class CrashLoopDetector:
         return "start from the beginning, because there is no checkpoint yet"
 
     def _find_newest(self) -> str:
-        if self._checkpoints is None:
+        folder = self._checkpoints
+        if folder is None:
             return ""
-        if url_of(self._checkpoints) is not None:
-            return _newest_at_url(self._checkpoints)
-        return max((path.name for path in self._checkpoints.glob("step-*")), default="")
+        if url_of(folder) is None:
+            return max((path.name for path in folder.glob("step-*")), default="")
+        from karvan.checkpoint import CheckpointError  # imports torch
+        from karvan.checkpoint.survey import step_folders
 
-
-def _newest_at_url(folder: Path) -> str:
-    from karvan.checkpoint import CheckpointError  # imports torch
-    from karvan.checkpoint.survey import step_folders
-
-    try:
-        return max((path.name for path in step_folders(folder)), default="")
-    except CheckpointError:  # an outage, of which trainers have their own errors
-        return ""
+        try:
+            return max((path.name for path in step_folders(folder)), default="")
+        except CheckpointError:  # an outage, of which trainers have their own errors
+            return ""
 
 
 # Decides which of several trainers that end at about the same time is the cause.

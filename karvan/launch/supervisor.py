@@ -131,7 +131,7 @@ class Supervisor:
             self._continue()
         else:
             self.state.begun = True
-            self._start(member for member in self.members if member.wanted)
+            self._start([member for member in self.members if member.wanted])
         self.started()
         while self._outcome is None:
             self._take_event(self._patience())
@@ -373,23 +373,19 @@ class Supervisor:
         connect = any(
             trainer.code == 0 and trainer.registration is not Registration.NONE for trainer in trainers
         )
+        if not (late and connect):
+            return
         settled = clock.now() - self.timing.settle
-        absent = [
-            trainer
+        restarting = [trainer for trainer in late if self._only_restarts(trainer) and self.work.has_work()]
+        needless = all(
+            trainer in restarting
+            or (trainer.starting and (trainer.waits_for_room or trainer.started <= settled))
             for trainer in late
-            if trainer.starting and (trainer.waits_for_room or trainer.started <= settled)
-        ]
-        restarting = (
-            [trainer for trainer in late if self._only_restarts(trainer)] if self.work.has_work() else []
         )
-        needless = all(trainer in absent or trainer in restarting for trainer in late)
-        if connect and late and needless and self.work.is_complete():
+        if needless and self.work.is_complete():
             names = ", ".join(trainer.name for trainer in late)
-            done = (
-                "all work is done while it is restarted"
-                if restarting
-                else "not connected yet, and no work is left"
-            )
+            absent = "not connected yet, and no work is left"
+            done = "all work is done while it is restarted" if restarting else absent
             self.logs.say(f"The job ends without {names}: {done}.")
             self._outcome = JobOutcome(0)
 
@@ -397,8 +393,7 @@ class Supervisor:
         """Whether a trainer was killed, and the process that replaces it does not train yet."""
         if member.due is not None:
             return bool(member.token)  # that of its last process
-        name = member.holder
-        return member.running and member.restarted and not self.group.trains(name)
+        return member.running and member.restarted and not self.group.trains(member.holder)
 
     # Continuing the job of a master that died
 
