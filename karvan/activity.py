@@ -2,7 +2,7 @@
 
 A process whose heartbeat thread runs may still be stuck: its main thread blocks in a callback, or its data
 source hangs. So heartbeats carry an `ActivityReport`, from which the launcher finds the process that blocks
-a job (`karvan.launch.supervision.health`):
+a job (`karvan.launch.health`):
 
 - *progress*: a counter of completed work: batches, steps, calls answered, parts of checkpoints.
 - *task*: what a trainer is running, such as "fit". Outside of tasks a program runs the user's own code, and

@@ -399,8 +399,8 @@ def test_a_draw_from_a_generator_of_the_program_is_seen(draws):
 # Who may rename: a file that was written anew takes its place by `karvan.files`, which waits for the disk.
 RENAMES = {
     "karvan.files": "the one place",
-    "karvan.checkpoint.format.atomic_folder": "renames folders, whose files are on the disk",
-    "karvan.owner.lease": "sets the lease of another aside",
+    "karvan.checkpoint.atomic_folder": "renames folders, whose files are on the disk",
+    "karvan.owner": "sets the lease of another aside",
     "karvan.launch.engines.keeper": "imports nothing; its logs and numbers need no disk",
 }
 

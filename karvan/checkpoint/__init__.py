@@ -13,11 +13,21 @@ from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.foreign_persia import import_persia
 from karvan.checkpoint.foreign_recis import import_recis
 from karvan.checkpoint.foreign_writing import ImportReport
-from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
 from karvan.checkpoint.manager import Checkpoints, find, resume_at, save, start
-from karvan.checkpoint.pending_save import Pending
-from karvan.checkpoint.survey import Survey, is_imported, survey
+from karvan.checkpoint.survey import (
+    HotKey,
+    KeyRow,
+    Summary,
+    Survey,
+    TableSummary,
+    is_imported,
+    row,
+    summary,
+    survey,
+    verify,
+)
 from karvan.checkpoint.warm_start import WarmStart, warm_start
+from karvan.checkpoint.writer import Pending
 from karvan.public_names import publish
 
 __all__ = [

@@ -3,36 +3,87 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from karvan import distributed
-from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.format import manifest as manifests
-from karvan.checkpoint.format.manifest import WHOLE, Manifest, PartEntry, Range, TableEntry, share_of
-from karvan.checkpoint.format.safetensors_file import FileEntry, FileProblem, problem_of, read_arrays
-from karvan.checkpoint.format.state_tree import as_tensor, decode
-from karvan.checkpoint.format.table_arrays import (
+from karvan.checkpoint import manifest as manifests
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
+from karvan.checkpoint.manifest import WHOLE, Manifest, PartEntry, Range, TableEntry, share_of
+from karvan.checkpoint.safetensors_file import FileEntry, FileProblem, problem_of, read_arrays
+from karvan.checkpoint.state_tree import as_tensor, decode
+from karvan.checkpoint.table_files import (
     Extra,
+    Layer,
     Model,
+    TableReader,
     check_part,
     engine_entries,
     read_extras,
     tables_of,
 )
-from karvan.checkpoint.rank_agreement import together
-from karvan.checkpoint.table_files import Layer, TableReader
-from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path
 from karvan.store import Rows, SharedStore
 from karvan.threads import cores
+
+# Transforms of data in a checkpoint: the statistics of a fitted `FeatureEngine`, by the engine's name.
+#
+# A transform is anything with `state_dict` and `load_state_dict`. In the state of a checkpoint they are
+# `{"transforms": {name: state}}`. Beside them are the kinds of the data's columns,
+# `{":columns": {name: [kind, file]}}`.
+
+KEY = "transforms"
+COLUMNS = ":columns"  # a name that no transform has
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """A transform that may have state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its statistics."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Replace its statistics."""
+
+
+def name_of(transform: Transform) -> str:
+    """The name under which its state is saved: its `name`, or that of its class."""
+    name = getattr(transform, "name", None)
+    return name if isinstance(name, str) and name else type(transform).__name__
+
+
+def has_state(transform: object) -> TypeGuard[Transform]:
+    """Whether there is something to save. An engine without fitted steps has an empty state."""
+    if not isinstance(transform, Transform) or isinstance(transform, type):
+        return False
+    return any(not isinstance(part, Mapping) or part for part in transform.state_dict().values())
+
+
+def load_transforms(path: str | os.PathLike[str], state: Mapping[str, Any], *transforms: Transform) -> None:
+    """Load what the state of a checkpoint has under their names into transforms; all of them, or none."""
+    saved = state.get(KEY, {})
+    for transform in transforms:
+        if name_of(transform) not in saved:
+            raise CheckpointError.mismatch(
+                path,
+                f"the statistics of transform '{name_of(transform)}'",
+                "statistics of " + (", ".join(f"'{name}'" for name in saved) or "no transform"),
+            )
+    for transform in transforms:
+        try:
+            transform.load_state_dict(saved[name_of(transform)])
+        except (ValueError, RuntimeError) as error:
+            name = name_of(transform)
+            raise CheckpointError(path, f"its transform '{name}' is another: {error}") from error
+
 
 TABLE_STEPS = "table_steps"  # in the state of a checkpoint: how many steps of the optimizer tables have made
 ORIGIN = "origin"  # in the state of a checkpoint of another system: the system, and its name there
@@ -284,8 +335,10 @@ class Checkpoint:
         def read() -> None:
             state.update(self.state())
             for name, handle in handles.items():
-                if not isinstance(handle.store, SharedStore):
-                    extras[name] = self._extra(name, handle)
+                if isinstance(handle.store, SharedStore):
+                    continue
+                files = self.manifest.tables[name].extras if self._same_extra(name, handle) else []
+                extras[name] = read_extras(self.path, files, share_of(*handle.store.share))
 
         def fill() -> None:
             shared: dict[SharedStore, dict[str, Any]] = {}
@@ -325,11 +378,6 @@ class Checkpoint:
             CheckpointError: The checkpoint has no statistics of that name.
         """
         load_transforms(self.path, self.state(), *transforms)
-
-    def _extra(self, name: str, handle: TableHandle) -> Extra:
-        if not self._same_extra(name, handle):
-            return {}
-        return read_extras(self.path, self.manifest.tables[name].extras, share_of(*handle.store.share))
 
     def _same_extra(self, name: str, handle: TableHandle) -> bool:
         """Whether saved counters fit the table; those of another filter have no meaning in it."""

@@ -40,7 +40,7 @@ from karvan.checkpoint.foreign_writing import (
     state_floats,
     write,
 )
-from karvan.checkpoint.format.safetensors_file import FilePosition, read_header, unread_error
+from karvan.checkpoint.safetensors_file import FilePosition, read_header, unread_error
 from karvan.job.checkpoint_url import plain_path
 from karvan.store import Rows
 

@@ -21,17 +21,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from karvan.checkpoint import manifest as manifests
+from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder
 from karvan.checkpoint.checkpoint import ORIGIN, Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.format import manifest as manifests
-from karvan.checkpoint.format.atomic_folder import HiddenFolder
-from karvan.checkpoint.format.manifest import Manifest, row_bytes
-from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
-from karvan.checkpoint.format.state_tree import encode
-from karvan.checkpoint.object_store.step_objects import UploadFolder
-from karvan.checkpoint.pending_save import Writers
+from karvan.checkpoint.manifest import Manifest, row_bytes
+from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays
+from karvan.checkpoint.state_tree import encode
 from karvan.checkpoint.table_files import ShareSource, joined, put_table
-from karvan.checkpoint.writer import explaining, publish_folder
+from karvan.checkpoint.writer import Writers, explaining, publish_folder
 from karvan.embedding import Table
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.store import Rows, TableSpec

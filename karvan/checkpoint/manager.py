@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from karvan import distributed
+from karvan.checkpoint.atomic_folder import remove_folders, try_writing
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
-from karvan.checkpoint.format.manifest import Base, is_taken
-from karvan.checkpoint.format.table_arrays import Model, tables_of
-from karvan.checkpoint.object_store.files import lease_object, upload
-from karvan.checkpoint.pending_save import WRITERS, Pending, Report, check_writers
-from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.errors import CheckpointError, together
+from karvan.checkpoint.files import lease_object, upload
+from karvan.checkpoint.manifest import Base, is_taken
 from karvan.checkpoint.recovery import newest_step, resume
 from karvan.checkpoint.survey import (
     all_chosen,
@@ -31,8 +28,18 @@ from karvan.checkpoint.survey import (
     readable,
     step_of,
 )
-from karvan.checkpoint.writer import Versions, Writing, capture_on_all, check_target, explaining
-from karvan.distributed import CollectiveChannel
+from karvan.checkpoint.table_files import Model, tables_of
+from karvan.checkpoint.writer import (
+    WRITERS,
+    Pending,
+    Report,
+    Versions,
+    Writing,
+    capture_on_all,
+    check_target,
+    check_writers,
+    explaining,
+)
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path, shown
 from karvan.owner import check_owner
@@ -168,26 +175,23 @@ class Checkpoints:
                 self.folder, "all ranks to save the same step", [its_step for its_step, _ in ranks]
             )
 
-        def take(base: Base | None, since: Versions | None) -> Writing:
-            return Writing(
-                state,
-                tables,
-                step=step,
-                metrics=metrics,
-                part_bytes=self.part_bytes,
-                base=base,
-                since=since,
-                track=self.full_every > 1,
-                writers=self.writers,
-            )
-
+        take = partial(
+            Writing,
+            *(state, tables),
+            step=step,
+            metrics=metrics,
+            part_bytes=self.part_bytes,
+            track=self.full_every > 1,
+            writers=self.writers,
+        )
         # Until this save is complete there is nothing to build on: a save after a failure is full.
         last, self._last = self._last, None
         writing = None
         if last is not None and all(may for _, may in ranks):
-            writing = _delta(channel, target, partial(take, last.base, last.versions))
+            writing = capture_on_all(channel, target, partial(_delta, take, last))
         if writing is None:
-            writing = capture_on_all(channel, target, partial(take, None, None))
+            writing = capture_on_all(channel, target, take)
+        assert writing is not None
         base, versions = writing.base, writing.versions
 
         def check() -> None:
@@ -214,7 +218,7 @@ class Checkpoints:
         return (
             last is not None
             and last.deltas + 1 < self.full_every
-            and last.made.step < step
+            and last.checkpoint.step < step
             and last.describes(tables)
             and (target is None or (_is(self.folder, last.base) and not is_taken(target)))
         )
@@ -343,8 +347,8 @@ class Checkpoints:
                 newest.name,
                 ", ".join(later),
             )
-        if self.keep_last is not None:
-            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best, newest))
+        if (keep_last := self.keep_last) is not None:
+            remove_folders(self.folder, lambda: _doomed(self.folder, keep_last, self.keep_best, newest))
 
 
 class _Last:
@@ -353,7 +357,7 @@ class _Last:
     def __init__(
         self, checkpoint: Checkpoint, tables: Mapping[str, TableHandle], versions: Versions, deltas: int
     ) -> None:
-        self.made = checkpoint
+        self.checkpoint = checkpoint
         self.versions = versions
         self.deltas = deltas  # since the last full one
         manifest = checkpoint.manifest
@@ -362,7 +366,7 @@ class _Last:
 
     def describes(self, tables: Mapping[str, TableHandle]) -> bool:
         """Whether these are the tables that were saved, with the same kind of rows."""
-        saved = self.made.manifest.tables
+        saved = self.checkpoint.manifest.tables
         return self._stores.keys() == tables.keys() and all(
             handle.store is self._stores[name]
             and handle.optimizer == saved[name].optimizer
@@ -371,25 +375,12 @@ class _Last:
         )
 
 
-def _delta(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing | None:
-    """The result of `take`; None on all ranks if a table on any rank does not know what changed."""
-    writings: list[Writing] = []
-
-    def attempt() -> bool:
-        try:
-            writings.append(take())
-        except ValueError:
-            return False
-        return True
-
-    complete = False
+def _delta(take: Callable[..., Writing], last: _Last) -> Writing | None:
+    """The result of `take` for a delta; None if a table does not know what changed."""
     try:
-        complete = all(together(channel, target, attempt))
-    finally:
-        if not complete:
-            for writing in writings:
-                writing.close()
-    return writings[0] if complete else None
+        return take(base=last.base, since=last.versions)
+    except ValueError:
+        return None
 
 
 def _is(folder: Path, base: Base) -> bool:
@@ -401,17 +392,15 @@ def _is(folder: Path, base: Base) -> bool:
 
 
 def _doomed(
-    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, newest: Path
+    folder: Path, keep_last: int, keep_best: tuple[str, str] | None, newest: Path
 ) -> dict[Path, Path | None]:
-    """The checkpoints to remove, the newest first, each with its base; `made`, just saved, stays."""
+    """The checkpoints to remove, the newest first, each with its base; `newest`, just saved, stays."""
     checkpoints = readable(folder)
-    retained = [
-        *(checkpoints if keep_last is None else checkpoints[-keep_last:]),
-        *(checkpoint for checkpoint in checkpoints if checkpoint.path == newest),
-    ]
-    best = best_of(checkpoints, *keep_best) if keep_best else None
+    retained = [*checkpoints[-keep_last:], *(saved for saved in checkpoints if saved.path == newest)]
+    if keep_best and (best := best_of(checkpoints, *keep_best)):
+        retained.append(best)
     needed: set[Path] = set()
-    for checkpoint in [*retained, *([best] if best else [])]:
+    for checkpoint in retained:
         needed.add(checkpoint.path)
         try:
             needed |= {below.path for below in checkpoint.chain}
@@ -419,16 +408,12 @@ def _doomed(
             continue  # its base is missing already
     # Folders that cannot be read may belong to somebody else: they stay. The newest first: a delta must not
     # outlive what it builds on, even if this process is killed in between.
-    return {
-        checkpoint.path: _below(checkpoint)
-        for checkpoint in reversed(checkpoints)
-        if checkpoint.path not in needed
-    }
-
-
-def _below(checkpoint: Checkpoint) -> Path | None:
-    base = checkpoint.manifest.base
-    return None if base is None else checkpoint.path.parent / Path(base.folder).name
+    doomed: dict[Path, Path | None] = {}
+    for checkpoint in reversed(checkpoints):
+        if checkpoint.path not in needed:
+            base = checkpoint.manifest.base
+            doomed[checkpoint.path] = None if base is None else folder / Path(base.folder).name
+    return doomed
 
 
 # Saves one checkpoint at a given path, and finds one at a path.
@@ -480,7 +465,9 @@ def start(
             state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes, writers=writers
         )
 
-    return capture_on_all(channel, target, take).start(target)
+    writing = capture_on_all(channel, target, take)
+    assert writing is not None
+    return writing.start(target)
 
 
 def save(

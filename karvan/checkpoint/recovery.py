@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from karvan import distributed
+from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED, set_aside
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED, set_aside
-from karvan.checkpoint.format.manifest import is_taken
-from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
+from karvan.checkpoint.manifest import is_taken
 from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
 from karvan.distributed import CollectiveChannel
 from karvan.job.checkpoint_url import shown
@@ -58,13 +57,8 @@ def check_resume(resume: object) -> None:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint of a folder, intact or not; None if there is none. A collective."""
-    channel = distributed.current().here
-
-    def look() -> list[int]:
-        return [step_of(path) for path in saved_folders(folder)[-1:]] if channel.rank == 0 else []
-
-    steps: list[int] = together(channel, folder, look)[0]
-    return steps[0] if steps else None
+    names = _names(distributed.current().here, folder)
+    return step_of(folder / names[-1]) if names else None
 
 
 def resume(

@@ -14,13 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
-from karvan.checkpoint.checkpoint import TABLE_STEPS, Checkpoint, check_table, with_state_of
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.manifest import share_of
-from karvan.checkpoint.format.table_arrays import tables_of
+from karvan.checkpoint.checkpoint import (
+    KEY,
+    TABLE_STEPS,
+    Checkpoint,
+    Transform,
+    check_table,
+    load_transforms,
+    name_of,
+    with_state_of,
+)
+from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.manager import find
-from karvan.checkpoint.rank_agreement import together
-from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
+from karvan.checkpoint.manifest import share_of
+from karvan.checkpoint.table_files import tables_of
 from karvan.embedding import TableHandle
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.features import FeatureEngine
@@ -140,18 +147,21 @@ def warm_start(
     checkpoint.require_intact()
     renamed = dict(rename or {})
     saved: dict[str, Tensor] = {}
-    together(channel, checkpoint.path, lambda: saved.update(_saved_model(checkpoint)))
+
+    def read() -> None:
+        content = checkpoint.state().get("model", {})
+        saved.update({name: value for name, value in content.items() if isinstance(value, Tensor)})
+
+    together(channel, checkpoint.path, read)
     all_names = {*checkpoint.manifest.tables, *saved}
     for old in renamed:
         if old not in all_names:
             raise CheckpointError.mismatch(checkpoint.path, f"a table or tensor '{old}' to rename", "none")
     for kind, names, patterns in (("table", checkpoint.manifest.tables, tables), ("tensor", saved, dense)):
         _check_patterns(checkpoint, kind, names, patterns)
+    handles = tables_of(model)
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     report = WarmStart(checkpoint.path, checkpoint.step)
-    handles, tensors = (
-        tables_of(model),
-        {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)},
-    )
     _choose(checkpoint.manifest.tables, handles, tables, exclude, renamed, report.tables, report.left_tables)
     _choose(saved, tensors, dense, exclude, renamed, report.dense, report.left_dense)
     report.new_tables.extend(name for name in handles if name not in report.tables)
@@ -167,8 +177,9 @@ def warm_start(
                 f"{tuple(saved[old].shape)}; exclude it to skip it",
             )
 
+    with_state = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
+
     def take() -> dict[str, int]:
-        with_state = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
         return {
             new: _take(checkpoint, old, handles[new], optimizer_state and old in with_state)
             for new, old in report.tables.items()
@@ -177,7 +188,11 @@ def warm_start(
     counts = together(channel, checkpoint.path, take)
     report.rows.update((new, sum(of_rank[new] for of_rank in counts)) for new in report.tables)
     if sparse_optimizer is not None and optimizer_state:
-        _take_steps(checkpoint, sparse_optimizer, report.tables)
+        # Tables count steps from where those of the checkpoint are, if it says so.
+        counts_of, steps = checkpoint.state().get(TABLE_STEPS, {}), sparse_optimizer.table_steps()
+        sources = {new: old for new, old in report.tables.items() if old in with_state and new in steps}
+        continued = {new: counts_of[old] for new, old in sources.items() if old in counts_of}
+        sparse_optimizer.set_table_steps({**steps, **continued})
     with torch.no_grad():
         for new, old in report.dense.items():
             tensors[new].copy_(saved[old])  # state_dict() shares memory with the model
@@ -195,15 +210,6 @@ def warm_start(
         except CheckpointError as error:
             report.statistics[name] = error.problem
     return report
-
-
-def _take_steps(checkpoint: Checkpoint, optimizer: SparseOptimizer, tables: Mapping[str, str]) -> None:
-    """Let tables count steps from where those of the checkpoint are, if it says so."""
-    counts = checkpoint.state().get(TABLE_STEPS, {})
-    steps = optimizer.table_steps()
-    with_state = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
-    loaded = {new: counts[old] for new, old in tables.items() if old in with_state and old in counts}
-    optimizer.set_table_steps({**steps, **{new: count for new, count in loaded.items() if new in steps}})
 
 
 def _take_statistics(
@@ -257,11 +263,6 @@ def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: boo
         handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))
         total += len(rows.keys)
     return total
-
-
-def _saved_model(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    saved = checkpoint.state().get("model", {})
-    return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
 
 def _check_patterns(checkpoint: Checkpoint, kind: str, names: Iterable[str], patterns: Patterns) -> None:

@@ -13,7 +13,10 @@ fail and nothing is published. If a rank dies, the others raise a RankError; the
 from __future__ import annotations
 
 import errno
+import logging
+import queue
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,25 +24,214 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from karvan import distributed
+from karvan.checkpoint import manifest as manifests
+from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format import manifest as manifests
-from karvan.checkpoint.format.atomic_folder import HiddenFolder
-from karvan.checkpoint.format.manifest import Base, Manifest
-from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays, write_file
-from karvan.checkpoint.format.state_tree import encode
-from karvan.checkpoint.format.table_arrays import own_extra, parts_for
-from karvan.checkpoint.object_store.files import has_file, is_there
-from karvan.checkpoint.object_store.step_objects import UploadFolder
-from karvan.checkpoint.pending_save import WRITERS, Pending, Report, Writers, no_report
-from karvan.checkpoint.rank_agreement import together
-from karvan.checkpoint.table_files import ShareSource, joined, put_table
+from karvan.checkpoint.errors import CheckpointError, together
+from karvan.checkpoint.files import has_file, is_there
+from karvan.checkpoint.manifest import Base, Manifest
+from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays, write_file
+from karvan.checkpoint.state_tree import encode
+from karvan.checkpoint.table_files import ShareSource, joined, own_extra, parts_for, put_table
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.collectives import RankHeartbeats
 from karvan.distributed.connection import IN_PROCESS
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, url_of
 from karvan.store import Capture, SharedStore, Store
+
+# A save in flight.
+
+_log = logging.getLogger(__name__)
+
+WRITERS = 3  # threads of a process that write files, unless the user says how many
+MOST_WRITERS = 256
+
+
+def check_writers(what: str, writers: int) -> None:
+    """Raise unless so many threads can write."""
+    if not 1 <= writers <= MOST_WRITERS:
+        raise ValueError(f"{what} expects writers from 1 to {MOST_WRITERS}, got {writers}.")
+
+
+Report = Callable[[int, BaseException], None]  # called with the step of a save that has failed, and its error
+
+
+def log_failure(step: int, error: BaseException) -> None:
+    """Report at once that a save has failed: the program may wait for it only much later."""
+    _log.error("The checkpoint of step %d was not saved: %s", step, error)
+
+
+def no_report(step: int, error: BaseException) -> None:
+    """Report nothing: another rank does."""
+
+
+class Pending:
+    """A save in flight on its own threads.
+
+    The program does not end before it has ended.
+
+    It uses little of the machine while training continues, and all it can get once somebody waits for it.
+
+    Args:
+        step: The step of the checkpoint.
+        work: What writes it.
+        pace: What slows it down.
+        report: Called with the step and the error if it fails; by default the error is logged.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> pending = kv.checkpoint.start("seventeen", {}, engine)
+        >>> checkpoint = pending.wait()
+        >>> pending.done(), pending.error
+        (True, None)
+    """
+
+    def __init__(
+        self, step: int, work: Callable[[], Checkpoint], pace: Throttle, report: Report | None = None
+    ) -> None:
+        self.step = step
+        self._report = report or log_failure
+        self._pace = pace
+        self._work = work
+        self._ended = threading.Event()
+        self._result: Checkpoint | None = None
+        self._error: BaseException | None = None
+        self._error_raised = False  # or acknowledged
+        # Not a daemon: the interpreter waits for it at its end.
+        threading.Thread(target=self._run, name=f"karvan-save-{step}").start()
+
+    @classmethod
+    def failed(cls, step: int, error: BaseException) -> Pending:
+        """Make a save that has failed before writing started.
+
+        Args:
+            step: The step of the checkpoint.
+            error: Why it failed.
+
+        Returns:
+            The save.
+        """
+        save = cls.__new__(cls)
+        save.step = step
+        save._pace = Throttle()
+        save._result, save._error, save._error_raised = None, error, False
+        save._ended = threading.Event()
+        save._ended.set()
+        return save
+
+    def _run(self) -> None:
+        work, self._work = self._work, _nothing  # releases what it holds when it has ended
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+            self._report(self.step, error)
+        finally:
+            del work
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Check whether it has ended, successfully or not.
+
+        Returns:
+            Whether it has.
+        """
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while it is in flight, and if it succeeded."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: How many seconds to wait; None for no limit.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            TimeoutError: It is not complete yet.
+            CheckpointError: The save has failed.
+        """
+        self._pace.hurry()
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"The checkpoint of step {self.step} is not complete after {timeout} seconds.")
+        if self._error is not None:
+            self._error_raised = True
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def join(self) -> None:
+        """Wait until it has ended, successfully or not."""
+        self._pace.hurry()
+        self._ended.wait()
+
+    def acknowledge(self) -> None:
+        """Say that the error has been handled: `settle` does not raise it any more."""
+        self._error_raised = True
+
+    def settle(self) -> None:
+        """Wait until it has ended.
+
+        Raises:
+            CheckpointError: The save has failed, and the error was not raised before.
+        """
+        self.join()
+        if self._error is not None and not self._error_raised:
+            self.wait()
+
+
+def _nothing() -> Checkpoint:
+    raise AssertionError("a save runs once")
+
+
+class Writers:
+    """Threads that write files while the next ones are prepared; few files wait, so memory is bounded.
+
+    All start at once: an interpreter that is about to end does not start threads any more.
+    """
+
+    def __init__(self, count: int = WRITERS) -> None:
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run, name="karvan-write") for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+            del job
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue a job; raises the exception of an earlier one."""
+        if self._error is not None:
+            raise self._error
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Wait for all jobs and end the threads."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def finish(self) -> None:
+        """End, and raise the exception of a failed job."""
+        self.end()
+        if self._error is not None:
+            raise self._error
+
 
 Versions = dict[str, int]
 T = TypeVar("T")
@@ -68,7 +260,9 @@ class Writing:
         writers: int = WRITERS,
     ) -> None:
         self.step = step
+        self._pace = Throttle()
         self._writer_count = writers
+        self._writers: Writers | None = None
         self.base = base
         self._connection = distributed.current()
         rank, world = self._connection.rank, self._connection.world_size
@@ -89,9 +283,6 @@ class Writing:
                 capture = store.capture(names, {name: parts[name] for name in names}, versions, track=track)
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
-            self._shared = {
-                name: handle for name, handle in tables.items() if isinstance(handle.store, SharedStore)
-            }
             self._parts = parts
             self._handles = dict(tables)
             self._sources = {
@@ -106,7 +297,7 @@ class Writing:
                     world,
                 )
                 for name, handle in tables.items()
-                if name not in self._shared
+                if not isinstance(handle.store, SharedStore)
             }
         except BaseException:
             self.close()
@@ -130,43 +321,36 @@ class Writing:
         check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
         prune: runs last, on rank 0. report: called at once after a failure, on rank 0; by default logs it.
         """
-        pace = Throttle()
-        writers = None
 
         def work() -> Checkpoint:
-            assert writers is not None
             try:
                 with self._connection.on("save") as channel:
-                    checkpoint = self._write(channel, target, writers, pace, check)
+                    checkpoint = self._write(channel, target, check)
                     after(checkpoint)
-                    together(channel, target, prune if channel.rank == 0 else _nothing)
+                    together(channel, target, prune if channel.rank == 0 else lambda: None)
                     return checkpoint
             finally:
-                writers.end()
-                self.close()
+                self._end()
 
         try:
             if self._connection.running_save is not None:
                 self._connection.running_save.join()  # messages of two saves would be mixed up
-            writers = Writers(self._writer_count)
-            pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
+            self._writers = Writers(self._writer_count)
+            report = report if self._connection.rank == 0 else no_report
+            pending = Pending(self.step, work, self._pace, report)
         except BaseException:  # no thread could be started
-            if writers is not None:
-                writers.end()
-            self.close()
+            self._end()
             raise
         if self._connection.settings.kind not in IN_PROCESS:
             self._connection.running_save = pending
         return pending
 
-    def _write(
-        self,
-        channel: CollectiveChannel,
-        target: Path,
-        writers: Writers,
-        pace: Throttle,
-        check: Callable[[], None],
-    ) -> Checkpoint:
+    def _end(self) -> None:
+        if self._writers is not None:
+            self._writers.end()
+        self.close()
+
+    def _write(self, channel: CollectiveChannel, target: Path, check: Callable[[], None]) -> Checkpoint:
         hidden: HiddenFolder | UploadFolder | None = None
 
         def begin() -> str:
@@ -179,16 +363,17 @@ class Writing:
         rounds = RankHeartbeats(channel, self._connection.settings.timeout)
 
         def put() -> dict[str, Any]:
+            assert self._writers is not None
             try:
-                return self._put(channel, folder, writers, pace, rounds, dense.append)
+                return self._put(channel, folder, self._writers, rounds, dense.append)
             finally:
-                writers.end()
+                self._writers.end()
                 rounds.finish()
 
         def publish() -> str:
             if hidden is None:
                 return ""
-            return publish_folder(hidden, self._manifest(folder, shares, dense[0]), pace, check)
+            return publish_folder(hidden, self._manifest(folder, shares, dense[0]), self._pace, check)
 
         try:
             folder = target.parent / together(channel, target, explaining(target, begin))[0]
@@ -205,7 +390,6 @@ class Writing:
         channel: CollectiveChannel,
         folder: Path,
         writers: Writers,
-        pace: Throttle,
         rounds: RankHeartbeats,
         dense: Callable[[FileEntry], None],
     ) -> dict[str, Any]:
@@ -218,12 +402,13 @@ class Writing:
             )
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
-            writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
+            writers.put(lambda: note(write_arrays(folder, name, arrays, self._pace)))
 
         if channel.rank == 0:
             put(dense, "dense.safetensors", self._dense)
         tables = {
-            name: put_table(it, folder, put, pace, rounds.still_working) for name, it in self._sources.items()
+            name: put_table(it, folder, put, self._pace, rounds.still_working)
+            for name, it in self._sources.items()
         }
         shared = self._put_shared(folder, rounds) if channel.rank == 0 else {}
         writers.finish()
@@ -232,8 +417,9 @@ class Writing:
     def _put_shared(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
         """Have other processes write the tables that they hold; returns their reports, by table."""
         reports: dict[str, list[Any]] = {}
-        for store, names in _by_store(self._shared).items():
-            assert isinstance(store, SharedStore)
+        for store, names in _by_store(self._handles).items():
+            if not isinstance(store, SharedStore):
+                continue
             tables = {
                 name: {
                     "optimizer": self._handles[name].optimizer,
@@ -293,16 +479,24 @@ def publish_folder(
     return data.decode()
 
 
-def capture_on_all(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
-    """The result of `take`, if it succeeded on all ranks."""
-    writings: list[Writing] = []
+def capture_on_all(
+    channel: CollectiveChannel, target: Path, take: Callable[[], Writing | None]
+) -> Writing | None:
+    """The result of `take`, if it succeeded on all ranks; None if it is None on any of them."""
+    writing: Writing | None = None
+    complete = False
+
+    def attempt() -> bool:
+        nonlocal writing
+        writing = take()
+        return writing is not None
+
     try:
-        together(channel, target, lambda: writings.append(take()))
-    except BaseException:
-        for writing in writings:
+        complete = all(together(channel, target, attempt))
+    finally:
+        if not complete and writing is not None:
             writing.close()
-        raise
-    return writings[0]
+    return writing if complete else None
 
 
 def _is_checkpoint(target: Path) -> bool:
@@ -337,10 +531,6 @@ def _by_store(tables: Mapping[str, TableHandle]) -> dict[Store, list[str]]:
     return groups
 
 
-def _nothing() -> None:
-    pass
-
-
 def explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
     """The same work; an OSError becomes a CheckpointError."""
 
@@ -348,15 +538,12 @@ def explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
         try:
             return work()
         except OSError as error:
-            raise _explained(target, error) from error
+            where = f" at {error.filename}" if error.filename else ""
+            what = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                what += ", so it was not saved; earlier checkpoints are untouched"
+            text = f"expected to write a checkpoint, got '{what}'{where}."
+            # Any OSError is taken as temporary: the folder was writable when the fit started.
+            raise CheckpointError(target, text, temporary=True) from error
 
     return explained
-
-
-def _explained(target: Path, error: OSError) -> CheckpointError:
-    where = f" at {error.filename}" if error.filename else ""
-    what = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what += ", so it was not saved; earlier checkpoints are untouched"
-    # Any OSError is taken as temporary: the folder was writable when the fit started.
-    return CheckpointError(target, f"expected to write a checkpoint, got '{what}'{where}.", temporary=True)

@@ -31,7 +31,7 @@ from karvan.exit_codes import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
 from karvan.launch.engines.local import ending_with_parent
-from karvan.launch.role_commands import module_command
+from karvan.launch.role_programs import module_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

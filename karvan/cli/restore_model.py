@@ -38,7 +38,7 @@ def restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
 
 
 def _restore_transform(data: Any, checkpoint: kv.checkpoint.Checkpoint, state: Mapping[str, Any]) -> None:
-    from karvan.checkpoint.transforms import KEY, has_state, load_transforms, name_of
+    from karvan.checkpoint.checkpoint import KEY, has_state, load_transforms, name_of
 
     transform = getattr(data, "transform", None)
     unfitted = getattr(transform, "unfitted", ())

@@ -1,7 +1,7 @@
 """Dense parameters on the wire: tensors as one array of float32, with their names and shapes in the head.
 
 States, which also have other dtypes and numbers, are one array of bytes: the tree as JSON, followed by its
-tensors (`checkpoint/format/state_tree.py`). torch's optimizers are plain values (`describe`).
+tensors (`checkpoint/state_tree.py`). torch's optimizers are plain values (`describe`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.state_tree import pack, unpack
 from karvan.dense.steps import Array, dense_tensor
 from karvan.wire import Message, RefusedError
 from karvan.wire.message import Array as WireArray

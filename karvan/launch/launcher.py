@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_of
 from karvan.launch.engines.choice import make_master_engine
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import TLS, JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
-from karvan.launch.role_commands import Commands, module_command, open_import_folders
-from karvan.launch.role_environment import security_of
+from karvan.launch.processes import RESUMED, SUSPENDED
+from karvan.launch.role_programs import Commands, module_command, open_import_folders, security_of
 from karvan.launch.run_folder import MASTER, RunFolder, make_certificate, make_shared, make_token
-from karvan.launch.supervision.processes import RESUMED, SUSPENDED
-from karvan.launch.supervision.supervisor import JobOutcome, Timing
+from karvan.launch.supervisor import JobOutcome
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
@@ -46,6 +46,7 @@ _RESUMED_WITHIN = 0.3
 _POLL = 0.5
 
 
+@dataclass
 class Launcher:
     """Starts a job and follows it.
 
@@ -53,23 +54,15 @@ class Launcher:
     that runs the job's roles, with its address if it has one.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        commands: Commands,
-        *,
-        timing: Timing | None = None,
-        detach: bool = False,
-        engine: str = "local",
-        address: str | None = None,
-    ) -> None:
-        self._spec = spec
-        self._commands = commands
-        self._timing = timing or Timing()
-        self._detach = detach
-        self._engine = engine
-        self._address = address
-        self._folder = RunFolder.of_job(spec.name)
+    spec: JobSpec
+    commands: Commands
+    timing: Timing | None = None
+    detach: bool = False
+    engine: str = "local"
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        self._folder = RunFolder.of_job(self.spec.name)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._state: dict[str, Any] = {}  # what the master has said last
         self._code: int | None = None  # of the master's process
@@ -82,16 +75,16 @@ class Launcher:
         """Run the job to its end, or until it runs if it is detached: then None."""
         names = [
             name_of(role, index)
-            for role in self._commands
-            for index in range(self._spec.of_role(role).replicas)
+            for role in self.commands
+            for index in range(self.spec.of_role(role).replicas)
         ]
         self._logs = MergedLogs(names)
         with ExitStack() as stack:
             stack.enter_context(self._signals())
             master_engine = make_master_engine(
-                *(self._engine, self._show, self._spec, self._folder),
-                address=self._address,
-                detach=self._detach,
+                *(self.engine, self._show, self.spec, self._folder),
+                address=self.address,
+                detach=self.detach,
             )
             try:
                 engine = stack.enter_context(master_engine)
@@ -125,7 +118,7 @@ class Launcher:
 
     def _prepare(self) -> None:
         """Leave everything in the run folder that the master needs."""
-        folder, spec = self._folder, self._spec
+        folder, spec = self._folder, self.spec
         folder.clear()
         for place in open_import_folders(spec):
             self._logs.say(
@@ -136,7 +129,7 @@ class Launcher:
             make_token(folder.token)
         absolute: dict[str, Any] = {"token_file": (spec.token_file or folder.token).absolute()}
         host = spec.host
-        if spec.stays_here and self._engine == "local":
+        if spec.stays_here and self.engine == "local":
             host = unix_host(folder.make_sockets() / f"{MASTER}.sock")
         elif spec.tls is None:
             absolute["tls"] = TLS(**make_certificate(folder.path))
@@ -154,14 +147,14 @@ class Launcher:
             absolute["tls"] = spec.tls.model_copy(update=files)
         self._job: dict[str, Any] = {
             "spec": spec.model_copy(update=absolute).model_dump(mode="json"),
-            "commands": self._commands,
+            "commands": self.commands,
             "host": host,
-            "timing": asdict(self._timing),
-            "engine": self._engine,
-            "address": self._address,
+            "timing": asdict(self.timing or Timing()),
+            "engine": self.engine,
+            "address": self.address,
             "owner": launch,
             "shared": None if shared is None else str(shared),
-            "detached": self._detach,
+            "detached": self.detach,
             "launched": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
             "folder": os.getcwd(),
         }
@@ -169,14 +162,14 @@ class Launcher:
 
     def _start(self, engine: Engine) -> None:
         token = secrets.token_hex(8)
-        checkpoints = self._spec.checkpoints
+        checkpoints = self.spec.checkpoints
         environment = JobEnvironment(
-            job=self._spec.name,
+            job=self.spec.name,
             role=Role.MASTER,
             process=token,
             checkpoints="" if checkpoints is None else url_of(checkpoints) or str(checkpoints),
         ).variables()
-        command = module_command("karvan.launch.master.process")
+        command = module_command("karvan.launch.master")
         if self._on_cluster:
             job = JobSpec.model_validate(self._job["spec"])
             environment |= security_of(job)
@@ -190,7 +183,7 @@ class Launcher:
     @property
     def _on_cluster(self) -> bool:
         """Whether the master is an actor of a cluster, and not a process of this machine."""
-        return self._engine == "ray" and self._address is not None
+        return self.engine == "ray" and self.address is not None
 
     # Following
 
@@ -221,7 +214,7 @@ class Launcher:
                 self._events.get(timeout=_POLL)()
             except queue.Empty:
                 continue
-            if self._detach and self._state.get("state") == "running":
+            if self.detach and self._state.get("state") == "running":
                 with self._show_lock:  # no line comes after what the command says last
                     self._shows = False
                 return True
@@ -234,7 +227,7 @@ class Launcher:
     def _lost(self) -> str:
         assert self._code is not None
         reason = self._logs.reason(MASTER)
-        text = f"The master of job {self._spec.name} {end_text(self._code)}, and could not be restarted."
+        text = f"The master of job {self.spec.name} {end_text(self._code)}, and could not be restarted."
         return "\n".join([f"{text} Its last lines:", *reason.lines]) if reason else text
 
     # Signals

@@ -9,7 +9,7 @@ and itself as `__main__`. The difference is how an uncaught error ends it:
 
 A rank that fails because another one has failed gets a RankError, whose line names the other; its code says
 temporary, so that the launcher waits for the code of the rank that failed first
-(`karvan/launch/supervision/restarts.py`).
+(`karvan/launch/restarts.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A job of the name NAME has the folder `jobs_folder()/NAME`, which only its user 
     lock              locked by a launcher while it starts the job
     master.lock       locked by the master while it lives: there is one
     master.json       the master's address, the same after a restart unless it is on another machine
-    state.json        what the supervisor knows (`supervision/job_state.py`)
+    state.json        what the supervisor knows (`processes.py`)
     outcome.json      how the job has ended
     token             the job's token, unless it has a file of its own
     tls-*.pem         its certificate and key, if it listens at ports and has none of its own
@@ -49,7 +49,7 @@ from karvan.job.address import holds_sockets
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
 from karvan.launch.engines.base import name_of
-from karvan.launch.engines.local import keeper_lives
+from karvan.launch.engines.local import is_locked, keeper_lives
 from karvan.system_limits import forbid_core_dumps
 
 # The token of a launched job: a random one for every start, unless the job sets `token_file`.
@@ -114,7 +114,12 @@ def _write_token(path: Path, content: bytes) -> None:
 
 _log = logging.getLogger(__name__)
 
+# Files of the shared folder.
 OUTCOME = "outcome.json"
+STATE = "state.json"
+RENDEZVOUS = "rendezvous.db"
+WORK = "work.db"
+GROUP = "group.json"
 MASTER = name_of(Role.MASTER, 0)
 JOBS = variable("jobs")
 # The fields of its files that others read, and their types.
@@ -189,26 +194,6 @@ class RunFolder:
         return Path(job["shared"]) if job is not None and job.get("shared") else self.path
 
     @property
-    def state(self) -> Path:
-        """The file of the supervisor's state."""
-        return self.shared / "state.json"
-
-    @property
-    def rendezvous(self) -> Path:
-        """The file of the rendezvous keys."""
-        return self.shared / "rendezvous.db"
-
-    @property
-    def ledger(self) -> Path:
-        """The ledger of a job without checkpoints."""
-        return self.shared / "work.db"
-
-    @property
-    def group(self) -> Path:
-        """The file of the group of trainers."""
-        return self.shared / "group.json"
-
-    @property
     def outcome_file(self) -> Path:
         """The file that exists once the job has ended for good."""
         return self.shared / OUTCOME
@@ -245,17 +230,15 @@ class RunFolder:
     def write_outcome(self, code: int, failure: str | None, generation: int) -> None:
         """Store how the job has ended: its master is not restarted any more."""
         ended = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-        _write(
-            self.outcome_file,
-            {"code": code, "failure": failure, "generation": generation, "ended": ended},
-        )
+        outcome = {"code": code, "failure": failure, "generation": generation, "ended": ended}
+        _write(self.outcome_file, outcome)
 
     # Who uses it
 
     @property
     def runs(self) -> bool:
         """Whether the job runs: its master does, or its keeper or Ray, which restarts it."""
-        if _is_locked(self.shared / "master.lock"):
+        if is_locked(self.shared / "master.lock"):
             return True
         record = (self.job() or {}).get("master")
         if not record or "actor" not in record:
@@ -268,16 +251,9 @@ class RunFolder:
     def launching(self) -> Iterator[None]:
         """While a launcher starts the job: a JobRunsError if it runs, or if another one does the same."""
         make_private(self.path)
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._runs_error() from None
+        with self._locked(self.path / "lock", within=0.0):
             self._require_end()
             yield
-        finally:
-            os.close(lock)
 
     def _require_end(self) -> None:
         """A RunFolderError if the job runs; a damaged description is of a job that ended with its machine."""
@@ -286,7 +262,7 @@ class RunFolder:
                 raise self._runs_error()
         except DamagedRunFolderError as error:
             keepers = (self.path / "processes").glob("*")
-            if _is_locked(self.path / "master.lock") or any(
+            if is_locked(self.path / "master.lock") or any(
                 keeper_lives({"folder": keeper}) for keeper in keepers
             ):
                 text = f"{error} But its processes still run: stop them first, with SIGTERM to its master."
@@ -296,23 +272,26 @@ class RunFolder:
     @contextmanager
     def mastering(self) -> Iterator[None]:
         """While this process is the master; a JobRunsError if there is another one."""
-        lock = os.open(self.shared / "master.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._locked(self.shared / "master.lock", _LOCK_WITHIN):
+            yield
+
+    @contextmanager
+    def _locked(self, path: Path, within: float) -> Iterator[None]:
+        """Hold the lock of a file; a JobRunsError if another process still does after some seconds."""
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._take(lock)
+            until = clock.now() + within
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if clock.now() >= until:
+                        raise self._runs_error() from None
+                    time.sleep(0.01)
             yield
         finally:
             os.close(lock)
-
-    def _take(self, lock: int) -> None:
-        until = clock.now() + _LOCK_WITHIN
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if clock.now() > until:
-                    raise self._runs_error() from None
-                time.sleep(0.01)
 
     def _runs_error(self) -> JobRunsError:
         job, master = self.job() or {}, self.master() or {}
@@ -414,17 +393,6 @@ def _shared_error(folder: Path, status: os.stat_result) -> RunFolderError:
         f"Jobs expect a folder where other users cannot rename files, got {folder} with mode "
         f"{stat.S_IMODE(status.st_mode):o} of user {status.st_uid}. Set {JOBS} to a folder of your own."
     )
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _read(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.argument_checks import check_counts
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.state_tree import pack, unpack
 from karvan.clock import clock
 from karvan.distributed import RankError, current
 from karvan.distributed.elastic import ElasticGroup, ordered_sum

@@ -17,11 +17,11 @@ from typing_extensions import override
 from karvan.activity import activity
 from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
-from karvan.checkpoint.format.table_arrays import tables_of
-from karvan.checkpoint.object_store.files import lease_object
-from karvan.checkpoint.pending_save import Report, log_failure, no_report
+from karvan.checkpoint.files import lease_object
 from karvan.checkpoint.recovery import check_resume
 from karvan.checkpoint.survey import folders
+from karvan.checkpoint.table_files import tables_of
+from karvan.checkpoint.writer import Report, log_failure, no_report
 from karvan.distributed import Connection
 from karvan.job.checkpoint_url import shown
 from karvan.job.environment import JobEnvironment

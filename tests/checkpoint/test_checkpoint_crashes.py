@@ -77,7 +77,7 @@ def test_killed_a_hundred_times_the_newest_checkpoint_loads(tmp_path):
 
 
 def test_the_leftovers_of_a_living_process_stay(tmp_path):
-    from karvan.checkpoint.format.atomic_folder import HiddenFolder
+    from karvan.checkpoint.atomic_folder import HiddenFolder
 
     alive = HiddenFolder(tmp_path / "step-000000000009")
     dead = tmp_path / ".step-000000000008.tmp-1-0123abcd"  # its process, whose number lives on, has no lock

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.checkpoint import Checkpoint
-from karvan.checkpoint.format import manifest
-from karvan.checkpoint.format.manifest import SPACE, WHOLE, PartEntry, between, pieces, share_of
-from karvan.checkpoint.format.safetensors_file import FileEntry, Throttle, stored, write_arrays
-from karvan.checkpoint.format.table_arrays import join, own_extra, read_extras, read_part, select, to_arrays
+from karvan.checkpoint import Checkpoint, manifest
+from karvan.checkpoint.manifest import SPACE, WHOLE, PartEntry, between, pieces, share_of
+from karvan.checkpoint.safetensors_file import FileEntry, Throttle, stored, write_arrays
+from karvan.checkpoint.table_files import join, own_extra, read_extras, read_part, select, to_arrays
 from karvan.store.messages import hashes_of, owners_of
 
 STEPS = (1, 2, 3)

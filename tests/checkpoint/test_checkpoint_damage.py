@@ -11,8 +11,8 @@ from checkpoint_helpers import Model, files_of, same_rows
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.format import manifest as manifests
-from karvan.checkpoint.format.safetensors_file import problem_of
+from karvan.checkpoint import manifest as manifests
+from karvan.checkpoint.safetensors_file import problem_of
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from forked_programs import ForkedProgram
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.format.atomic_folder import HiddenFolder, try_writing
+from karvan.checkpoint.atomic_folder import HiddenFolder, try_writing
 
 NOBODY = 65534
 LIMIT = 60
@@ -209,7 +209,7 @@ def test_a_lock_file_that_another_user_has_made_is_an_error_that_names_the_user(
 _OTHER_USER = f"""
 import os, sys
 from pathlib import Path
-from karvan.checkpoint.format.atomic_folder import HiddenFolder
+from karvan.checkpoint.atomic_folder import HiddenFolder
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 hidden = HiddenFolder(Path(sys.argv[1]) / "step-000000000003")
 (hidden.path / "file").write_text("x")

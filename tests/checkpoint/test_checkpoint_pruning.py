@@ -8,7 +8,7 @@ import pytest
 from checkpoint_helpers import Model
 
 import karvan as kv
-from karvan.checkpoint.format.atomic_folder import remove_folders
+from karvan.checkpoint.atomic_folder import remove_folders
 
 
 def _saved(folder, steps, model=None, **options):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import karvan as kv
-from karvan.checkpoint.format.state_tree import DTYPES, as_tensor, decode, encode
+from karvan.checkpoint.safetensors_file import DTYPES
+from karvan.checkpoint.state_tree import as_tensor, decode, encode
 
 VARIANTS = {
     "plain": {},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.errors import together
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.collectives import RankHeartbeats
 

@@ -13,7 +13,7 @@ from pyarrow import fs
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError, DamagedCheckpointError
-from karvan.owner.record import OwnerRecord
+from karvan.owner import OwnerRecord
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from support_paths import support_path
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.object_store.files import lease_object
+from karvan.checkpoint.files import lease_object
 from karvan.job.checkpoint_url import local_path
-from karvan.owner import LeaseLostError, OwnerError, own
-from karvan.owner.record import OwnerRecord
+from karvan.owner import LeaseLostError, OwnerError, OwnerRecord, own
 
 
 def own_url(url):

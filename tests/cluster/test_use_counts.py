@@ -7,8 +7,8 @@ from cluster_helpers import serving
 from torch.nn import functional as F
 
 import karvan as kv
-from karvan.checkpoint.format.manifest import WHOLE
-from karvan.checkpoint.format.table_arrays import read_extras
+from karvan.checkpoint.manifest import WHOLE
+from karvan.checkpoint.table_files import read_extras
 
 KEYS = 40
 

@@ -16,7 +16,7 @@ from dense_helpers import (
     values_of,
 )
 
-from karvan.checkpoint.format.state_tree import encode
+from karvan.checkpoint.state_tree import encode
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.remote import merge_states, owner_of_parameter, split_state
 from karvan.dense.steps import AsyncPolicy, SyncPolicy

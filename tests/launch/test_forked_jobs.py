@@ -14,7 +14,7 @@ from processes import kill, parent_of
 
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
-from karvan.launch.engines.local import LocalEngine
+from karvan.launch.engines.local import LocalEngine, Restart
 
 _PROGRAM = """
 import sys
@@ -97,8 +97,9 @@ class Ran:
         with monkeypatch.context() as patch:
             if forked:
                 patch.setattr(LocalEngine, "start_keeper", staticmethod(keeper))
+            restart = Restart(unless=folder) if role is Role.MASTER else None
             engine = LocalEngine(
-                lambda name, line: self.lines.append(line), folder, away=60.0, ended_file=folder
+                lambda name, line: self.lines.append(line), folder, away=60.0, restart=restart
             )
             environment = {"MINE": "é\udcff", "KARVAN_PROCESS": "number"}
             process = Process(role, 0, tuple(map(str, command)), environment)

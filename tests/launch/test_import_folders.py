@@ -10,7 +10,7 @@ import pytest
 
 from karvan.launch.engines.choice import check_engine
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.role_commands import commands_of, open_import_folders
+from karvan.launch.role_programs import commands_of, open_import_folders
 
 KARVAN = Path(sys.executable).with_name("karvan")
 OTHERS = (

@@ -9,9 +9,9 @@ import pytest
 from karvan.cli.main import main
 from karvan.job.environment import TORCH_NAMES, names, variable
 from karvan.job.roles import Role
-from karvan.launch import role_environment
+from karvan.launch import role_programs
 from karvan.launch.job_spec import JobSpec, read_spec
-from karvan.launch.role_commands import commands_of
+from karvan.launch.role_programs import commands_of
 
 WRONG = {
     "an unknown key": ("mod: sync", "unknown key 'mod'; there are: name, entry"),
@@ -163,7 +163,7 @@ def test_staleness_follows_the_mode(mode, staleness):
 )
 def test_trainers_find_the_dense_options_in_their_environment(dense, expected):
     spec = JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": "async", "dense": dense})
-    found = role_environment.environment_of(spec, Role.TRAINER, 0, registry="a:1", generation=0)
+    found = role_programs.environment_of(spec, Role.TRAINER, 0, registry="a:1", generation=0)
     names = {name: found[f"KARVAN_{name}"] for name in expected}
     assert names == expected
     assert ("KARVAN_GRADS_TO_WAIT" in found) == ("GRADS_TO_WAIT" in expected)

@@ -243,7 +243,7 @@ def test_a_job_that_runs_is_not_started_twice(tmp_path):
         assert second.process.returncode == 2
         assert errors.startswith(f"error: Job 'test' runs already (process {job.master()})")
         # Nor is a second master, whoever starts it.
-        command = [sys.executable, "-m", "karvan.launch.master.process", str(job.run_folder)]
+        command = [sys.executable, "-m", "karvan.launch.master", str(job.run_folder)]
         third = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert third.returncode == 1
         assert "error: Job 'test' runs already" in third.stdout

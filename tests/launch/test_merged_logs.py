@@ -14,8 +14,7 @@ from small_disk import small_disk
 
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.keeper import RoleLog
-from karvan.launch.engines.local import LocalEngine
-from karvan.launch.engines.log_follower import FollowedLog
+from karvan.launch.engines.local import FollowedLog, LocalEngine
 from karvan.launch.merged_logs import MergedLogs
 
 # Writes every line in two pieces, to both streams in turn.

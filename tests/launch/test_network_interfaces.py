@@ -6,7 +6,7 @@ import pytest
 
 from karvan.job.roles import Role
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.role_environment import environment_of, interface_of, interface_settings
+from karvan.launch.role_programs import environment_of, interface_of, interface_settings
 
 NAMES = {name for _, name in socket.if_nameindex()}
 

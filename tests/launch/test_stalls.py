@@ -13,10 +13,9 @@ from processes import is_alive
 from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.job.roles import Role, role_of
+from karvan.launch.health import SERVICE_TIMEOUT, HealthCheck, Timing, find_stalls
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.health import SERVICE_TIMEOUT, HealthCheck, find_stalls
-from karvan.launch.supervision.processes import ManagedProcesses
-from karvan.launch.supervision.supervisor import Timing
+from karvan.launch.processes import ManagedProcesses
 
 T = 100.0
 
@@ -150,8 +149,8 @@ class NoRoom:
 
 def test_the_start_of_a_process_begins_when_there_is_room_for_it():
     members = ManagedProcesses({Role.TRAINER: 1, Role.LOADER: 1})
-    options = {"every": 0.0, "settle": 0.0, "return_within": 0.0, "start_within": 0.2, "stall_timeout": 0.1}
-    check = HealthCheck(members, Known(), MergedLogs(stream=io.StringIO()), **options)
+    timing = Timing(check=0.0, settle=0.0, start=0.2, lost=0.0)
+    check = HealthCheck(members, Known(), MergedLogs(stream=io.StringIO()), timing, stall_timeout=0.1)
     [loader] = members.of(Role.LOADER)
     loader.handle, loader.started = NoRoom(), clock.now() - 100.0
     check.check()

@@ -15,7 +15,7 @@ from support_paths import support_path
 from karvan.data.work_client import WorkClient
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic import GroupClient
-from karvan.launch.supervision.supervisor import Timing
+from karvan.launch.health import Timing
 from karvan.work.service import WorkService
 from karvan.work.task import WorkSpec, holder_of
 from karvan.work.trainer_group import TrainerGroup

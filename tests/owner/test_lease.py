@@ -9,9 +9,7 @@ import time
 import pytest
 from owner_helpers import OwnerProcess
 
-from karvan.owner import LeaseLostError, OwnerError, own
-from karvan.owner.lease import FILE
-from karvan.owner.record import OwnerRecord
+from karvan.owner import FILE, LeaseLostError, OwnerError, OwnerRecord, own
 
 
 def change(folder, **values):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from train_helpers import assert_same, batches, model, trainer
 
 import karvan as kv
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.state_tree import pack, unpack
 from karvan.data import KafkaReader, Stream
 from karvan.ragged import NestedRagged
 from karvan.train.epoch import Accumulation

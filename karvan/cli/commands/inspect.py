@@ -52,7 +52,7 @@ def inspect(
       karvan inspect out/run --verify
     """
     from karvan import checkpoint
-    from karvan.checkpoint.object_store.files import is_there
+    from karvan.checkpoint.files import is_there
 
     folder = folder_of(path)
     if not is_there(folder):
@@ -118,7 +118,7 @@ def show_summary(summary: Summary) -> None:
 
 def _verify(path: Path, json_path: str | None) -> int:
     from karvan import checkpoint
-    from karvan.checkpoint.object_store.files import bytes_below
+    from karvan.checkpoint.files import bytes_below
 
     paths: set[Path] = set()
     with progress("Checking", "bytes") as steps:

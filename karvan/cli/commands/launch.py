@@ -18,9 +18,9 @@ from karvan.job.checkpoint_url import shown, url_of
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
+    from karvan.launch.health import Timing
     from karvan.launch.job_spec import JobSpec
-    from karvan.launch.role_commands import Commands
-    from karvan.launch.supervision.supervisor import Timing
+    from karvan.launch.role_programs import Commands
 
 
 def launch(
@@ -82,7 +82,7 @@ def launch(
     from karvan.job.environment import warn_of_misspelled
     from karvan.launch.engines.choice import check_engine
     from karvan.launch.job_spec import read_spec
-    from karvan.launch.role_commands import commands_of
+    from karvan.launch.role_programs import commands_of
 
     warn_of_misspelled(os.environ)
     spec = read_spec(target, changes)

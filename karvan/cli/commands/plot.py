@@ -65,7 +65,7 @@ def _history_of(run: str) -> Path:
     path = folder_of(run)
     if url_of(path) is None:
         return path
-    from karvan.checkpoint.object_store.files import explained, fetch
+    from karvan.checkpoint.files import explained, fetch
     from karvan.checkpoint.survey import is_step_name
     from karvan.monitor.run_history import FILE
 

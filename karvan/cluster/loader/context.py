@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from karvan.checkpoint.transforms import has_state, name_of
+from karvan.checkpoint.checkpoint import has_state, name_of
 from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.loader.epoch_service import Batches, EpochService, as_batch, serve
 from karvan.cluster.loader.service import (

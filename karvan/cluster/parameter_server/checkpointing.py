@@ -23,14 +23,21 @@ import numpy as np
 from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint
+from karvan.checkpoint.atomic_folder import try_writing
 from karvan.checkpoint.checkpoint import with_state
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.format.atomic_folder import try_writing
-from karvan.checkpoint.format.manifest import Manifest, pieces, share_of
-from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, Throttle, write_arrays
-from karvan.checkpoint.format.table_arrays import Extra, folder_of, join, own_extra, read_extras
-from karvan.checkpoint.pending_save import Writers
-from karvan.checkpoint.table_files import ShareSource, put_table
+from karvan.checkpoint.manifest import Manifest, pieces, share_of
+from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays
+from karvan.checkpoint.table_files import (
+    Extra,
+    ShareSource,
+    folder_of,
+    join,
+    own_extra,
+    put_table,
+    read_extras,
+)
+from karvan.checkpoint.writer import Writers
 from karvan.cluster.parameter_server.row_updates import ServerTables
 from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 from karvan.native import _native

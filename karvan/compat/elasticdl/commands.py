@@ -43,7 +43,7 @@ from karvan.compat.programs import environment
 from karvan.exit_codes import OK
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.launcher import Launcher
-from karvan.launch.role_commands import commands_of
+from karvan.launch.role_programs import commands_of
 from karvan.settings import SettingsError
 
 # Of pods, images and volumes: processes of a job are those of this machine.

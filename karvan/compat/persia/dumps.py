@@ -16,8 +16,8 @@ from torch import nn
 
 from karvan import distributed
 from karvan.checkpoint import CheckpointError, Checkpoints, Pending, find
-from karvan.checkpoint.format.atomic_folder import try_writing
-from karvan.checkpoint.object_store.files import upload
+from karvan.checkpoint.atomic_folder import try_writing
+from karvan.checkpoint.files import upload
 from karvan.compat.persia.config import read_global_config
 from karvan.compat.persia.embedding import EmbeddedModel
 from karvan.files import replace_file

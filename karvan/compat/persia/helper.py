@@ -20,7 +20,7 @@ from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
 from karvan.launch.engines.local import ending_with_parent
-from karvan.launch.role_commands import module_command
+from karvan.launch.role_programs import module_command
 from karvan.launch.run_folder import make_token
 from karvan.wire import Security
 

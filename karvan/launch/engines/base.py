@@ -1,7 +1,7 @@
 """The interface of engines: an engine starts processes somewhere and reports when they have ended.
 
 An engine knows nothing about jobs: the supervisor decides which process runs when, and what its death means
-(`karvan/launch/supervision/supervisor.py`). The output of a process goes to the log line by line, under the
+(`karvan/launch/supervisor.py`). The output of a process goes to the log line by line, under the
 process's name.
 
 Processes outlive the master that started them. It stores the `record` of each, and if it dies, the next
@@ -12,6 +12,8 @@ restarts one that dies, until it has ended for good.
 from __future__ import annotations
 
 import os
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,56 +40,83 @@ class Process:
         return name_of(self.role, self.index)
 
 
-class Handle(Protocol):
-    """A process that was started."""
+Ended = Callable[[Process, int], None]
+
+
+class Handle(ABC):
+    """A process that was started; `ended` is called with it and its exit code, once its output was read."""
+
+    def __init__(self, process: Process, ended: Ended) -> None:
+        self._process = process
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._code: int | None = None
+        self._started = threading.Event()
+        self._reported = threading.Event()
 
     @property
+    @abstractmethod
     def pid(self) -> int | None:
         """Its process id, if the engine has one."""
 
     @property
+    @abstractmethod
     def record(self) -> dict[str, Any]:
         """What another master needs to find the process: values that JSON can express."""
 
+    @abstractmethod
+    def ask(self, request: str) -> None:
+        """Ask it for one of the methods below, by its name; nothing happens if it has ended."""
+
     def poll(self) -> int | None:
         """Its exit code, minus the signal if one killed it; None while it runs."""
+        return self._code
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end, at most `timeout` seconds; then the same as `poll`."""
+        """Wait until it has ended and its output was read, at most `timeout` seconds; then as `poll`."""
+        self._reported.wait(timeout)
+        return self._code
 
     def stop(self) -> None:
-        """Ask it to end, with SIGTERM. Does nothing if it has ended."""
+        """Ask it to end, with SIGTERM to the process alone, which stops those that it has started as needed.
+
+        One that waits for room does not start any more.
+        """
+        self.ask("stop")
 
     def interrupt(self) -> None:
         """Ask it to end as Ctrl-C does, with SIGINT: a master kills its job the second time."""
+        self.ask("interrupt")
 
     def kill(self) -> None:
         """End it at once, with all processes that it has started itself."""
+        self.ask("kill")
 
     def dump_stacks(self) -> None:
         """Ask it, with SIGQUIT, to write the stacks of its threads; kills a process without a handler."""
+        self.ask("dump_stacks")
 
     def suspend(self) -> None:
         """Stop it, with all processes that it has started itself, until `resume`.
 
         A master gets SIGTSTP: it stops the processes of its job, and then itself.
         """
+        self.ask("suspend")
 
     def resume(self) -> None:
         """Let it and the others continue."""
+        self.ask("resume")
 
 
 class Engine(Protocol):
     """Runs processes."""
 
-    def start(self, process: Process, ended: Callable[[Process, int], None]) -> Handle:
+    def start(self, process: Process, ended: Ended) -> Handle:
         """Start a process. `ended` is called once, from any thread, with the exit code, when the process
         has ended and its last line is in the log.
         """
 
-    def adopt(
-        self, process: Process, record: Mapping[str, Any], ended: Callable[[Process, int], None]
-    ) -> Handle:
+    def adopt(self, process: Process, record: Mapping[str, Any], ended: Ended) -> Handle:
         """Take over a process that an earlier master started, by the `record` of its handle.
 
         The environment of the process is as if it were started now. The variables of a process that runs do
@@ -174,14 +203,11 @@ def check_machine(spec: JobSpec) -> None:
                 f"roles.{role.section}.resources names resources of a cluster's nodes, but this machine "
                 "alone has none: expected --engine ray with the --address of a running cluster."
             )
-    wanted = {
-        "cpus": sum(spec.of_role(role).most * (spec.of_role(role).cpus or 0.0) for role in start_order()),
-        "gpus": total_needs(spec).gpus,
-        "memory": total_needs(spec).memory,
-    }
-    for key, amount in wanted.items():
+    cpus = sum(spec.of_role(role).most * (spec.of_role(role).cpus or 0.0) for role in start_order())
+    total = total_needs(spec)
+    wanted = ("cpus", "CPU", cpus), ("gpus", "GPU", total.gpus), ("memory", "memory", total.memory)
+    for key, name, amount in wanted:
         if amount and amount > (has := _HAS[key]()):
-            name = {"cpus": "CPU", "gpus": "GPU", "memory": "memory"}[key]
             raise ValueError(
                 f"The job's roles need {amount_text(name, amount)} together (roles.*.{key}), but this "
                 f"machine has {amount_text(name, has)}. Reduce {key} or replicas, or use --engine ray with "

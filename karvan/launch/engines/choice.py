@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from karvan.job.address import is_loopback
-from karvan.job.checkpoint_url import url_of
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import check_machine, name_of, needs_by_role, total_needs
-from karvan.launch.engines.local import LocalEngine
-from karvan.launch.role_commands import is_open_to_all
+from karvan.launch.engines.local import LocalEngine, Restart
+from karvan.launch.role_programs import is_open_to_all
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
 if TYPE_CHECKING:
@@ -70,18 +69,15 @@ def make_engine(
         yield LocalEngine(write, folder.path, away=spec.master_timeout)
         return
     from karvan.launch.engines.ray.cluster import RayCluster
-    from karvan.launch.engines.ray.engine import ProcessLogs, RayEngine
+    from karvan.launch.engines.ray.engine import RayEngine, with_logs
 
     if address is None:
         write("launcher", "Starting Ray on this machine, which takes some seconds.")
     cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=_written(spec))
-    logs = ProcessLogs(folder.shared, write)
+    names = [name_of(role, index) for role in start_order() for index in range(spec.of_role(role).most)]
     try:
-        for role in start_order():
-            for index in range(spec.of_role(role).most):
-                logs.open(name_of(role, index))
         engine = RayEngine(
-            logs.write,
+            with_logs(folder.shared, names, write),
             cluster,
             job=spec.name,
             launch=launch,
@@ -121,9 +117,7 @@ def make_master_engine(
             write,
             folder.path,
             away=away,
-            ended_file=folder.path / OUTCOME,
-            restarts=spec.max_restarts,
-            window=spec.restart_window,
+            restart=Restart(folder.path / OUTCOME, spec.max_restarts, spec.restart_window),
         )
         return
     from karvan.launch.engines.ray.cluster import RayCluster
@@ -131,16 +125,8 @@ def make_master_engine(
 
     cluster = RayCluster.connect(address, Path.cwd(), without=_written(spec))
     try:
-        yield RayMasterEngine(
-            write,
-            cluster,
-            folder,
-            network=uses_network(spec, cluster),
-            anywhere=spec.checkpoints is not None and url_of(spec.checkpoints) is None,
-            detach=detach,
-            restarts=spec.max_restarts,
-            window=spec.restart_window,
-        )
+        network = uses_network(spec, cluster)
+        yield RayMasterEngine(write, cluster, spec, folder, network=network, detach=detach)
     finally:
         cluster.close()
 

@@ -219,9 +219,10 @@ class Keeper:
         """Whether nobody will ask how the process has ended; for the time after that."""
         if self._away is None:
             self._take_requests()  # the master may have died while the process was ended
-        limit = self._request["away"]
-        late = limit is not None and self._away is not None and time.monotonic() >= self._away + limit
-        return late or ("restart" in self._request and self._away is not None)
+        until = self._unattended_until()
+        return (until is not None and time.monotonic() >= until) or (
+            "restart" in self._request and self._away is not None
+        )
 
     def run(self) -> int:
         """Run the process until it has ended for good, with all that it has started."""
@@ -239,8 +240,8 @@ class Keeper:
             now = time.monotonic()
             if self._due is not None and now >= self._due and not self._over:
                 self._start()
-            limit = self._request["away"]
-            if self._away is not None and limit is not None and now >= self._away + limit:
+            until = self._unattended_until()
+            if until is not None and now >= until:
                 self._over = True
         return self._finish()
 
@@ -301,11 +302,14 @@ class Keeper:
             if self._process:
                 os.kill(self._process, signal.SIGTERM)
 
+    def _unattended_until(self) -> float | None:
+        """When the keeper ends the process, unless a master comes."""
+        away, limit = self._away, self._request["away"]
+        return None if away is None or limit is None else away + limit
+
     def _patience(self) -> float | None:
         """Milliseconds until there is something to do even without an event."""
-        moments = [] if self._due is None else [self._due]
-        if self._away is not None and self._request["away"] is not None:
-            moments.append(self._away + self._request["away"])
+        moments = [moment for moment in (self._due, self._unattended_until()) if moment is not None]
         return None if not moments else max(0.0, min(moments) - time.monotonic()) * 1000 + 1
 
     # Output and ends

@@ -11,7 +11,7 @@ from persia_job import PersiaJob
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.role_environment import environment_of
+from karvan.launch.role_programs import environment_of
 
 
 @pytest.fixture

@@ -135,6 +135,6 @@ def test_a_process_whose_keeper_is_killed_counts_as_killed(start):
 def test_nothing_but_the_engine_of_that_name_imports_ray(tmp_path):
     script = (
         "import sys; sys.modules['ray'] = None;"
-        "import karvan.launch.engines.choice, karvan.launch.supervision.supervisor, karvan.cli.main"
+        "import karvan.launch.engines.choice, karvan.launch.supervisor, karvan.cli.main"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -96,7 +96,7 @@ def test_killed_processes_keepers_actors_and_nodes_leave_no_files(make_ray, star
 
 @pytest.mark.slow
 def test_an_actor_that_does_not_answer_is_given_up_after_a_kill(make_ray, start_on, monkeypatch):
-    monkeypatch.setattr("karvan.launch.engines.ray.handle._KILLED_WITHIN", 1.0)
+    monkeypatch.setattr("karvan.launch.engines.ray.engine._KILLED_WITHIN", 1.0)
     run = start_on(make_ray(), *FAMILY)
     everybody = family_of(run)
     actor = actor_of(run)
@@ -108,7 +108,7 @@ def test_an_actor_that_does_not_answer_is_given_up_after_a_kill(make_ray, start_
 
 @pytest.mark.slow
 def test_a_process_waits_for_room_and_says_what_it_needs(make_ray, start_on, output, monkeypatch):
-    monkeypatch.setattr("karvan.launch.engines.ray.handle._SAY_AFTER", 0.5)
+    monkeypatch.setattr("karvan.launch.engines.ray.engine._SAY_AFTER", 0.5)
     needs = dict.fromkeys(start_order(), Needs(cpus=0.1, resources={"scarce": 1.0}))
     engine = make_ray(needs=needs)
     first = start_on(engine, *SLEEP, index=0)
@@ -130,7 +130,7 @@ def test_a_process_waits_for_room_and_says_what_it_needs(make_ray, start_on, out
 
 @pytest.mark.slow
 def test_a_process_that_no_node_has_room_for_says_so(make_ray, start_on, output, monkeypatch):
-    monkeypatch.setattr("karvan.launch.engines.ray.handle._SAY_AFTER", 0.1)
+    monkeypatch.setattr("karvan.launch.engines.ray.engine._SAY_AFTER", 0.1)
     run = start_on(make_ray(needs={Role.TRAINER: Needs(cpus=1.0, gpus=64.0)}), *SLEEP)
     [text] = wait_until(lambda: output.of("trainer-0"), "a line about room")
     assert "needs 1 CPU, 64 GPU" in text

@@ -103,7 +103,7 @@ def test_each_process_has_the_gpus_that_it_needs_for_itself(make_ray, start_on, 
 def test_the_processes_of_a_group_wait_for_room_for_all_of_them(
     make_ray, start_on, output, nodes, monkeypatch
 ):
-    monkeypatch.setattr("karvan.launch.engines.ray.handle._SAY_AFTER", 0.5)
+    monkeypatch.setattr("karvan.launch.engines.ray.engine._SAY_AFTER", 0.5)
     needs = {SERVER: Needs(cpus=0.1, resources={nodes.resource: 0.8})}
     engine = make_ray(needs=needs, launch="launch", replicas={SERVER: 4})
     runs = [start_on(engine, *SLEEP, role=SERVER, index=index) for index in range(4)]

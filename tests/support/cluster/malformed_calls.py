@@ -17,9 +17,9 @@ from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.discovery.registry import Registry
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.master.job_service import JobService
+from karvan.launch.master import JobService
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.supervisor import Supervisor
+from karvan.launch.supervisor import Supervisor
 from karvan.protocol.loader import MissingTrainers
 from karvan.ragged import Batch, Ragged
 from karvan.wire import Server
@@ -313,8 +313,8 @@ class JobSubject(Subject):
         )
         self._registry = Registry()
         self._logs = MergedLogs(["trainer-0"])
-        supervisor = Supervisor(spec, None, self._registry, self._logs)
-        self.service.supervise(supervisor, self._registry, WorkService(folder / "ledger"))
+        work = WorkService(folder / "ledger")
+        self.service.supervise(Supervisor(spec, None, self._registry, self._logs, {}, work, None))
         self.makers = {
             "job_status": lambda: ({}, []),
             "scale_job": lambda: ({"trainers": 3}, []),

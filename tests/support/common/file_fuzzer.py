@@ -22,13 +22,12 @@ import yaml
 from checkpoint_helpers import Model
 from mutations import copied, mutated
 
-from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from karvan.checkpoint import inspect as checkpoint_inspect
+from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, summary
 from karvan.cli.config.schema import read_config
 from karvan.cli.errors import CommandError
 from karvan.launch.engines.choice import check_engine
 from karvan.launch.job_spec import read_spec
-from karvan.launch.role_commands import commands_of
+from karvan.launch.role_programs import commands_of
 from karvan.settings import SettingsError
 
 KNOWN = (CheckpointError, CommandError, SettingsError)
@@ -167,7 +166,7 @@ class Fuzz:
             try:
                 checkpoint = Checkpoint(self._steps[-1])
                 checkpoint.verify()
-                checkpoint_inspect.summary(self._steps[-1])
+                summary(self._steps[-1])
                 for table in checkpoint.manifest.tables:
                     checkpoint.row(table, 7)
                 checkpoint.require_intact()

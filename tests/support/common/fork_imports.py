@@ -28,8 +28,8 @@ _MODULES = [
     "karvan.cluster.embedding_worker.service",
     "karvan.cluster.parameter_server.service",
     "karvan.launch.job_spec",
-    "karvan.launch.master.process",
-    "karvan.launch.supervision.supervisor",
+    "karvan.launch.master",
+    "karvan.launch.supervisor",
 ]
 
 gc.disable()

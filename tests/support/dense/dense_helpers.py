@@ -5,7 +5,7 @@ import json
 import torch
 from torch import nn
 
-from karvan.checkpoint.format.state_tree import as_tensor, decode, encode
+from karvan.checkpoint.state_tree import as_tensor, decode, encode
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 
 SGD = {"name": "SGD", "options": {"lr": 0.5}}

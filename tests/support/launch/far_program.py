@@ -10,7 +10,7 @@ from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.choice import make_engine
 from karvan.launch.job_spec import read_spec
-from karvan.launch.role_environment import environment_of
+from karvan.launch.role_programs import environment_of
 from karvan.launch.run_folder import RunFolder
 
 if __name__ == "__main__":

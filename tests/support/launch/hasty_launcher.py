@@ -5,9 +5,9 @@ from pathlib import Path
 
 from karvan.cli.commands.launch import follow
 from karvan.cli.errors import CommandError, print_error
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import read_spec
-from karvan.launch.role_commands import commands_of
-from karvan.launch.supervision.supervisor import Timing
+from karvan.launch.role_programs import commands_of
 
 if __name__ == "__main__":
     spec = read_spec(Path(sys.argv[1]), {})

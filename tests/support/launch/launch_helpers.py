@@ -12,16 +12,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from bare_jobs import NoGroup, NoWork
 from forked_programs import ForkedKeeper, ForkedProgram, fork_servers
 from processes import is_alive, kill
 from support_paths import support_path
 
 from karvan.job.roles import start_order
 from karvan.launch.engines.local import LocalEngine
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.run_folder import RunFolder
-from karvan.launch.supervision.supervisor import NoGroup, NoWork, Supervisor, Timing
+from karvan.launch.supervisor import Supervisor
 
 NEW = partial(subprocess.Popen, text=True)
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
@@ -135,9 +137,9 @@ class Running(Place):
             self.registry,
             logs,
             commands or small_commands(folder),
+            work or NoWork(),
+            group or NoGroup(),
             timing,
-            group=group or NoGroup(),
-            work=work or NoWork(),
         )
         self._outcome = None
         self._thread = threading.Thread(target=self._run)

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from bare_jobs import NoGroup, NoWork
 from own_role import ADDER
 
 from karvan.cli.main import main
@@ -16,10 +17,11 @@ from karvan.discovery.directory import directory_from_environment
 from karvan.discovery.registry import Registry
 from karvan.job.environment import JobEnvironment
 from karvan.launch.engines.local import LocalEngine
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.role_commands import commands_of
-from karvan.launch.supervision.supervisor import Supervisor, Timing
+from karvan.launch.role_programs import commands_of
+from karvan.launch.supervisor import Supervisor
 from karvan.wire import Client, Endpoint, Message, Service, WireError, endpoints
 from karvan.wire.schema import Call, Head, Integer, Struct, field, table_of
 
@@ -86,7 +88,8 @@ def run_job(folder):
     registry = Registry(replicas={role: spec.of_role(role).most for role in commands})
     logs = MergedLogs()
     engine = LocalEngine(logs.write, folder)
-    outcome = Supervisor(spec, engine, registry, logs, commands, Timing(backoff=0.01)).run()
+    parts = spec, engine, registry, logs, commands, NoWork(), NoGroup()
+    outcome = Supervisor(*parts, Timing(backoff=0.01)).run()
     registry.close()
     return outcome.code
 

@@ -9,34 +9,31 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from karvan.job.address import is_everywhere
+from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import variable
 from karvan.job.roles import Role
-from karvan.launch.engines.base import Needs, Process
+from karvan.launch.engines.base import Ended, Needs, Process
+from karvan.launch.engines.local import Restart
 from karvan.launch.engines.ray.actor import (
-    GROUPS,
-    SETTINGS,
     SUSPENDED_AT_MOST,
+    Order,
     RoleActor,
     Started,
     location,
     run,
 )
 from karvan.launch.engines.ray.cluster import NAMESPACE, RayCluster
-from karvan.launch.engines.ray.engine import this_machine_alone
-from karvan.launch.engines.ray.handle import RayHandle
-from karvan.launch.engines.ray.order import Order
-from karvan.launch.engines.ray.placement import NodePlacement, PlacementGroups
+from karvan.launch.engines.ray.engine import RayEngine, RayHandle, cluster_address, this_machine_alone
 from karvan.launch.run_folder import OUTCOME, RunFolder
 
 if TYPE_CHECKING:
-    from karvan.launch.engines.base import Process
-    from karvan.launch.run_folder import RunFolder
+    from karvan.launch.job_spec import JobSpec
 
 
 # `MasterActor`: owns the process of a job's master, on a node of a Ray cluster.
@@ -61,14 +58,13 @@ MARK = "launched"  # a file in the shared folder
 class MasterOrder:
     """A master to run.
 
-    order: its process; the command lacks the run folder. job: the content of job.json. restarts, window: how
-    often its keeper restarts it. unattended: None for a detached job. name: of the actor.
+    order: its process; the command lacks the run folder. job: the content of job.json. restart: how often its
+    keeper restarts it. unattended: None for a detached job. name: of the actor.
     """
 
     order: Order
     job: Mapping[str, Any]
-    restarts: int
-    window: float
+    restart: Restart
     unattended: float | None
     name: str
     namespace: str
@@ -118,18 +114,13 @@ class MasterActor(RoleActor):
             raise ValueError(refusal)
         self._order = order
         super().__init__(0.0 if order.unattended is None else order.unattended)
-        outcome = order.shared / OUTCOME
+        outcome = order.restart.unless
         with self._lock:
             if outcome.exists():
                 self._output.end(json.loads(outcome.read_bytes())["code"])
                 return
-            self._handle = run(
-                *(order.order, self._output, order.prepare),
-                ended_file=outcome,
-                restarts=order.restarts,
-                window=order.window,
-                logs=order.shared,
-            )
+            settings = {"restart": order.restart, "logs": order.shared}
+            self._handle = run(order.order, self._output, order.prepare, **settings)
 
     def find(self) -> Started:
         """The process."""
@@ -156,106 +147,73 @@ class MasterActor(RoleActor):
         os._exit(0)
 
 
-# `RayMasterEngine`: runs the master of a job as a detached actor, and follows it (`actor.py`).
+# `RayMasterEngine`: runs the master of a job as a detached actor, and follows it.
 #
 # The actor is on the node of the launcher, if that is alive. A job whose shared folder only this machine
 # sees, because it has no checkpoints, has its master on this machine.
 
 
 _UNATTENDED = 20.0  # seconds without a launcher, after which a job that is not detached is stopped
-_RESTARTED_WITHIN = 300.0  # seconds; Ray notices the death of a node after a while
 _MEMORY = 1 << 20  # bytes; Ray places an actor that needs nothing on any node, whichever it should be on
-_NEEDS = {Role.MASTER: Needs(cpus=0.0)}
 
 
-class RayMasterEngine:
+class RayMasterEngine(RayEngine):
     """Runs the master of one job; `write(name, line)` receives its output.
 
     folder: the run folder on this machine. network: whether nodes reach the master over the network.
-    anywhere: whether all nodes see the shared folder of the job. restarts, window: how often the master's
-    keeper restarts it.
     """
+
+    lasting: ClassVar[bool] = True
 
     def __init__(
         self,
         write: Callable[[str, str], None],
         cluster: RayCluster,
+        spec: JobSpec,
         folder: RunFolder,
         *,
         network: bool,
-        anywhere: bool,
         detach: bool,
-        restarts: int,
-        window: float,
     ) -> None:
-        self.write = write
-        self.cluster = cluster
-        self.placement = NodePlacement(_NEEDS, PlacementGroups("", {}, {}, {}))
+        needs = {Role.MASTER: Needs(cpus=0.0)}
+        super().__init__(
+            write, cluster, job=folder.name, needs=needs, network=network, unattended=_UNATTENDED
+        )
+        if spec.checkpoints is None or url_of(spec.checkpoints) is not None:
+            self._on_machine = this_machine_alone()  # other nodes do not see the shared folder of the job
+        self._spec = spec
         self._folder = folder
-        self._network = network
-        self._on_machine = {} if network and anywhere else this_machine_alone()
-        self._unattended = None if detach else _UNATTENDED
-        self._restarts = restarts
-        self._window = window
+        self._detach = detach
 
-    def start(self, process: Process, ended: Callable[[Process, int], None]) -> MasterHandle:
+    def start(self, process: Process, ended: Ended) -> RayHandle:
         """Start the master of the job that the run folder describes."""
         job = self._folder.job()
         assert job is not None
-        name = f"{self._folder.name}/{process.name}/{process.environment[variable('process')]}"
+        name = self._name_of(process)
         programs = tuple(part for command in job["commands"].values() for part in command)
         order = MasterOrder(
-            Order.of(process, network=self._network, own_threads=True, programs=programs),
-            {**job, "address": _cluster_address()},  # "auto" may mean another cluster there
-            self._restarts,
-            self._window,
-            self._unattended,
+            Order.of(process, network=self.network, own_threads=True, programs=programs),
+            {**job, "address": cluster_address()},  # "auto" may mean another cluster there
+            Restart(Path(job["shared"]) / OUTCOME, self._spec.max_restarts, self._spec.restart_window),
+            None if self._detach else self.unattended,
             name,
             NAMESPACE,
         )
         (order.shared / MARK).touch(0o600)
-        return MasterHandle(self, process, name, lambda: self._create(order), ended)
-
-    def adopt(
-        self, process: Process, record: Mapping[str, Any], ended: Callable[[Process, int], None]
-    ) -> MasterHandle:
-        """Follow a master that another launcher has started."""
-        name = str(record["actor"])
-        return MasterHandle(self, process, name, lambda: ray.get_actor(name, NAMESPACE), ended)
+        return RayHandle(self, process, name, lambda: self._create_master(order), ended)
 
     def begin(self, actor: Any, process: Process) -> Any:
         """The actor has started the process by itself."""
         return actor.find.remote()
 
-    def _create(self, order: MasterOrder) -> Any:
+    def _create_master(self, order: MasterOrder) -> Any:
         node = ray.get_runtime_context().get_node_id()
-        remote = ray.remote(concurrency_groups=GROUPS)(MasterActor)
-        return remote.options(
-            name=order.name,
-            namespace=NAMESPACE,
-            lifetime="detached",
+        return self._actor(
+            MasterActor,
+            order.name,
             max_restarts=-1,
             num_cpus=0,
             memory=_MEMORY,
             resources=self._on_machine,
-            runtime_env={"env_vars": SETTINGS},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True),
         ).remote(order)
-
-
-class MasterHandle(RayHandle):
-    """The master on some node, which may be restarted on another one."""
-
-    survives_errors = True
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """How commands find it: the name of its actor, and the address of the cluster."""
-        return {**super().record, "address": _cluster_address()}
-
-    def _is_given_up(self, seconds: float) -> bool:
-        return seconds > _RESTARTED_WITHIN
-
-
-def _cluster_address() -> str:
-    return str(ray.get_runtime_context().gcs_address)

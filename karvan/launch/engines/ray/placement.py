@@ -67,23 +67,20 @@ def plan_groups(replicas: Mapping[Role, int]) -> list[GroupPlan]:
 # for this reason removes its group (`actor.py`).
 
 
+@dataclass
 class PlacementGroups:
     """The groups of one launch of a job, which are created when their first process is.
 
     prefix: of their names. on_machine: what each bundle needs besides its process, to be on some machine.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        needs: Mapping[Role, Needs],
-        replicas: Mapping[Role, int],
-        on_machine: Mapping[str, float],
-    ) -> None:
-        self._prefix = prefix
-        self._needs = needs
-        self._on_machine = on_machine
-        self._plans = plan_groups(replicas)
+    prefix: str
+    needs: Mapping[Role, Needs]
+    replicas: Mapping[Role, int]
+    on_machine: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        self._plans = plan_groups(self.replicas)
         self._lock = threading.Lock()
         self._groups: dict[str, PlacementGroup] = {}
 
@@ -109,7 +106,7 @@ class PlacementGroups:
         total: Counter[str] = Counter()
         if (plan := self._plan_of(process)) is not None:
             for role, _ in plan.members:
-                total.update(self._needs[role].amounts())
+                total.update(self.needs[role].amounts())
         return dict(total)
 
     def remove(self) -> None:
@@ -130,7 +127,7 @@ class PlacementGroups:
             with suppress(ValueError):
                 group = self._find(plan)
         if group is None or placement_group_table(group).get("state") == "REMOVED":
-            bundles = [{**self._needs[role].amounts(), **self._on_machine} for role, _ in plan.members]
+            bundles = [{**self.needs[role].amounts(), **self.on_machine} for role, _ in plan.members]
             group = placement_group(
                 bundles, strategy=plan.strategy, name=self._name_of(plan), lifetime="detached"
             )
@@ -141,7 +138,7 @@ class PlacementGroups:
         return get_placement_group(self._name_of(plan))
 
     def _name_of(self, plan: GroupPlan) -> str:
-        return f"{self._prefix}/{plan.name}"
+        return f"{self.prefix}/{plan.name}"
 
 
 # Where processes run: servers and embedding workers on different nodes, a trainer on the node of its loader.
@@ -161,19 +158,18 @@ _REFUSED_WITHIN = 1.0  # seconds
 
 
 class NodePlacement:
-    """Knows which process is on which node, and chooses nodes for others."""
+    """Knows which process is on which node, and chooses nodes for others.
+
+    needs: of each process of a role.
+    """
 
     def __init__(self, needs: Mapping[Role, Needs], groups: PlacementGroups) -> None:
-        self._needs = needs
+        self.needs = needs
         self._groups = groups
         self._lock = threading.Lock()
         self._nodes: dict[tuple[Role, int], str] = {}
         self._beside: set[tuple[Role, int]] = set()  # processes that are not in their groups
         self._lost: set[str] = set()  # nodes that Ray takes for alive
-
-    def needs_of(self, role: Role) -> Needs:
-        """What a process of a role needs."""
-        return self._needs[role]
 
     def strategy(self, process: Process) -> Any:
         """Ray's scheduling strategy for a process that is to be started."""
@@ -202,7 +198,19 @@ class NodePlacement:
 
     def room_text(self, process: Process) -> str:
         """What a process needs and the cluster has, for a line that says why it waits."""
-        return _room_text(self.needs_of(process.role), self._groups.total_of(process))
+        needs, group = self.needs[process.role], self._groups.total_of(process)
+        free, there_is = ray.available_resources(), ray.cluster_resources()
+        names = needs.amounts()
+        parts = [
+            f"{amount_text(name, free.get(name, 0.0))} of {amount_text(name, there_is.get(name, 0.0))}"
+            for name in names
+        ]
+        together = ", ".join(amount_text(name, amount) for name, amount in group.items())
+        text = f"needs {needs}{f' ({together} with its placement group)' if together else ''}"
+        text += f"; free in the cluster: {', '.join(parts)}"
+        if not any(_fits(names, node["Resources"]) for node in living_nodes()):
+            text += "; no node is large enough"
+        return text
 
     def note(self, process: Process, node: str) -> None:
         """A process runs on a node."""
@@ -234,13 +242,13 @@ class NodePlacement:
 
     def _is_stranded(self, process: Process) -> bool:
         """Whether the place of a process is on a node that is gone, which Ray has not noticed yet."""
-        node = None if self.needs_of(process.role).gpus else self._groups.node_of(process)
+        node = None if self.needs[process.role].gpus else self._groups.node_of(process)
         return node is not None and self.is_lost(node) and node in self._lost
 
     def _preferred(self, process: Process) -> str | None:
         living = {node["NodeID"]: node["Resources"] for node in living_nodes()}
         self._lost &= living.keys()
-        needs = self.needs_of(process.role).amounts()
+        needs = self.needs[process.role].amounts()
         large_enough: list[str] = [
             node for node, has in living.items() if _fits(needs, has) and node not in self._lost
         ]
@@ -259,21 +267,6 @@ class NodePlacement:
 def living_nodes() -> list[dict[str, Any]]:
     """The nodes of the cluster that are alive."""
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _room_text(needs: Needs, group: Mapping[str, float]) -> str:
-    free, there_is = ray.available_resources(), ray.cluster_resources()
-    names = needs.amounts()
-    parts = [
-        f"{amount_text(name, free.get(name, 0.0))} of {amount_text(name, there_is.get(name, 0.0))}"
-        for name in names
-    ]
-    together = ", ".join(amount_text(name, amount) for name, amount in group.items())
-    text = f"needs {needs}{f' ({together} with its placement group)' if together else ''}"
-    text += f"; free in the cluster: {', '.join(parts)}"
-    if not any(_fits(names, node["Resources"]) for node in living_nodes()):
-        text += "; no node is large enough"
-    return text
 
 
 def _fits(needs: Mapping[str, float], has: Mapping[str, float]) -> bool:

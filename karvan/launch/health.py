@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from karvan.activity import TRAINERS, ActivityReport
 from karvan.clock import clock
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Handle
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, Registration, kill
+from karvan.launch.processes import ManagedProcess, ManagedProcesses, Registration, kill
+
+if TYPE_CHECKING:
+    from karvan.discovery.registry import Registry
 
 # Finds processes that are alive but make no progress and block the job, from their heartbeats.
 #
@@ -62,30 +65,15 @@ class Stall:
 
 def find_stalls(activities: Activities, timeout: float) -> list[Stall]:
     """The processes that block the others; none if all make progress, or wait."""
-    silent = [
-        Stall(*key, report, _waiters(activities, key, 0.0))
-        for key, report in activities.items()
-        if report.idle >= _limit(key[0], timeout) and not _waits(report, _limit(key[0], timeout))
-    ]
-    stalls = [
-        member
-        for member in silent
-        if (
-            _waiters(activities, (member.role, member.index), _limit(member.role, timeout))
-            if member.role.listens
-            else member.report.task
-        )
-    ]
+    stalls = []
+    for key, report in activities.items():
+        limit = timeout if key[0].runs_user_code else min(timeout, SERVICE_TIMEOUT)
+        # Short calls to another process that are answered do not count as waiting for it.
+        if report.idle < limit or any(seconds >= limit / 2 for seconds in report.waits.values()):
+            continue
+        if _waiters(activities, key, limit) if key[0].listens else report.task:
+            stalls.append(Stall(*key, report, _waiters(activities, key, 0.0)))
     return stalls or _trainers_that_wait_for_each_other(activities, timeout)
-
-
-def _limit(role: Role, timeout: float) -> float:
-    return timeout if role.runs_user_code else min(timeout, SERVICE_TIMEOUT)
-
-
-def _waits(report: ActivityReport, timeout: float) -> bool:
-    """Whether it waits for another process; short calls that are answered do not count."""
-    return any(seconds >= timeout / 2 for seconds in report.waits.values())
 
 
 def _waiters(activities: Activities, whom: tuple[Role, int], timeout: float) -> tuple[str, ...]:
@@ -120,16 +108,6 @@ _STACKS_WITHIN = 5.0  # seconds
 _STACKS_ENDED = 0.5  # seconds without another line after which they are complete
 
 
-class HealthSource(Protocol):
-    """Knows which roles are healthy: the registry."""
-
-    def healthy(self, role: Role, index: int) -> bool | None:
-        """Whether a role sends heartbeats; None if it is not known."""
-
-    def activities(self) -> Mapping[tuple[Role, int], ActivityReport]:
-        """The newest report of each role's heartbeats, by role and index."""
-
-
 @dataclass
 class _Condemned:
     """A process that was asked for its stacks, and will be killed."""
@@ -141,42 +119,43 @@ class _Condemned:
     changed: float
 
 
-class HealthCheck:
-    """Checks the processes every `every` seconds, except those that were started recently.
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. Delays double with every restart, and are random, so that not all restart at once."""
 
-    settle: seconds after its start in which the health of a process is not checked. return_within: seconds in
-    which the processes of a master that died come to this one. start_within: seconds in which a process
-    connects, or longer, if stall_timeout is longer. stall_timeout: seconds without progress after which a
-    process is killed; 0: never.
+    backoff: float = 0.5
+    check: float = 1.0  # between checks of health
+    settle: float = 60.0  # after its start, in which the health of a process is not checked
+    start: float = 60.0  # in which a process connects; as long as stall_timeout, if that is longer
+    pause: float = 5.0  # of the master itself; longer ones are reported
+    lost: float = (
+        10.0  # without a heartbeat, after which a process counts as lost; trainers have six times as long
+    )
+
+
+@dataclass
+class HealthCheck:
+    """Checks the processes of a job, except those that were started recently.
+
+    stall_timeout: seconds without progress after which a process is killed; 0: never.
     """
 
-    def __init__(
-        self,
-        members: ManagedProcesses,
-        source: HealthSource,
-        logs: MergedLogs,
-        *,
-        every: float,
-        settle: float,
-        return_within: float,
-        start_within: float,
-        stall_timeout: float,
-    ) -> None:
-        self._members = members
-        self._source = source
-        self._logs = logs
-        self._every = every
-        self._settle = settle
-        self._return = return_within
-        self._start = max(start_within, stall_timeout)
-        self._stall_timeout = stall_timeout
+    members: ManagedProcesses
+    registry: Registry
+    logs: MergedLogs
+    timing: Timing
+    stall_timeout: float
+
+    def __post_init__(self) -> None:
+        self._return = max(self.timing.settle, self.timing.lost)  # in which processes come to another master
+        self._start = max(self.timing.start, self.stall_timeout)
         self._checked = 0.0
         self._condemned: dict[str, _Condemned] = {}
 
     @property
     def due(self) -> float:
         """The time of the next check."""
-        return self._checked + self._every
+        return self._checked + self.timing.check
 
     def check(self) -> None:
         """Find unhealthy processes, if a check is due, and kill them."""
@@ -184,62 +163,60 @@ class HealthCheck:
         if now < self.due:
             return
         self._checked = now
-        activities = self._source.activities()
-        for member in self._members:
+        activities = self.registry.activities()
+        for member in self.members:
             if not member.running:
                 continue
-            healthy = self._source.healthy(member.role, member.index)
+            healthy = self.registry.healthy(member.role, member.index)
             member.note_health(healthy)
-            if now < member.started + self._settle or member.name in self._condemned:
+            if now < member.started + self.timing.settle or member.name in self._condemned:
                 continue
             missing = member.awaited and now >= member.started + self._return
             if healthy is False or missing:
-                self._logs.say(f"{member.name} does not answer any more; it is killed.")
+                self.logs.say(f"{member.name} does not answer any more; it is killed.")
                 self._condemn(member, activities)
-        if self._stall_timeout:
+        if self.stall_timeout:
             self._find_stalled(activities)
             self._find_late()
         self._kill_condemned()
 
     def _find_stalled(self, activities: Activities) -> None:
-        running: dict[tuple[Role, int], ManagedProcess] = {
-            (member.role, member.index): member for member in self._members if member.running
-        }
-        settled = clock.now() - self._settle
+        running = {member.key: member for member in self.members if member.running}
+        settled = clock.now() - self.timing.settle
         alive = {
             key: report
             for key, report in activities.items()
             if key in running
             and (report.progress or running[key].started <= settled)  # otherwise it may still be starting
         }
-        for stall in find_stalls(alive, self._stall_timeout):
+        for stall in find_stalls(alive, self.stall_timeout):
             member = running[stall.role, stall.index]
             if member.name not in self._condemned:
                 stacks = "its stacks follow, then it is killed" if stall.report.dumps else "it is killed"
-                self._logs.say(f"{stall}; {stacks} (stall_timeout).")
+                self.logs.say(f"{stall}; {stacks} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, activities)
 
     def _find_late(self) -> None:
         """Find processes that do not finish their start, if others of their role show that they connect."""
-        for member in [other for other in self._members if other.starting]:
+        for member in [other for other in self.members if other.starting]:
             if member.waits_for_room:
                 member.started = clock.now()  # its start has not begun
             late = clock.now() >= member.started + self._start
             expected = member.role.connects or any(
                 member_.running and member_.registration is not Registration.NONE
-                for member_ in self._members.of(member.role)
+                for member_ in self.members.of(member.role)
             )
             if late and expected and member.name not in self._condemned:
                 text = f"has not connected {self._start:g} s after its start; it is killed"
-                self._logs.say(f"{member.name} {text} (stall_timeout).")
+                self.logs.say(f"{member.name} {text} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, {})
 
     def _condemn(self, member: ManagedProcess, activities: Activities) -> None:
-        report = activities.get((member.role, member.index))
+        report = activities.get(member.key)
         asked = report is not None and report.dumps and member.handle is not None
-        lines, now = self._logs.lines(member.name), clock.now()
+        lines, now = self.logs.lines(member.name), clock.now()
         if asked and member.handle is not None:
             member.handle.dump_stacks()
         self._condemned[member.name] = _Condemned(
@@ -249,7 +226,7 @@ class HealthCheck:
     def _kill_condemned(self) -> None:
         now = clock.now()
         for name, condemned in list(self._condemned.items()):
-            lines = self._logs.lines(name)
+            lines = self.logs.lines(name)
             if lines > condemned.lines:
                 condemned.lines, condemned.changed = lines, now
             complete = condemned.changed > condemned.asked and now >= condemned.changed + _STACKS_ENDED

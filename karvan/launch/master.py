@@ -1,4 +1,4 @@
-"""The master's process: `python -P -m karvan.launch.master.process RUN_FOLDER`.
+"""The master's process: `python -P -m karvan.launch.master RUN_FOLDER`.
 
 It serves the registry, the leased work and the calls about the job at one address, and supervises the job's
 processes. All that it must not lose is in files: the supervisor's state, the trainers' rendezvous keys, and
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,28 +25,149 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
-from karvan.job.address import is_everywhere
+from karvan.activity import ActivityReport
+from karvan.cluster.master import LEDGER, release_all
+from karvan.discovery.directory import Member
+from karvan.discovery.registry import Registry
+from karvan.errors import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
+from karvan.job.address import UNIX, is_everywhere, split_address
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.roles import Role, role_of, start_order
-from karvan.launch.engines.base import Engine, name_of
+from karvan.launch.engines.base import name_of
 from karvan.launch.engines.choice import make_engine
+from karvan.launch.health import Timing
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, MergedLogs
-from karvan.launch.run_folder import RunFolder, RunFolderError
-from karvan.launch.supervision.job_state import JobState
-from karvan.launch.supervision.supervisor import JobOutcome, Supervisor, Timing
+from karvan.launch.processes import JobState, ManagedProcess
+from karvan.launch.role_programs import Commands, security_of
+from karvan.launch.run_folder import GROUP, RENDEZVOUS, STATE, WORK, RunFolder, RunFolderError
+from karvan.launch.supervisor import JobOutcome, Supervisor
 from karvan.owner import OwnerError, Ownership, own
+from karvan.protocol.master import JOB_CALLS, JOB_STATUS, SCALE_JOB, STOP_JOB, JobStatus, ScaleJob, StopJob
+from karvan.wire import Endpoint, ListenError, Message, RefusedError, Request, Security, Service, endpoints
+from karvan.work.ledger import LedgerDiskError, LedgerError
+from karvan.work.service import WorkService
+from karvan.work.trainer_group import TrainerGroup
 
-if TYPE_CHECKING:
-    from karvan.discovery.registry import Registry
-    from karvan.launch.master.job_service import JobService
-    from karvan.launch.role_commands import Commands
-    from karvan.owner.lease import LeaseObject
-    from karvan.work.service import WorkService
-    from karvan.work.trainer_group import TrainerGroup
+# `JobService`: the calls by which commands see and stop a running job.
+#
+#     job_status    the processes of the job, what they do, and how far its leased work is
+#     scale_job     have another number of trainers
+#     stop_job      stop the job in order, as SIGTERM does: trainers save. `now` kills all processes instead
+#
+# They are answered at the address of the registry, with the job's token and TLS.
+
+
+class JobService(Service):
+    """Answers the calls; `supervise` says whose job it is, once that is known."""
+
+    name = "job"
+    progresses = False
+
+    def __init__(self) -> None:
+        self._supervisor: Supervisor | None = None
+        self.endpoints = endpoints(
+            JOB_CALLS,
+            Endpoint(JOB_STATUS, self._status),
+            Endpoint(SCALE_JOB, self._scale),
+            Endpoint(STOP_JOB, self._stop),
+        )
+
+    def supervise(self, supervisor: Supervisor) -> None:
+        """Answer for this job from now on."""
+        self._supervisor = supervisor
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _status(self, request: Request) -> Message[JobStatus]:
+        supervisor = self._job()
+        registry = supervisor.registry
+        members = {(member.role, member.index): member for member in registry.members()}
+        activities = registry.activities()
+        started = all(member.token for member in supervisor.members if member.wanted)
+        return Message(
+            JobStatus(
+                job=supervisor.spec.name,
+                state="stopping" if supervisor.stopping else "running" if started else "starting",
+                mode=supervisor.spec.mode,
+                generation=supervisor.generation,
+                master=os.getpid(),
+                processes=[
+                    _described(process, members.get(process.key), activities.get(process.key))
+                    for process in supervisor.members
+                ],
+                work=supervisor.work.progress(),
+            )
+        )
+
+    def _scale(self, request: Request[ScaleJob]) -> Message:
+        supervisor = self._job()
+        trainers, number = supervisor.spec.roles.trainers, request.head.trainers
+        if not trainers.varies:
+            raise RefusedError(
+                f"its number of trainers is fixed, {trainers.replicas}: only jobs with sharding: dynamic and "
+                "roles.trainers: {min: …, max: …} can be scaled."
+            )
+        if not trainers.least <= number <= trainers.most:
+            raise RefusedError(f"expected {trainers.least} to {trainers.most} trainers, got {number}.")
+        supervisor.scale(number)
+        return Message({})
+
+    def _stop(self, request: Request[StopJob]) -> Message:
+        supervisor = self._job()
+        if not supervisor.stopping:
+            supervisor.interrupt(signal.SIGTERM)
+        if request.head.now:
+            supervisor.interrupt(signal.SIGINT)  # the second one kills
+        return Message({})
+
+    def _job(self) -> Supervisor:
+        if self._supervisor is None:
+            raise RefusedError("expected a master that has started, got one that is just starting.")
+        return self._supervisor
+
+
+def _described(
+    process: ManagedProcess, member: Member | None, report: ActivityReport | None
+) -> dict[str, Any]:
+    handle = process.handle
+    host = socket.gethostname()
+    if member is not None and not member.address.startswith(UNIX):
+        host = member.address.rpartition(":")[0] or member.address
+    return {
+        "role": process.role,
+        "index": process.index,
+        "pid": handle.pid if handle is not None and process.running else None,
+        "host": host,
+        "state": _state(process, member),
+        "code": process.code,
+        "generation": process.generation,
+        "heartbeat": None if member is None or not process.running else member.silent,
+        "activity": "" if report is None or not process.running else _activity(report),
+    }
+
+
+def _state(process: ManagedProcess, member: Member | None) -> str:
+    if process.running:
+        return "starting" if member is None else "running" if member.healthy else "silent"
+    if not process.wanted:
+        return "not wanted"
+    if process.code is None or process.due is not None:
+        return "restarting" if process.token else "starting"
+    return "done" if process.code == 0 else "ended"
+
+
+def _activity(report: ActivityReport) -> str:
+    """What a process does, from its last heartbeat."""
+    parts = [report.task] if report.task else []
+    if waits := sorted(report.waits.items(), key=lambda wait: -wait[1]):
+        parts.append(f"waits for {waits[0][0]} for {waits[0][1]:.0f} s")
+    if report.idle >= 10:
+        parts.append(f"no progress for {report.idle:.0f} s")
+    return ", ".join(parts)[:300]
 
 
 # The signals of a master: kept from its first moment on, for the supervisor that it has later.
@@ -56,27 +178,17 @@ if TYPE_CHECKING:
 _STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
-class Stoppable(Protocol):
-    """A supervisor."""
-
-    def interrupt(self, number: int) -> None:
-        """Stop the job, because of this signal."""
-
-    def suspend(self) -> None:
-        """Suspend the job."""
-
-
 class MasterSignals:
     """Passes SIGINT, SIGTERM, SIGHUP and SIGTSTP on, those before `pass_to` as well."""
 
     def __init__(self) -> None:
-        self._to: Stoppable | None = None
+        self._to: Supervisor | None = None
         self._early: list[int] = []
         for number in (*_STOPS, signal.SIGTSTP):
             signal.signal(number, self._take)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_STOPS, signal.SIGTSTP])
 
-    def pass_to(self, supervisor: Stoppable) -> None:
+    def pass_to(self, supervisor: Supervisor) -> None:
         """Pass signals to this supervisor from now on."""
         self._to = supervisor
         early, self._early = self._early, []
@@ -89,7 +201,7 @@ class MasterSignals:
         else:
             self._pass(self._to, number)
 
-    def _pass(self, supervisor: Stoppable, number: int) -> None:
+    def _pass(self, supervisor: Supervisor, number: int) -> None:
         if number == signal.SIGTSTP:
             supervisor.suspend()
         else:
@@ -115,7 +227,7 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
     spec = JobSpec.model_validate(job["spec"])
     commands: Commands = {role_of(role): tuple(command) for role, command in job["commands"].items()}
     names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).most)]
-    state = JobState.read(folder.state)
+    state = JobState.read(folder.shared / STATE)
     with ExitStack() as stack:
         logs = stack.enter_context(closing(MergedLogs(names, spec.logs)))
         stack.enter_context(logs.warnings())
@@ -124,16 +236,22 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         timing = Timing(**job["timing"])
         services = stack.enter_context(_services(folder, spec, job["host"], timing, state))
         work, group, service, registry = services
-        engine = stack.enter_context(_engine(folder, spec, job, logs))
+        job_engine = make_engine(
+            *(job["engine"], logs.write, spec, folder), address=job["address"], launch=job["owner"]
+        )
+        try:
+            engine = stack.enter_context(job_engine)
+        except ValueError as error:
+            raise MasterError(str(error), USAGE) from error
+        except ConnectionError as error:
+            raise MasterError(str(error), TEMPORARY) from error
         supervisor = Supervisor(
-            *(spec, engine, registry, logs, commands, timing),
+            *(spec, engine, registry, logs, commands, work, group, timing),
             owner="" if owner is None else owner.id,
-            work=work,
-            group=group,
             state=state,
             started=lambda: logs.announce({"state": "running"}),
         )
-        service.supervise(supervisor, registry, work)
+        service.supervise(supervisor)
         if owner is not None:
             owner.on_lost(lambda: supervisor.interrupt(signal.SIGTERM))
         signals.pass_to(supervisor)
@@ -145,29 +263,19 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
 
 
 @contextmanager
-def _engine(folder: RunFolder, spec: JobSpec, job: dict[str, Any], logs: MergedLogs) -> Iterator[Engine]:
-    """The engine that the job was launched with."""
-    with ExitStack() as stack:
-        where = {"address": job["address"], "launch": job["owner"]}
-        job_engine = make_engine(job["engine"], logs.write, spec, folder, **where)
-        try:
-            engine = stack.enter_context(job_engine)
-        except ValueError as error:
-            raise MasterError(str(error), USAGE) from error
-        except ConnectionError as error:
-            raise MasterError(str(error), TEMPORARY) from error
-        yield engine
-
-
-@contextmanager
 def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
     """The master owns the folder of checkpoints, for all processes of the job."""
     if spec.checkpoints is None:
         yield None
         return
-    owner = own(spec.checkpoints, lease, _lease_object(spec.checkpoints))
+    place = None
+    if url_of(spec.checkpoints) is not None:
+        from karvan.checkpoint.files import lease_object  # imports torch
+
+        place = lease_object(spec.checkpoints)
+    owner = own(spec.checkpoints, lease, place)
     try:
-        if url_of(spec.checkpoints) is not None:
+        if place is not None:
             _try_writing(spec.checkpoints)
         elif not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
             raise MasterError(
@@ -180,8 +288,8 @@ def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
 
 
 def _try_writing(checkpoints: Path) -> None:
+    from karvan.checkpoint.atomic_folder import try_writing
     from karvan.checkpoint.errors import CheckpointError
-    from karvan.checkpoint.format.atomic_folder import try_writing
 
     try:
         try_writing(checkpoints)
@@ -189,26 +297,12 @@ def _try_writing(checkpoints: Path) -> None:
         raise MasterError(str(error), TEMPORARY if error.temporary else DAMAGED) from error
 
 
-def _lease_object(checkpoints: Path) -> LeaseObject | None:
-    if url_of(checkpoints) is None:
-        return None
-    from karvan.checkpoint.object_store.files import lease_object  # imports torch
-
-    return lease_object(checkpoints)
-
-
 @contextmanager
 def _services(
     folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState
 ) -> Iterator[tuple[WorkService, TrainerGroup, JobService, Registry]]:
     """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
-    from karvan.cluster.master import LEDGER, release_all
-    from karvan.launch.master.job_service import JobService
-    from karvan.work.ledger import LedgerDiskError, LedgerError
-    from karvan.work.service import WorkService
-    from karvan.work.trainer_group import TrainerGroup
-
-    ledger = folder.ledger if spec.checkpoints is None else spec.checkpoints / LEDGER
+    ledger = folder.shared / WORK if spec.checkpoints is None else spec.checkpoints / LEDGER
     ledger.parent.mkdir(parents=True, exist_ok=True)
     try:
         work = WorkService(ledger)
@@ -222,7 +316,7 @@ def _services(
         if not state.begun:
             work.forget_predictions()  # of the launch before
         group = TrainerGroup(
-            folder.group,
+            folder.shared / GROUP,
             least=spec.roles.trainers.least,
             lost_after=Role.TRAINER.patience * timing.lost,
             settled=partial(release_all, work),
@@ -237,11 +331,6 @@ def _services(
 def _registry(
     folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState, beside: list[Any]
 ) -> Registry:
-    from karvan.discovery.registry import Registry
-    from karvan.job.address import split_address
-    from karvan.launch.role_environment import security_of
-    from karvan.wire import ListenError, Security
-
     before = folder.master()
     last, port = (host, spec.registry_port) if before is None else split_address(before["address"])
     elsewhere = not is_everywhere(host) and last != host
@@ -256,7 +345,7 @@ def _registry(
                 lost_after=timing.lost,
                 beside=beside,
                 generation=state.generation,
-                rendezvous=folder.rendezvous,
+                rendezvous=folder.shared / RENDEZVOUS,
             )
         except ListenError as error:
             if elsewhere and port != spec.registry_port:
@@ -283,7 +372,7 @@ def main(path: Path) -> int:
                 traceback.print_exc()
                 text = f"The master could not start: {type(error).__name__}: {error}"
                 outcome = JobOutcome(code_of(error), text)
-            state = JobState.read(folder.state)
+            state = JobState.read(folder.shared / STATE)
             folder.write_outcome(outcome.code, outcome.failure, state.generation)
             ended = {"state": "ended", "code": outcome.code, "failure": outcome.failure}
             print(f"{JOB} | {json.dumps(ended)}", flush=True)

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from karvan.activity import activity
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.object_store import objects
-from karvan.checkpoint.object_store.files import opened
+from karvan.checkpoint.files import opened, write_object
 from karvan.job.checkpoint_url import url_of
 from karvan.native import _native
 from karvan.outages import is_temporary
@@ -77,12 +77,28 @@ class Throttle:
 
 Bytes = NDArray[np.uint8]
 
-ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 1),
+# The types of arrays, by their names in safetensors.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 _ALIGNMENT = 64
 _PIECE = 4 << 20  # bytes of a system call: small enough to be in the cache after the checksum was computed
 _MAX_HEADER = 100_000_000  # as in the safetensors library
@@ -150,36 +166,31 @@ def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Th
 
 def write_file(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
     """Write a new file and wait until it is on the disk; returns its size and checksum."""
-    if url_of(path) is not None:
-        return _write_object(path, buffers, pace)
     crc = size = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        for pieces in _groups(buffers):
-            with pace.turn():
-                for piece in pieces:
-                    crc = _native.crc32(piece, crc)
-                    size += len(piece)
-                _write_all(file, pieces)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return size, checksum_text(crc)
+    file = -1
 
-
-def _write_object(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
-    crc = size = 0
-
-    def groups() -> Iterator[list[memoryview]]:
+    def written() -> Iterator[list[memoryview]]:
+        """The pieces, after their checksum was computed and, on a disk, they were written."""
         nonlocal crc, size
         for pieces in _groups(buffers):
             with pace.turn():
                 for piece in pieces:
                     crc = _native.crc32(piece, crc)
                     size += len(piece)
+                if file >= 0:
+                    _write_all(file, pieces)
             yield pieces
 
-    objects.write(path, groups())
+    if url_of(path) is not None:
+        write_object(path, written())
+        return size, checksum_text(crc)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for _ in written():
+            pass
+        os.fsync(file)
+    finally:
+        os.close(file)
     return size, checksum_text(crc)
 
 

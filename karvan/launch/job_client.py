@@ -79,7 +79,7 @@ class JobClient:
         self._call(STOP_JOB, {"now": now})
 
     def _call(self, call: Call[Any, A], head: dict[str, Any]) -> A:
-        from karvan.launch.role_environment import security_of
+        from karvan.launch.role_programs import security_of
 
         master = self.folder.master()
         if master is None:

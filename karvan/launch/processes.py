@@ -1,18 +1,24 @@
-"""The processes of a job, as its supervisor sees them."""
+"""The processes of a job as its supervisor sees them, their pauses, and the state for the next master."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 from karvan.clock import clock
+from karvan.files import read_object, replace_file
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import Handle, Process, name_of
 from karvan.launch.merged_logs import MergedLogs
+from karvan.work.task import holder_of
 
 
 class Registration(StrEnum):
@@ -69,6 +75,16 @@ class ManagedProcess:
         """Whether a process was started and has not ended."""
         return self.handle is not None and self.code is None
 
+    @property
+    def key(self) -> tuple[Role, int]:
+        """Its role and index."""
+        return self.role, self.index
+
+    @property
+    def holder(self) -> str:
+        """Its process by the name under which it holds tasks and trains."""
+        return holder_of(self.role, self.index, self.token)
+
 
 class ManagedProcesses:
     """All replicas of a job, in the order in which they start."""
@@ -85,10 +101,6 @@ class ManagedProcesses:
         """Those of one role."""
         return [member for member in self._all if member.role == role]
 
-    def any_running(self, role: Role) -> bool:
-        """Whether one of a role runs."""
-        return any(member.running for member in self.of(role))
-
     def note_end(self, process: Process, code: int) -> ManagedProcess | None:
         """A process has ended; returns its replica, None if another process has replaced it."""
         for member in self._all:
@@ -97,24 +109,16 @@ class ManagedProcesses:
                 return member
         return None
 
-    def suspend(self) -> None:
-        """Stop all running processes, until `resume`."""
-        for member in self._all:
-            if member.running and member.handle is not None:
-                member.handle.suspend()
 
-    def resume(self) -> None:
-        """Continue what `suspend` has stopped."""
-        for member in self._all:
-            if member.running and member.handle is not None:
-                member.handle.resume()
+def handles_of(members: Iterable[ManagedProcess]) -> list[Handle]:
+    """The handles of those that are running."""
+    return [member.handle for member in members if member.handle is not None and member.running]
 
 
 def kill(members: Iterable[ManagedProcess]) -> None:
     """Kill those that are running."""
-    for member in members:
-        if member.running and member.handle is not None:
-            member.handle.kill()
+    for handle in handles_of(members):
+        handle.kill()
 
 
 # Pauses of a job: Ctrl-Z, and a master that could not run for a while.
@@ -135,34 +139,36 @@ _WRITE_WITHIN = (
 )
 
 
+@dataclass
 class Suspension:
     """Suspends a job, and reports when its supervisor was asleep for more than `notice` seconds."""
 
-    def __init__(self, members: ManagedProcesses, logs: MergedLogs, notice: float) -> None:
-        self._members = members
-        self._logs = logs
-        self._notice = notice
-        self._known = clock.paused
+    members: ManagedProcesses
+    logs: MergedLogs
+    notice: float
+    paused: float = field(default_factory=lambda: clock.paused)  # all pauses that are reported
 
     def suspend(self) -> None:
         """Stop all processes and then this one; returns when it and the others have been continued."""
-        self._members.suspend()
-        writer = threading.Thread(target=self._logs.say, args=(SUSPENDED,), daemon=True)
+        for handle in handles_of(self.members):
+            handle.suspend()
+        writer = threading.Thread(target=self.logs.say, args=(SUSPENDED,), daemon=True)
         writer.start()
         writer.join(_WRITE_WITHIN)
         os.kill(os.getpid(), signal.SIGSTOP)
         clock.now()
-        self._known = clock.paused
-        self._members.resume()
-        self._logs.say(RESUMED)
+        self.paused = clock.paused
+        for handle in handles_of(self.members):
+            handle.resume()
+        self.logs.say(RESUMED)
 
     def check(self) -> None:
         """Log it if this process could not run for a while."""
         clock.now()
-        asleep = clock.paused - self._known
-        self._known = clock.paused
-        if asleep > self._notice:
-            self._logs.say(
+        asleep = clock.paused - self.paused
+        self.paused = clock.paused
+        if asleep > self.notice:
+            self.logs.say(
                 f"The master or the machine was asleep for {asleep:.0f} s; missing heartbeats of that time "
                 "do not count, and all timeouts start again."
             )
@@ -170,3 +176,68 @@ class Suspension:
 
 RESUMED = "Resumed: all processes continue, and all timeouts start again."
 SUSPENDED = "Suspended: all processes of the job are stopped; `fg`, `bg` or SIGCONT continue them."
+
+
+# `JobState`: what a supervisor knows of its job, in a file, so that the next master continues from it.
+#
+# The file is small, and replaced as a whole before and after every start of a process, and after every event
+# that changes something: a master that is killed leaves the state before or after a change. A full disk does
+# not end the job, but is reported.
+
+_log = logging.getLogger(__name__)
+_reported: set[Path] = set()  # files that could not be written, of which a warning is enough
+
+
+@dataclass
+class MemberState:
+    """The last process of a replica. `record` is empty until the process has surely started."""
+
+    process: str = ""
+    generation: int = 0
+    record: dict[str, Any] = field(default_factory=dict)
+    code: int | None = None
+    waits: bool = False  # whether it is to be restarted, alone
+    wanted: bool = True  # whether it is to run at present
+    registration: str = "none"  # see `Registration`
+
+
+@dataclass
+class JobState:
+    """The state of a job; `begun` once its processes were started for the first time."""
+
+    path: Path | None = None
+    begun: bool = False
+    generation: int = 0
+    rollback: bool = False  # whether trainers are killed, and restarted soon
+    outcome: list[Any] | None = None  # code and failure, once it is known: the job is stopping
+    restarts: list[float] = field(default_factory=list)  # wall-clock times
+    crash_loop: list[Any] = field(default_factory=list)
+    members: dict[str, MemberState] = field(default_factory=dict)
+    saved: str = field(default="", init=False)  # the content of the file
+
+    @classmethod
+    def read(cls, path: Path) -> JobState:
+        """The state in a file; a new one if there is none."""
+        values = read_object(path)
+        if values is None:
+            return cls(path)
+        members = {name: MemberState(**fields) for name, fields in values.pop("members").items()}
+        return cls(path, **values, members=members)
+
+    def save(self) -> None:
+        """Replace the file, if there is one and something has changed."""
+        if self.path is None:
+            return
+        values = asdict(self)
+        del values["path"], values["saved"]
+        content = json.dumps(values)
+        if content == self.saved:
+            return
+        try:
+            replace_file(self.path, content)
+            self.saved = content
+            _reported.discard(self.path)
+        except OSError as error:
+            if self.path not in _reported:
+                _reported.add(self.path)
+                _log.warning("The state of the job could not be saved, in case its master dies: %s", error)

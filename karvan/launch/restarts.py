@@ -5,40 +5,41 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
 from karvan.exit_codes import OK, TEMPORARY
 from karvan.job.checkpoint_url import url_of
-from karvan.launch.supervision.processes import ManagedProcess
+from karvan.launch.processes import ManagedProcess
 from karvan.outages import retry_delay
 
 _LONGEST_DELAY = 30.0
 
 
+@dataclass
 class RestartBudget:
     """Up to `most` restarts within `window` seconds, each after a longer delay than the one before."""
 
-    def __init__(self, most: int, window: float, backoff: float) -> None:
-        self._most = most
-        self._window = window
-        self._backoff = backoff
-        self._restarts: deque[float] = deque()
+    most: int
+    window: float
+    backoff: float
+    _restarts: deque[float] = field(default_factory=deque, init=False)
 
     def take(self) -> bool:
         """Count one more restart; whether it is allowed."""
         now = clock.now()
-        while self._restarts and self._restarts[0] < now - self._window:
+        while self._restarts and self._restarts[0] < now - self.window:
             self._restarts.popleft()
-        if len(self._restarts) >= self._most:
+        if len(self._restarts) >= self.most:
             return False
         self._restarts.append(now)
         return True
 
     def due(self) -> float:
         """When the restart is due; delays are random, so that not all restart at once."""
-        return clock.now() + retry_delay(self._backoff, max(0, len(self._restarts) - 1), _LONGEST_DELAY)
+        return clock.now() + retry_delay(self.backoff, max(0, len(self._restarts) - 1), _LONGEST_DELAY)
 
     def times(self) -> list[float]:
         """When restarts were counted, by the wall clock in whole seconds, for the next master."""
@@ -49,7 +50,7 @@ class RestartBudget:
         self._restarts = deque(clock.now() - max(0.0, time.time() - restart) for restart in times)
 
     def __str__(self) -> str:
-        return f"{self._most} restarts within {self._window:g} seconds"
+        return f"{self.most} restarts within {self.window:g} seconds"
 
 
 # Detects trainers and servers that fail again and again from the same checkpoint.
@@ -104,21 +105,18 @@ class CrashLoopDetector:
         return "start from the beginning, because there is no checkpoint yet"
 
     def _find_newest(self) -> str:
-        if self._checkpoints is None:
+        folder = self._checkpoints
+        if folder is None:
             return ""
-        if url_of(self._checkpoints) is not None:
-            return _newest_at_url(self._checkpoints)
-        return max((path.name for path in self._checkpoints.glob("step-*")), default="")
+        if url_of(folder) is None:
+            return max((path.name for path in folder.glob("step-*")), default="")
+        from karvan.checkpoint import CheckpointError  # imports torch
+        from karvan.checkpoint.survey import step_folders
 
-
-def _newest_at_url(folder: Path) -> str:
-    from karvan.checkpoint import CheckpointError  # imports torch
-    from karvan.checkpoint.survey import step_folders
-
-    try:
-        return max((path.name for path in step_folders(folder)), default="")
-    except CheckpointError:  # an outage, of which trainers have their own errors
-        return ""
+        try:
+            return max((path.name for path in step_folders(folder)), default="")
+        except CheckpointError:  # an outage, of which trainers have their own errors
+            return ""
 
 
 # Decides which of several trainers that end at about the same time is the cause.
@@ -137,8 +135,7 @@ End = tuple[ManagedProcess, int]
 class Verdict:
     """Holds back the end of a trainer until it is known whether it is the cause."""
 
-    def __init__(self, moment: float = _MOMENT) -> None:
-        self._moment = moment
+    def __init__(self) -> None:
         self._held: End | None = None
         self.due: float | None = None  # when the end that is held back becomes the cause
 
@@ -150,7 +147,7 @@ class Verdict:
             self.clear()
             return member, code
         if self._held is None:
-            self._held, self.due = (member, code), clock.now() + self._moment
+            self._held, self.due = (member, code), clock.now() + _MOMENT
         return None if others_run else self._take()
 
     def overdue(self) -> End | None:

@@ -4,7 +4,8 @@ A checkpoint is written into a hidden folder next to its final path and renamed 
 writer holds a lock in the hidden folder, which the system releases when the process ends, however it ends: a
 hidden folder without a held lock was left by a crashed process and may be removed. Creating, publishing and
 removing hold this user's lock of the parent for a moment, so that several processes may work in it. Leftovers
-of another user are not removed. See `karvan/checkpoint/format/atomic_folder.py`.
+of another user are not removed. At a URL, a checkpoint is complete once its manifest is there; see
+`UploadFolder`.
 
 A folder that cannot be removed is a warning, not an error: it harms no checkpoint, and every save tries
 again.
@@ -25,14 +26,26 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
+from karvan.checkpoint import manifest as manifests
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.object_store import step_objects
+from karvan.checkpoint.files import (
+    Listed,
+    listing,
+    present,
+    read_bytes,
+    remove_below,
+    remove_object,
+    write_object,
+)
+from karvan.checkpoint.manifest import NAME, Manifest
 from karvan.files import sync_folder
-from karvan.job.checkpoint_url import url_of
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.outages import is_temporary
 
 # Lock files of a folder, which other users cannot open.
@@ -85,8 +98,8 @@ def folder_lock(folder: Path) -> Iterator[FileLock]:
         lock.release()
 
 
-def take_lock(path: Path, *, wait: bool = True) -> FileLock:
-    """A lock on a file, which is created if necessary; unless `wait`, a BlockingIOError if it is held."""
+def take_lock(path: Path) -> FileLock:
+    """A lock on a file, which is created if necessary."""
     begin, report, pause = time.monotonic(), _FIRST_REPORT, 0.001
     while True:
         number = _open(path)
@@ -95,13 +108,13 @@ def take_lock(path: Path, *, wait: bool = True) -> FileLock:
             if effective is not None and (not effective or _is_at(path, number)):
                 _write_holder(number)
                 return FileLock(path, number, effective)
-            if effective is None:
-                if not wait:
-                    raise BlockingIOError(errno.EWOULDBLOCK, "The lock is held", str(path))
-                waited = time.monotonic() - begin
-                if waited >= report:
-                    _report(path, number, waited)
-                    report = waited + _NEXT_REPORTS
+            if effective is None and (waited := time.monotonic() - begin) >= report:
+                _log.warning(
+                    "Waiting for the lock of %s for %.0f s; it is held by %s. Saving continues when that "
+                    "process releases it or ends.",
+                    *(path.parent, waited, _holder(number)),
+                )
+                report = waited + _NEXT_REPORTS
         except BaseException:
             os.close(number)
             raise
@@ -129,21 +142,20 @@ def _open(path: Path) -> int:
     while True:
         try:
             number = os.open(path, _FLAGS)
+            break
         except FileNotFoundError:
-            try:
+            with suppress(FileExistsError):  # another process was faster
                 number = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-            except FileExistsError:
-                continue  # another process was faster
-            os.fchmod(number, 0o600)
-            return number
+                os.fchmod(number, 0o600)
+                return number
         except OSError as error:
             raise _refused(path, error) from None
-        try:
-            _check(path, number)
-        except BaseException:
-            os.close(number)
-            raise
-        return number
+    try:
+        _check(path, number)
+    except BaseException:
+        os.close(number)
+        raise
+    return number
 
 
 def _refused(path: Path, error: OSError) -> OSError:
@@ -212,8 +224,7 @@ def _is_at(path: Path, number: int) -> bool:
         status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    open_status = os.fstat(number)
-    return (status.st_dev, status.st_ino) == (open_status.st_dev, open_status.st_ino)
+    return os.path.samestat(status, os.fstat(number))
 
 
 def _write_holder(number: int) -> None:
@@ -225,16 +236,6 @@ def _write_holder(number: int) -> None:
     with suppress(OSError):  # on a full disk a lock that does not name its holder is better than none
         os.ftruncate(number, 0)
         os.pwrite(number, json.dumps(holder).encode(), 0)
-
-
-def _report(path: Path, number: int, waited: float) -> None:
-    _log.warning(
-        "Waiting for the lock of %s for %.0f s; it is held by %s. Saving continues when that process "
-        "releases it or ends.",
-        path.parent,
-        waited,
-        _holder(number),
-    )
 
 
 def _holder(number: int) -> str:
@@ -303,26 +304,33 @@ class HiddenFolder:
 
 def try_writing(parent: Path) -> None:
     """Do what a save does, with one small file: raise a CheckpointError if that is not possible."""
-    if url_of(parent) is not None:
-        return step_objects.try_writing(parent)
+    at_url = url_of(parent) is not None
     try:
-        hidden = HiddenFolder(parent / "trial")
-        try:
-            with open(hidden.path / "trial", "wb") as file:
-                file.write(bytes(4096))
-                file.flush()
-                os.fsync(file.fileno())  # some file systems notice only here that there is no room
-        finally:
-            hidden.remove()
+        if at_url:
+            write_trial(parent)
+        else:
+            _write_trial(parent)
     except OSError as error:
-        reason = error.strerror or str(error)
-        where = f" ({error.filename})" if error.filename and Path(error.filename) != parent else ""
+        where, expected = "", "a URL where this process may write, list and delete objects"
+        if not at_url:
+            where = f" ({error.filename})" if error.filename and Path(error.filename) != parent else ""
+            expected = "a folder that can be created and written to, with space for checkpoints"
         raise CheckpointError(
             parent,
-            f"checkpoints cannot be written here: {reason}{where}. Expected a folder that can be created and "
-            "written to, with space for checkpoints.",
+            f"checkpoints cannot be written here: {error.strerror or error}{where}. Expected {expected}.",
             temporary=is_temporary(error),
         ) from None  # the text says everything
+
+
+def _write_trial(parent: Path) -> None:
+    hidden = HiddenFolder(parent / "trial")
+    try:
+        with open(hidden.path / "trial", "wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())  # some file systems notice only here that there is no room
+    finally:
+        hidden.remove()
 
 
 def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]]) -> None:
@@ -331,45 +339,59 @@ def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]
     Each disappears at once, in this order; a process that is killed in between leaves the later ones. The
     base of a folder that cannot be removed stays, too.
     """
-    if url_of(parent) is not None:
-        return step_objects.remove_steps(parent, doomed)
+    at_url = url_of(parent) is not None
     hidden: list[Path] = []
-    stays: set[Path | None] = set()
-    try:
-        with folder_lock(parent):
+
+    def hide(folder: Path) -> None:
+        name = _hidden_name(folder)
+        folder.rename(name)
+        hidden.append(name)
+
+    def remove() -> None:
+        stays: set[Path | None] = set()
+        with nullcontext() if at_url else folder_lock(parent):
             for folder, base in doomed().items():
-                name = _hidden_name(folder)
-                if folder not in stays and _rename(folder, name):
-                    hidden.append(name)
-                else:
+                work = partial(remove_step if at_url else hide, folder)
+                if folder in stays or not tolerate(shown(folder), work):
                     stays.add(base)
-            sync_folder(parent)
-            for name in hidden:
-                _remove_tree(name)
-    except OSError as error:
-        _warn(f"Old checkpoints in {parent}", error)
+            if not at_url:
+                sync_folder(parent)
+                for name in hidden:
+                    _remove_tree(name)
+
+    if at_url:
+        remove()
+        what = f"What killed saves have left in {shown(parent)}"
+        tolerate(what, lambda: remove_leftovers(parent))
+    else:
+        tolerate(f"Old checkpoints in {parent}", remove)
 
 
 def set_aside(folders: Sequence[Path], kind: str) -> dict[Path, Path]:
-    """Rename folders of one parent to `KIND-…`; returns the new names, and warns of a failure."""
+    """Rename folders of one parent to `KIND-…`; returns the new names, and warns of a failure.
+
+    At a URL, their manifests are renamed.
+    """
     asides: dict[Path, Path] = {}
     parent = folders[0].parent
-    if url_of(parent) is not None:
-        return step_objects.set_aside(folders, kind)
+    at_url = url_of(parent) is not None
     try:
-        with folder_lock(parent):
+        with nullcontext() if at_url else folder_lock(parent):
             for folder in folders:
-                aside = _aside_name(folder, kind)
-                try:
-                    folder.rename(aside)
-                except FileNotFoundError:
-                    continue  # another process has removed it
-                asides[folder] = aside
-            sync_folder(parent)
+                with suppress(FileNotFoundError):  # another process has removed it
+                    asides[folder] = (rename_aside if at_url else _rename_aside)(folder, kind)
+            if not at_url:
+                sync_folder(parent)
     except OSError as error:
         remaining = ", ".join(folder.name for folder in folders if folder not in asides)
-        _log.warning("%s could not be set aside in %s: %s", remaining, parent, error)
+        _log.warning("%s could not be set aside in %s: %s", remaining, shown(parent), error)
     return asides
+
+
+def _rename_aside(folder: Path, kind: str) -> Path:
+    aside = _aside_name(folder, kind)
+    folder.rename(aside)
+    return aside
 
 
 def _aside_name(folder: Path, kind: str) -> Path:
@@ -382,27 +404,14 @@ def _aside_name(folder: Path, kind: str) -> Path:
     return name
 
 
-def _rename(folder: Path, name: Path) -> bool:
-    try:
-        folder.rename(name)
-    except OSError as error:
-        _warn(str(folder), error)
-        return False
-    return True
-
-
 def _remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # as much of it as can be
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass  # it has been removed
-    except OSError as error:
-        _warn(str(folder), error)
 
+    def remove_again() -> None:
+        with suppress(FileNotFoundError):  # it has been removed
+            shutil.rmtree(folder)
 
-def _warn(what: str, error: OSError) -> None:
-    _log.warning("%s could not be removed; the next save tries again: %s", what, error)
+    tolerate(str(folder), remove_again)
 
 
 def _hidden_name(target: Path) -> Path:
@@ -431,3 +440,150 @@ def _exchange(a: Path, b: Path) -> None:
     b.rename(aside)
     a.rename(b)
     aside.rename(a)
+
+
+# A checkpoint at a URL: published, replaced, set aside and removed by one object, its manifest.
+#
+#     run/step-000000000010/manifest.json                 written last, in one request
+#     run/step-000000000010/save-1f0a93c2/dense.safetensors
+#     run/step-000000000010/save-1f0a93c2/tables/…
+#
+# Each save has a folder of its own, which the names in the manifest include. So saving a step again changes
+# nothing of the one before until the new manifest replaces the old one, at once; then the old files are
+# removed. Objects that no manifest names were left by a save that failed or was killed: the next save of the
+# step removes them, and any save those of other steps that are older than a day by the store's clock.
+#
+# A checkpoint that is set aside keeps its files: its manifest is renamed, to `damaged-manifest.json` or
+# `abandoned-manifest.json`. Where a request fails without an answer, it is not known whether it was done; the
+# order of requests is such that a checkpoint with a manifest always has its files.
+
+ASIDE = {kind: f"{kind}-{NAME}" for kind in (DAMAGED, ABANDONED)}
+_DAY = 24 * 3600.0  # older objects without a manifest belong to no save in flight
+
+
+class UploadFolder:
+    """A save of the checkpoint `target`, whose files are written to `path`; removed unless published."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target / f"save-{secrets.token_hex(8)}"
+        self._removes = True
+
+    def named(self, manifest: Manifest) -> Manifest:
+        """A manifest with the names that files have below `target`."""
+        prefix = f"{self.path.name}/"
+        tables = {
+            name: replace(
+                table,
+                parts=[replace(part, name=prefix + part.name) for part in table.parts],
+                extras=[extra and replace(extra, name=prefix + extra.name) for extra in table.extras],
+            )
+            for name, table in manifest.tables.items()
+        }
+        dense = replace(manifest.dense, name=prefix + manifest.dense.name)
+        return replace(manifest, tables=tables, dense=dense)
+
+    def publish(self, data: bytes, check: Callable[[], None]) -> None:
+        """Write the manifest, unless `check` raises, and remove what it replaces."""
+        check()
+        self._removes = False  # from now on there may be a manifest that names these files
+        path = self.target / NAME
+        try:
+            write_object(path, [[memoryview(data)]])
+        except OSError:
+            if _content(path) != data:  # otherwise only the answer was lost
+                raise
+        tolerate(f"Objects that {shown(path)} does not name", lambda: _remove_others(self.target, data))
+
+    def remove(self) -> None:
+        """Remove the files, if they were not published."""
+        if self._removes:
+            tolerate(shown(self.path), lambda: remove_below(self.path))
+
+
+def _content(path: Path) -> bytes | None:
+    """The content of an object; None if there is none, or it cannot be read."""
+    try:
+        return read_bytes(path)
+    except OSError:
+        return None
+
+
+def _remove_others(target: Path, data: bytes) -> None:
+    """Remove the files of a step that neither its manifest names nor that of one that was set aside."""
+    manifest = manifests.parse(target / NAME, data)
+    named = {file.name for file in manifest.files}
+    names = [item.name for item in listing(target)]
+    manifest_names = {NAME, *ASIDE.values()}
+    for name in manifest_names & {*names} - {NAME}:
+        with suppress(CheckpointError):
+            aside = manifests.parse(target / name, read_bytes(target / name))
+            named |= {file.name for file in aside.files}
+    for folder in {name.partition("/")[0] for name in names if name not in manifest_names}:
+        inside = [name for name in names if name.startswith(f"{folder}/")]
+        if not named.intersection(inside):
+            remove_below(target / folder)
+        else:
+            for name in inside:
+                if name not in named:
+                    remove_object(target / name)
+
+
+def published(folder: Path, names: Sequence[str]) -> list[str]:
+    """Those of some steps of a run that have a manifest."""
+    return [path.parent.name for path in present([folder / name / NAME for name in names])]
+
+
+def asides(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of some steps of a run that were set aside, and of which kind."""
+    paths = [folder / name / aside for name in names for aside in ASIDE.values()]
+    kinds = {aside: kind for kind, aside in ASIDE.items()}
+    return [(path.parent.name, kinds[path.name]) for path in present(paths)]
+
+
+def rename_aside(step: Path, kind: str) -> Path:
+    """Rename the manifest of a checkpoint; returns its new name."""
+    data = _content(step / NAME)
+    if data is not None:  # otherwise another process has removed it
+        write_object(step / ASIDE[kind], [[memoryview(data)]])
+    remove_object(step / NAME)
+    return step / ASIDE[kind]
+
+
+def remove_step(step: Path) -> None:
+    """Remove a checkpoint."""
+    remove_object(step / NAME)
+    if not asides(step.parent, [step.name]):
+        remove_below(step)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove old objects of steps without any manifest."""
+    by_step: dict[str, list[Listed]] = {}
+    for item in listing(folder):
+        step, _, rest = item.name.partition("/")
+        if step.startswith("step-") and rest:
+            by_step.setdefault(step, []).append(item)
+    newest = max((item.written for items in by_step.values() for item in items), default=0.0)
+    manifest_names = {NAME, *ASIDE.values()}
+    for step, items in by_step.items():
+        has_manifest = any(item.name.partition("/")[2] in manifest_names for item in items)
+        if not has_manifest and max(item.written for item in items) < newest - _DAY:
+            remove_below(folder / step)
+
+
+def write_trial(folder: Path) -> None:
+    """Write and remove a small object."""
+    trial = folder / f".karvan-trial-{secrets.token_hex(8)}"
+    write_object(trial, [[memoryview(bytes(64))]])
+    remove_object(trial)
+
+
+def tolerate(what: str, work: Callable[[], None]) -> bool:
+    """Do work that harms no checkpoint if it fails; whether it succeeded."""
+    try:
+        work()
+    except (OSError, CheckpointError) as error:
+        _log.warning("%s could not be removed; the next save tries again: %s", what, error)
+        return False
+    return True

@@ -1,8 +1,9 @@
-"""Objects at URLs, by the paths that stand for them (`karvan/job/checkpoint_url.py`).
+"""Files of checkpoints at paths; a path that stands for a URL means an object (`job/checkpoint_url.py`).
 
-Errors are OSErrors that name the URL: a FileNotFoundError for an object that is not there, a PermissionError
-if the store refuses the request or does not have the bucket, which the same request will meet again, and an
-outage (`karvan/outages.py`) for everything else.
+The rest of the code reads checkpoints by these functions alone. Errors are OSErrors. Those of objects name
+the URL: a FileNotFoundError for an object that is not there, a PermissionError if the store refuses the
+request or does not have the bucket, which the same request will meet again, and an outage
+(`karvan/outages.py`) for everything else.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import fs
 
+from karvan.checkpoint.errors import CheckpointError
 from karvan.data.errors import DataError, reason
 from karvan.data.formats.paths import folders, join, resolve
-from karvan.job.checkpoint_url import host_of, shown, split_query
+from karvan.files import replace_file
+from karvan.job.checkpoint_url import host_of, shown, split_query, url_of
 from karvan.outages import is_temporary
+from karvan.owner import FILE
 
 # What clients of S3 and of Google's storage write for requests that will be refused again.
 _REFUSED = re.compile(
@@ -33,6 +37,105 @@ _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
 _systems: dict[tuple[int, str], tuple[fs.FileSystem, str]] = {}
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, int]]:
+    """A file to read from any position without a buffer, and its size."""
+    if url_of(path) is None:
+        with path.open("rb", buffering=0) as file:
+            yield file, os.fstat(file.fileno()).st_size
+        return
+    with errors(path):
+        system, inside = _find(path)
+        with system.open_input_file(inside) as stream:
+            yield stream, stream.size()
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file."""
+    if url_of(path) is None:
+        return path.read_bytes()
+    with errors(path):
+        system, inside = _find(path)
+        with system.open_input_stream(inside) as file:
+            content: bytes = file.read()
+        return content
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file; an OSError if there is none."""
+    if url_of(path) is None:
+        return path.stat().st_size
+    size = object_size(path)
+    if size is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", shown(path))
+    return size
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file, or a folder."""
+    if url_of(path) is None:
+        return path.exists()
+    with explained(path):
+        return object_size(path) is not None or bool(listing(path))
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is something of this name that is no folder of a URL."""
+    if url_of(path) is None:
+        return path.exists()
+    with explained(path):
+        return object_size(path) is not None
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """An OSError of a store becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            path,
+            f"expected a store that can be read, got '{error.strerror or error}'.",
+            temporary=is_temporary(error),
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with its parents; URLs have none."""
+    if url_of(path) is None:
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def bytes_below(path: Path) -> int:
+    """The size of all files below a folder."""
+    if url_of(path) is not None:
+        return sum(item.size for item in listing(path))
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def upload(path: Path) -> None:
+    """Send a file of the working folder to the URL that it stands for; does nothing for other paths."""
+    if url_of(path) is not None and path.is_file():
+        write_object(path, [[memoryview(path.read_bytes())]])
+
+
+def fetch(path: Path) -> None:
+    """Replace a file of the working folder by the object at its URL, if that is there and has more in it."""
+    if url_of(path) is None:
+        return
+    try:
+        content = read_bytes(path)
+    except FileNotFoundError:
+        return
+    if path.exists() and path.stat().st_size >= len(content):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, content)
+
+
+# Objects alone
+
+
 class Listed(NamedTuple):
     """An object: its name below the folder that was listed, and when the store says that it was written."""
 
@@ -41,25 +144,15 @@ class Listed(NamedTuple):
     written: float
 
 
-def read(path: Path) -> bytes:
-    """The content of an object."""
+def object_size(path: Path) -> int | None:
+    """The bytes of an object; None if there is none."""
     with errors(path):
         system, inside = _find(path)
-        with system.open_input_stream(inside) as file:
-            content: bytes = file.read()
-        return content
+        info = system.get_file_info(inside)
+        return int(info.size) if info.type == fs.FileType.File else None
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[Any, int]]:
-    """An object to read from any position, and its size."""
-    with errors(path):
-        system, inside = _find(path)
-        with system.open_input_file(inside) as file:
-            yield file, file.size()
-
-
-def write(path: Path, pieces: Iterable[Iterable[memoryview]]) -> None:
+def write_object(path: Path, pieces: Iterable[Iterable[memoryview]]) -> None:
     """Write an object, which appears when it is complete; what has its name is replaced.
 
     An error of `pieces` may leave a part of them.
@@ -73,14 +166,6 @@ def write(path: Path, pieces: Iterable[Iterable[memoryview]]) -> None:
             for piece in group:
                 file.write(piece)
         file.close()
-
-
-def size(path: Path) -> int | None:
-    """The bytes of an object; None if there is none."""
-    with errors(path):
-        system, inside = _find(path)
-        info = system.get_file_info(inside)
-        return int(info.size) if info.type == fs.FileType.File else None
 
 
 def present(paths: list[Path]) -> list[Path]:
@@ -114,7 +199,7 @@ def listing(path: Path) -> list[Listed]:
         ]
 
 
-def remove(path: Path) -> None:
+def remove_object(path: Path) -> None:
     """Remove an object, if it is there."""
     with errors(path):
         system, inside = _find(path)
@@ -176,3 +261,33 @@ def _refused(path: Path, error: BaseException) -> PermissionError:
         f"{reason(error)} (expected a bucket that exists, and credentials that may use it)",
         shown(path),
     )
+
+
+# The lease of a run at a URL, as an object; see `karvan/owner.py`.
+
+
+class ObjectLease:
+    """The object of a run's lease."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+
+    def read(self) -> bytes | None:
+        """Its content; None if there is none."""
+        try:
+            return read_bytes(self._path)
+        except FileNotFoundError:
+            return None
+
+    def write(self, content: bytes) -> None:
+        """Write or replace it."""
+        write_object(self._path, [[memoryview(content)]])
+
+    def remove(self) -> None:
+        """Remove it, if it is there."""
+        remove_object(self._path)
+
+
+def lease_object(folder: Path) -> ObjectLease | None:
+    """The lease at a URL that a path stands for; None for any other path."""
+    return None if url_of(folder) is None else ObjectLease(folder)

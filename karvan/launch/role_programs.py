@@ -1,9 +1,10 @@
-"""The environment of a job's processes: what `JobEnvironment` has, and what torch needs.
+"""What the processes of a job run: their command lines, and their environments.
 
-Trainers have RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as well; not MASTER_ADDR and MASTER_PORT,
-since they find each other through the registry. If that is at a socket file, roles listen at files beside
-it. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface
-of KARVAN_HOST, unless it means all of them, or the job sets them itself.
+The environment is what `JobEnvironment` has, and what torch needs. Trainers have RANK, WORLD_SIZE, LOCAL_RANK
+and LOCAL_WORLD_SIZE as well; not MASTER_ADDR and MASTER_PORT, since they find each other through the
+registry. If that is at a socket file, roles listen at files beside it. GLOO_SOCKET_IFNAME and
+NCCL_SOCKET_IFNAME name the interface of KARVAN_HOST, unless it means all of them, or the job sets them
+itself.
 """
 
 from __future__ import annotations
@@ -12,18 +13,69 @@ import array
 import fcntl
 import ipaddress
 import json
+import os
 import socket
+import stat
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from karvan.job.address import socket_beside
-from karvan.job.checkpoint_url import url_of
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.environment import TORCH_NAMES, JobEnvironment
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import name_of
-from karvan.launch.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from karvan.launch.job_spec import JobSpec
+
+
+Commands = dict[Role, tuple[str, ...]]
+
+
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module of Karvan, and imports nothing from the current folder (`-P`)."""
+    return sys.executable, "-P", "-m", module, *arguments
+
+
+def commands_of(spec: JobSpec) -> Commands:
+    """The job's programs for trainers, and for loaders if it has one; Karvan's own for all others."""
+    commands: Commands = {}
+    for role in start_order():
+        section = spec.of_role(role)
+        program: Path | None = getattr(spec, role.program) if role.program else None
+        words = ("karvan", "role", role) if program is None else _program(spec, program)
+        if section.replicas:
+            commands[role] = module_command(*words, *section.args)
+    return commands
+
+
+def open_import_folders(spec: JobSpec) -> list[Path]:
+    """Folders that every user may write to, and from which the job's programs import: their own, and those of
+    PYTHONPATH, in which an empty entry is the current folder.
+    """
+    programs = [path for path in (spec.entry, spec.loader_entry) if path is not None and path.suffix == ".py"]
+    folders = [path.resolve().parent for path in programs]
+    if variable := os.environ.get("PYTHONPATH"):
+        folders += [Path(entry).resolve() for entry in variable.split(os.pathsep)]
+    return [folder for folder in dict.fromkeys(folders) if is_open_to_all(folder)]
+
+
+def is_open_to_all(folder: Path) -> bool:
+    """Whether every user of the machine may add files to a folder."""
+    return folder.is_dir() and bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
+def _program(spec: JobSpec, program: Path) -> tuple[str, ...]:
+    if spec.system is not None:
+        return "karvan", "run", "--as", spec.system, str(program)
+    if program.suffix != ".py":  # a config, whose folder is that of the job
+        folder = () if spec.checkpoints is None else ("--folder", shown(spec.checkpoints))
+        return "karvan", "train", str(program), *folder
+    return "karvan.launch.program", str(program)
+
 
 # Finds the network interface of a host, so that torch's ports listen only there.
 #
@@ -92,6 +144,12 @@ def _ipv6() -> list[tuple[str, _Address]]:
     return addresses
 
 
+# Keys of a job that its processes have as variables of the same name.
+_SAME_KEYS = {
+    *("mode", "staleness", "wire", "global_batches", "max_task_tries", "skip_bad_records", "on_server_loss")
+}
+
+
 def environment_of(
     spec: JobSpec,
     role: Role,
@@ -115,16 +173,8 @@ def environment_of(
         generation=generation,
         process=process,
         sharding="" if spec.sharding == "static" else spec.sharding,
-        global_batches=spec.global_batches,
-        max_task_tries=spec.max_task_tries,
-        skip_bad_records=spec.skip_bad_records,
-        mode=spec.mode,
-        staleness=spec.staleness,
-        wire=spec.wire,
-        lr_staleness=None if dense is None else dense.lr_staleness,
-        grads_to_wait=None if dense is None else dense.grads_to_wait,
-        tolerance=None if dense is None else dense.tolerance,
-        pull_every=None if dense is None else dense.pull_every,
+        **spec.model_dump(include=_SAME_KEYS),
+        **({} if dense is None else dense.model_dump()),
         counts={role: spec.of_role(role).replicas for role in start_order()},
         host=host or spec.host,
         port=port + index if port else 0,
@@ -133,7 +183,6 @@ def environment_of(
         data="" if spec.data is None else json.dumps(spec.data, default=str),
         threads=section.threads,
         capacity=getattr(section, "capacity", None),
-        on_server_loss=spec.on_server_loss,
         **_security(spec),
     ).variables()
     if section.threads is not None:

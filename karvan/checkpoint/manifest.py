@@ -1,7 +1,23 @@
 """`manifest.json`: the contents of a checkpoint, with a checksum of every file and of itself.
 
 The first line of the file carries the checksum of all bytes that follow it, so that anyone can check it:
-`tail -n +2 manifest.json | crc32 /dev/stdin`.
+`tail -n +2 manifest.json | crc32 /dev/stdin`. docs/checkpoint.md shows the files of a checkpoint; this is the
+rest:
+
+- **Parts** of a table are ranges of key hashes (`csrc/hash/mix.h`, version 1), so choosing files means
+  choosing shards. A part's entry has the upper 32 bits of its least hash, `first`; it ends where the next
+  one starts. One process divides a table into a power of two of equal parts. With several ranks, each rank
+  does the same with a number of parts that suits its own rows, and writes the hashes that it owns of each
+  part. Manifests without `first` have equal parts.
+- **Extras** (`extras` of a table): a file, or null, for each rank that saved it; rank 0's has the clock. A
+  file has the counters of the rank's own hashes, `filter_counts`, and `filter_place`: their position in the
+  whole filter, and its size. If two ranks have the same counter, the larger one counts. Older manifests
+  have one file, `extra`.
+- **Updates** (`updates` of a table on parameter servers): for each server, how many updates its rows
+  contain, by the `run` and `store` in which they are counted and by trainer. From it a restarted server
+  knows which updates are lost.
+- **Deltas**: `base` is the folder, step, id and checksum of the checkpoint before. A key can be removed and
+  added again, so a delta is applied by removing its keys first.
 """
 
 from __future__ import annotations
@@ -18,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
-from karvan.checkpoint.object_store.files import has_file, read_bytes
+from karvan.checkpoint.files import has_file, read_bytes
+from karvan.checkpoint.safetensors_file import FileEntry, checksum_text, unread_error
 from karvan.job.checkpoint_url import url_of
 from karvan.store.messages import first_hash_of, hashes_of
 from karvan.store.types import Keys

@@ -20,7 +20,7 @@ events:
     all trainers have ended with 0       the job is done
     Ctrl-C, SIGTERM                      the job stops, with code 130 or 143
     Ctrl-Z                               all stop, and continue with `fg` (`processes.py`)
-    the master dies                      the next one adopts the running processes (`job_state.py`)
+    the master dies                      the next one adopts the running processes (`processes.py`)
 
 A rollback kills all trainers, starts the next generation, then the servers that are not running and all
 trainers. Trainers resume from the newest checkpoint by themselves; servers that survived drop their rows when
@@ -39,270 +39,37 @@ import secrets
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
 from karvan.job.environment import ServerLoss
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import Engine, Handle, Process, end_text
+from karvan.launch.health import HealthCheck, Timing
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.role_commands import Commands, commands_of
-from karvan.launch.role_environment import environment_of
-from karvan.launch.supervision.health import HealthCheck, HealthSource
-from karvan.launch.supervision.job_state import JobState, MemberState
-from karvan.launch.supervision.processes import (
+from karvan.launch.processes import (
+    JobState,
     ManagedProcess,
     ManagedProcesses,
+    MemberState,
     Registration,
     Suspension,
+    handles_of,
     kill,
 )
-from karvan.launch.supervision.restarts import CrashLoopDetector, End, RestartBudget, Verdict
-from karvan.work.task import Task, TaskLease, holder_of
+from karvan.launch.restarts import CrashLoopDetector, End, RestartBudget, Verdict
+from karvan.launch.role_programs import Commands, environment_of
 
 if TYPE_CHECKING:
+    from karvan.discovery.registry import Registry
     from karvan.launch.job_spec import JobSpec
+    from karvan.work.service import WorkService
+    from karvan.work.trainer_group import TrainerGroup
 
 
-# The events that the supervisor of a job waits for: processes that end, and signals.
-#
-# Events are put from any thread, also by signal handlers, and taken only by the supervisor's loop. A request
-# to suspend (Ctrl-Z) is served here, in any state of the job: whoever waits for an event continues to wait
-# afterwards, for the remaining time, because `karvan.clock` does not count the pause.
-
-
-@dataclass(frozen=True)
-class ProcessEnded:
-    """A process has ended with this code, minus the signal if one killed it."""
-
-    process: Process
-    code: int
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """The job is to stop, because of this signal."""
-
-    signal: int
-
-
-@dataclass(frozen=True)
-class ScaleRequested:
-    """The job is to have this many trainers."""
-
-    trainers: int
-
-
-@dataclass(frozen=True)
-class _SuspendRequested:
-    """The job is to be suspended."""
-
-
-class EventQueue:
-    """Events in the order in which they happen; `suspend` suspends the job and returns when it is resumed."""
-
-    def __init__(self, suspend: Callable[[], None]) -> None:
-        self._queue: queue.SimpleQueue[ProcessEnded | StopRequested | ScaleRequested | _SuspendRequested] = (
-            queue.SimpleQueue()
-        )
-        self._suspend = suspend
-
-    def ended(self, process: Process, code: int) -> None:
-        """A process has ended."""
-        self._queue.put(ProcessEnded(process, code))
-
-    def stop(self, number: int) -> None:
-        """Request a stop, because of this signal."""
-        self._queue.put(StopRequested(number))
-
-    def scale(self, trainers: int) -> None:
-        """Request another number of trainers."""
-        self._queue.put(ScaleRequested(trainers))
-
-    def suspend(self) -> None:
-        """Request a pause."""
-        self._queue.put(_SuspendRequested())
-
-    def get(self, timeout: float) -> ProcessEnded | StopRequested | ScaleRequested | None:
-        """The next event; None if there is none within `timeout` seconds."""
-        until = clock.now() + timeout
-        while True:
-            remaining = until - clock.now()
-            try:
-                event = self._queue.get(timeout=max(remaining, 0.0))
-            except queue.Empty:
-                if clock.now() >= until:  # otherwise this process was stopped in the meantime
-                    return None
-                continue
-            if not isinstance(event, _SuspendRequested):
-                return event
-            self._suspend()
-
-
-# How a job ends: role by role, in the reverse of the order in which they start.
-#
-# Each process gets SIGTERM, and is killed if it takes too long. Trainers then save a checkpoint, for which
-# they need the others, so they are first. A second Ctrl-C kills all at once.
-
-
-_GRACE_OF_OTHERS = 10.0  # only trainers have a checkpoint to save
-
-
-class Shutdown:
-    """Stops the processes of a job; trainers have `grace` seconds for a checkpoint."""
-
-    def __init__(self, members: ManagedProcesses, events: EventQueue, logs: MergedLogs, grace: float) -> None:
-        self._members = members
-        self._events = events
-        self._logs = logs
-        self._grace = grace
-        self._hurry = False
-
-    def run(self) -> None:
-        """Stop all."""
-        for role in reversed(start_order()):
-            self._stop(role)
-
-    def _stop(self, role: Role) -> None:
-        grace = self._grace if role.saves else min(self._grace, _GRACE_OF_OTHERS)
-        if not self._hurry:
-            for member in self._members.of(role):
-                if member.running and member.handle is not None:
-                    member.handle.stop()
-            self._wait_for(role, grace)
-        late = [member for member in self._members.of(role) if member.running]
-        for member in late:
-            self._logs.say(f"{member.name} is killed.")
-        kill(late)
-        self._wait_for(role, _GRACE_OF_OTHERS, even_in_hurry=True)
-
-    def _wait_for(self, role: Role, seconds: float, *, even_in_hurry: bool = False) -> None:
-        deadline = clock.now() + seconds
-        while self._members.any_running(role) and (even_in_hurry or not self._hurry):
-            event = self._events.get(deadline - clock.now())
-            if isinstance(event, ProcessEnded):
-                self._members.note_end(event.process, event.code)
-            elif isinstance(event, StopRequested) and event.signal == signal.SIGINT:
-                self._logs.say("Killing all.")
-                self._hurry = True
-                kill(self._members)
-            elif event is None:
-                return
-
-
-# What a supervisor knows of the registry, the leased work and the group of trainers of its job.
-
-
-class RegistryView(HealthSource, Protocol):
-    """Where roles find each other; it also knows which of them are healthy."""
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-
-    def forget(self, role: Role, index: int) -> None:
-        """A process has ended; another one will replace it."""
-
-    def begin_generation(self, generation: int) -> None:
-        """Trainers are restarted, and rendezvous again."""
-
-
-class WorkView(Protocol):
-    """The leased work of a job."""
-
-    def release_process(self, process_holder: str) -> list[Task]:
-        """A process has died: its tasks wait for others. Returns them."""
-
-    def release_predictions(self, process_holder: str) -> bool:
-        """A process has died: its prediction tasks wait. Returns whether others predict, who continue."""
-
-    def has_work(self) -> bool:
-        """Whether processes have described work to lease."""
-
-    def is_complete(self) -> bool:
-        """Whether no work is left."""
-
-    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
-        """End leases of which nothing was heard for too long; returns them."""
-
-
-class GroupView(Protocol):
-    """The trainers that train together, if they come and go."""
-
-    def has_begun(self) -> bool:
-        """Whether trainers train together; until then nothing is lost with one of them."""
-
-    def remove(self, process: str) -> bool:
-        """A process has ended. Returns whether others are left, who continue without it."""
-
-    def has_left(self, process: str) -> bool:
-        """Whether a process has left the others before the end of training."""
-
-    def is_member(self, process: str) -> bool:
-        """Whether a process trains with others, or may do so soon."""
-
-    def trains(self, process: str) -> bool:
-        """Whether a process is in the current round."""
-
-    def expect(self, trainers: int) -> None:
-        """No more than this many trainers will come."""
-
-
-class NoGroup:
-    """A job whose trainers cannot do without each other."""
-
-    def has_begun(self) -> bool:
-        """They cannot start without each other."""
-        return True
-
-    def remove(self, process: str) -> bool:
-        """Nobody continues."""
-        return False
-
-    def has_left(self, process: str) -> bool:
-        """Nobody leaves."""
-        return False
-
-    def is_member(self, process: str) -> bool:
-        """Nobody comes and goes."""
-        return False
-
-    def trains(self, process: str) -> bool:
-        """Each may train."""
-        return True
-
-    def expect(self, trainers: int) -> None:
-        """Nobody waits for others."""
-
-
-class NoWork:
-    """A job without leased work."""
-
-    def release_process(self, process_holder: str) -> list[Task]:
-        """Nobody holds anything."""
-        return []
-
-    def release_predictions(self, process_holder: str) -> bool:
-        """Nobody predicts."""
-        return False
-
-    def has_work(self) -> bool:
-        """There is none."""
-        return False
-
-    def is_complete(self) -> bool:
-        """There is none."""
-        return True
-
-    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
-        """Nothing is late."""
-        return []
-
-
-_OF_SIGNALS = (
-    128  # such exit codes and larger ones, and negative ones, are of processes that a signal has ended
-)
+_GRACE_OF_OTHERS = 10.0  # seconds in which a process ends that has no checkpoint to save
+_OF_SIGNALS = 128  # such exit codes and larger ones are of processes that a signal has ended; so are negative
 _NOT_RETRIED = (USAGE, DAMAGED)
 _WORK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
 
@@ -315,55 +82,33 @@ class JobOutcome:
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds. Delays double with every restart, and are random, so that not all restart at once."""
-
-    backoff: float = 0.5
-    check: float = 1.0  # between checks of health
-    settle: float = 60.0  # after its start, in which the health of a process is not checked
-    start: float = 60.0  # in which a process connects; as long as stall_timeout, if that is longer
-    pause: float = 5.0  # of the master itself; longer ones are reported
-    lost: float = (
-        10.0  # without a heartbeat, after which a process counts as lost; trainers have six times as long
-    )
-
-
 @dataclass
 class Supervisor:
     """Supervises a job; `run` runs it to its end."""
 
     spec: JobSpec
     engine: Engine
-    registry: RegistryView
+    registry: Registry
     logs: MergedLogs
-    commands: Commands | None = None
-    timing: Timing = Timing()
+    commands: Commands
+    work: WorkService
+    group: TrainerGroup
+    timing: Timing = field(default_factory=Timing)
     owner: str = ""  # the id of the lease of its checkpoint folder
-    work: WorkView = field(default_factory=NoWork)
-    group: GroupView = field(default_factory=NoGroup)
     state: JobState = field(default_factory=JobState)
     started: Callable[[], None] = lambda: None  # called when all processes were started
     generation: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         spec, timing = self.spec, self.timing
-        self._commands = commands_of(spec) if self.commands is None else self.commands
-        self._members = ManagedProcesses({role: spec.of_role(role).most for role in start_order()})
-        self._trainers = self._members.of(Role.TRAINER)
+        self.members = ManagedProcesses({role: spec.of_role(role).most for role in start_order()})
+        self._trainers = self.members.of(Role.TRAINER)
         self._want_trainers(spec.roles.trainers.replicas)
-        self._suspension = Suspension(self._members, self.logs, timing.pause)
-        self._events = EventQueue(self._suspension.suspend)
-        self._health = HealthCheck(
-            self._members,
-            self.registry,
-            self.logs,
-            every=timing.check,
-            settle=timing.settle,
-            return_within=max(timing.settle, timing.lost),
-            start_within=timing.start,
-            stall_timeout=spec.stall_timeout,
-        )
+        self._suspension = Suspension(self.members, self.logs, timing.pause)
+        # What happens to processes and is asked for by signals and commands, put here from any thread.
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._hurry = False  # whether all are killed
+        self._health = HealthCheck(self.members, self.registry, self.logs, timing, spec.stall_timeout)
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
         self._crash_loop = CrashLoopDetector(spec.checkpoints)
         self._verdict = Verdict()
@@ -374,11 +119,11 @@ class Supervisor:
 
     def interrupt(self, number: int) -> None:
         """Stop, because of this signal. May be called by a signal handler, and from any thread."""
-        self._events.stop(number)
+        self._events.put(lambda: self._interrupt(number))
 
     def suspend(self) -> None:
         """Stop all processes and this one until it is continued. May be called like `interrupt`."""
-        self._events.suspend()
+        self._events.put(self._suspension.suspend)
 
     def run(self) -> JobOutcome:
         """Start all processes, keep them running, stop them in order."""
@@ -386,10 +131,10 @@ class Supervisor:
             self._continue()
         else:
             self.state.begun = True
-            self._start(member for member in self._members if member.wanted)
+            self._start([member for member in self.members if member.wanted])
         self.started()
         while self._outcome is None:
-            self._take(self._events.get(self._patience()))
+            self._take_event(self._patience())
             self._suspension.check()
             if self._outcome is None:
                 self._health.check()
@@ -398,14 +143,8 @@ class Supervisor:
                 self._start_due()
             self.group.expect(sum(trainer.wanted and trainer.code != 0 for trainer in self._trainers))
             self._save()
-        Shutdown(self._members, self._events, self.logs, self.spec.grace).run()
-        kill(self._members)
+        self._stop_all()
         return self._outcome
-
-    @property
-    def members(self) -> ManagedProcesses:
-        """All replicas."""
-        return self._members
 
     @property
     def stopping(self) -> bool:
@@ -414,21 +153,40 @@ class Supervisor:
 
     # Reacting to events
 
-    def _take(self, event: ProcessEnded | StopRequested | ScaleRequested | None) -> None:
-        if isinstance(event, ProcessEnded):
-            member = self._members.note_end(event.process, event.code)
-            if member is not None:
-                self._note_end(member, event.code)
-        elif isinstance(event, ScaleRequested):
-            self._scale(event.trainers)
-        elif event is not None:
+    def _take_event(self, seconds: float) -> bool:
+        """React to the next event; returns whether there was one within some seconds."""
+        until = clock.now() + seconds
+        while True:
+            try:
+                event = self._events.get(timeout=max(until - clock.now(), 0.0))
+            except queue.Empty:
+                if clock.now() >= until:  # otherwise this process was stopped in the meantime
+                    return False
+                continue
+            event()
+            return True
+
+    def _ended(self, process: Process, code: int) -> None:
+        self._events.put(lambda: self._take_end(process, code))
+
+    def _take_end(self, process: Process, code: int) -> None:
+        member = self.members.note_end(process, code)
+        if member is not None and self._outcome is None:
+            self._note_end(member, code)
+
+    def _interrupt(self, number: int) -> None:
+        if self._outcome is None:
             self.logs.say("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
-            self._outcome = JobOutcome(128 + event.signal)
+            self._outcome = JobOutcome(128 + number)
+        elif number == signal.SIGINT:
+            self.logs.say("Killing all.")
+            self._hurry = True
+            kill(self.members)
 
     def _note_end(self, member: ManagedProcess, code: int) -> None:
         """A process has ended: who has its work, and what follows from it."""
         if member.role.is_rank and self.spec.sharding == "dynamic":
-            name = holder_of(member.role, member.index, member.token)
+            name = member.holder
             has_left, begun = code == 0 and self.group.has_left(name), self.group.has_begun()
             predict = self.work.release_predictions(name)  # those of training wait until others have settled
             others = self.group.remove(name) or predict
@@ -454,12 +212,7 @@ class Supervisor:
             self.logs.say(f"{member.name} {end_text(code)}: the job continues with fewer trainers.")
         elif code == 0 and not has_left:
             self._react(member, code)
-        elif code in _NOT_RETRIED or (not free and self._is_crash_loop(member, code)):
-            self._fail(member, code if code in _NOT_RETRIED else FAILED, f"{member.name} {end_text(code)}.")
-        elif not free and not self._restarts.take():
-            failed = TEMPORARY if code == TEMPORARY else FAILED
-            self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
-        else:
+        elif self._may_restart(member, code, free=free):
             how = "has left" if has_left else end_text(code)
             continues = "the others continue, and it is" if others else "it is"
             self.logs.say(f"{member.name} {how}; {continues} restarted.")
@@ -482,30 +235,41 @@ class Supervisor:
                 self._outcome = JobOutcome(0)
         elif self._rollback is not None and not member.role.restarts_alone:
             pass  # the rollback restarts it
-        elif code in _NOT_RETRIED:
-            self._fail(member, code, f"{member.name} {end_text(code)}, which is not retried.")
-        elif self._is_crash_loop(member, code):
-            text = f"{member.name} {end_text(code)}, again without a newer checkpoint."
-            self._fail(member, FAILED, text)
-        elif not self._restarts.take():
-            failed = TEMPORARY if code == TEMPORARY else FAILED
-            self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
-        elif not (
-            member.role.restarts_alone
-            or (member.role.holds_rows and self.spec.on_server_loss is ServerLoss.RELOAD)
+        elif not self._may_restart(member, code, because=True):
+            return
+        elif member.role.restarts_alone or (
+            member.role.holds_rows and self.spec.on_server_loss is ServerLoss.RELOAD
         ):
+            self.logs.say(f"{member.name} {end_text(code)}; it is restarted.")
+            member.due = self._restarts.due()
+        else:
             self.logs.say(f"{member.name} {end_text(code)}; all trainers {self._crash_loop.next_start}.")
             self._stop_for_rollback()
             self._rollback = self._restarts.due()
             self._verdict.clear()
+
+    def _may_restart(
+        self, member: ManagedProcess, code: int, *, free: bool = False, because: bool = False
+    ) -> bool:
+        """Whether a process that has ended so may be restarted; if not, the job fails.
+
+        free: its end does not count. because: the failure says why it is not restarted.
+        """
+        if code in _NOT_RETRIED:
+            why, failed = ", which is not retried" if because else "", code
+        elif not free and self._is_crash_loop(member, code):
+            why, failed = ", again without a newer checkpoint" if because else "", FAILED
+        elif not free and not self._restarts.take():
+            why, failed = f", after {self._restarts}", TEMPORARY if code == TEMPORARY else FAILED
         else:
-            self.logs.say(f"{member.name} {end_text(code)}; it is restarted.")
-            member.due = self._restarts.due()
+            return True
+        self._fail(member, failed, f"{member.name} {end_text(code)}{why}.")
+        return False
 
     def _stop_for_rollback(self) -> None:
         """Kill all trainers; those that were about to start alone start with the others."""
         kill(self._trainers)
-        for member in self._members:
+        for member in self.members:
             if not member.role.restarts_alone:
                 member.due = None
 
@@ -527,25 +291,57 @@ class Supervisor:
         if not member.role.restarts_alone:
             kill(self._trainers)
 
+    # Stopping
+
+    def _stop_all(self) -> None:
+        """Stop all processes, role by role, in the reverse of the order in which they start.
+
+        Each gets SIGTERM, and is killed if it takes too long. Trainers then save a checkpoint, for which they
+        need the others, so they are first. A second Ctrl-C kills all at once.
+        """
+        for role in reversed(start_order()):
+            members = self.members.of(role)
+            if not self._hurry:
+                for handle in handles_of(members):
+                    handle.stop()
+                grace = self.spec.grace
+                self._wait_for(members, grace if role.saves else min(grace, _GRACE_OF_OTHERS))
+            late = [member for member in members if member.running]
+            for member in late:
+                self.logs.say(f"{member.name} is killed.")
+            kill(late)
+            self._wait_for(members, _GRACE_OF_OTHERS, even_in_hurry=True)
+        kill(self.members)
+
+    def _wait_for(
+        self, members: list[ManagedProcess], seconds: float, *, even_in_hurry: bool = False
+    ) -> None:
+        deadline = clock.now() + seconds
+        while handles_of(members) and (even_in_hurry or not self._hurry):
+            if not self._take_event(deadline - clock.now()):
+                return
+
     # The number of trainers
 
     def scale(self, trainers: int) -> None:
         """Have this many trainers from now on. May be called from any thread."""
-        self._events.scale(trainers)
+        self._events.put(lambda: self._scale(trainers))
 
     def _want_trainers(self, count: int) -> None:
         for member in self._trainers:
             member.wanted = member.index < count
 
     def _scale(self, trainers: int) -> None:
+        if self._outcome is not None:
+            return
         before = sum(trainer.wanted for trainer in self._trainers)
         self.logs.say(f"From {before} to {trainers} trainers.")
         self._want_trainers(trainers)
         for member in self._trainers:
             if not member.wanted:
                 member.due = None
-                if member.running and member.handle is not None:
-                    member.handle.stop()  # it finishes its batch and leaves
+                for handle in handles_of([member]):
+                    handle.stop()  # it finishes its batch and leaves
             elif not member.running and self._rollback is None:
                 member.due = clock.now()
 
@@ -553,7 +349,7 @@ class Supervisor:
 
     def _release_work(self, member: ManagedProcess) -> None:
         if member.role.holds_tasks:
-            tasks = self.work.release_process(holder_of(member.role, member.index, member.token))
+            tasks = self.work.release_process(member.holder)
             if tasks:
                 self.logs.say(f"{len(tasks)} tasks of {member.name} are leased to others.")
 
@@ -577,23 +373,19 @@ class Supervisor:
         connect = any(
             trainer.code == 0 and trainer.registration is not Registration.NONE for trainer in trainers
         )
+        if not (late and connect):
+            return
         settled = clock.now() - self.timing.settle
-        absent = [
-            trainer
+        restarting = [trainer for trainer in late if self._only_restarts(trainer) and self.work.has_work()]
+        needless = all(
+            trainer in restarting
+            or (trainer.starting and (trainer.waits_for_room or trainer.started <= settled))
             for trainer in late
-            if trainer.starting and (trainer.waits_for_room or trainer.started <= settled)
-        ]
-        restarting = (
-            [trainer for trainer in late if self._only_restarts(trainer)] if self.work.has_work() else []
         )
-        needless = all(trainer in absent or trainer in restarting for trainer in late)
-        if connect and late and needless and self.work.is_complete():
+        if needless and self.work.is_complete():
             names = ", ".join(trainer.name for trainer in late)
-            done = (
-                "all work is done while it is restarted"
-                if restarting
-                else "not connected yet, and no work is left"
-            )
+            absent = "not connected yet, and no work is left"
+            done = "all work is done while it is restarted" if restarting else absent
             self.logs.say(f"The job ends without {names}: {done}.")
             self._outcome = JobOutcome(0)
 
@@ -601,8 +393,7 @@ class Supervisor:
         """Whether a trainer was killed, and the process that replaces it does not train yet."""
         if member.due is not None:
             return bool(member.token)  # that of its last process
-        name = holder_of(member.role, member.index, member.token)
-        return member.running and member.restarted and not self.group.trains(name)
+        return member.running and member.restarted and not self.group.trains(member.holder)
 
     # Continuing the job of a master that died
 
@@ -621,7 +412,7 @@ class Supervisor:
                 member.wanted,
                 member.registration,
             )
-            for member in self._members
+            for member in self.members
         }
         state.save()
 
@@ -635,7 +426,7 @@ class Supervisor:
             self._outcome = JobOutcome(*state.outcome)
         self._rollback = now if state.rollback else None
         adopted = []
-        for member in self._members:
+        for member in self.members:
             saved = state.members.get(member.name, MemberState())
             member.token, member.generation, member.code = saved.process, saved.generation, saved.code
             member.wanted, member.registration = saved.wanted, Registration(saved.registration)
@@ -644,13 +435,13 @@ class Supervisor:
             member.due = now if waits and member.wanted else None
             if saved.process and saved.code is None:
                 member.process, member.started = self._process_of(member), now
-                member.handle = self.engine.adopt(member.process, saved.record, self._events.ended)
+                member.handle = self.engine.adopt(member.process, saved.record, self._ended)
                 member.handle.resume()  # the last master may have died while the job was suspended
                 adopted.append(member.name)
         self.logs.say(f"The master was restarted: generation {self.generation}, {len(adopted)} processes.")
         if self._rollback is not None:
             self._stop_for_rollback()
-        for member in self._members:
+        for member in self.members:
             pending = member.code is not None and member.due is None and self._rollback is None
             if pending and member.code is not None and self._outcome is None:
                 self._note_end(member, member.code)
@@ -660,7 +451,7 @@ class Supervisor:
     def _patience(self) -> float:
         """Seconds until there is something to do even without an event."""
         moments = [self._health.due, self._work_checked + _WORK_EVERY]
-        moments += [member.due for member in self._members if member.due is not None]
+        moments += [member.due for member in self.members if member.due is not None]
         if self._verdict.due is not None:
             moments.append(self._verdict.due)
         if self._rollback is not None and not any(trainer.running for trainer in self._trainers):
@@ -674,7 +465,7 @@ class Supervisor:
         due = self._rollback is not None and self._rollback <= now
         if due and not any(trainer.running for trainer in self._trainers):
             self._roll_back()
-        self._start([member for member in self._members if member.due is not None and member.due <= now])
+        self._start([member for member in self.members if member.due is not None and member.due <= now])
 
     def _roll_back(self) -> None:
         self._rollback = None
@@ -684,7 +475,7 @@ class Supervisor:
         self._start(
             [
                 member
-                for member in self._members
+                for member in self.members
                 if member.wanted
                 and not member.running
                 and (not member.role.restarts_alone or (member.role.finishes and member.code == 0))
@@ -709,10 +500,10 @@ class Supervisor:
         self._save()  # a master that is killed now leaves a process that the next one can find
         self.logs.begin(member.name)
         try:
-            member.handle = self.engine.start(member.process, self._events.ended)
+            member.handle = self.engine.start(member.process, self._ended)
         except OSError as error:  # such as a full disk
             self.logs.write(member.name, f"error: {member.name} could not be started: {error}.")
-            self._events.ended(member.process, TEMPORARY)
+            self._ended(member.process, TEMPORARY)
         self._save()
         return member.handle
 
@@ -726,4 +517,4 @@ class Supervisor:
             owner=self.owner,
             process=member.token,
         )
-        return Process(member.role, member.index, self._commands[member.role], environment)
+        return Process(member.role, member.index, self.commands[member.role], environment)

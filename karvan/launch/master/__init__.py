@@ -1,1 +1,0 @@
-"""The master of a launched job: registry, supervisor and ledger in one process, and calls about the job."""

@@ -1,1 +1,0 @@
-"""The supervisor of a job: what starts when, and what a death means."""
