@@ -8,7 +8,7 @@ from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.distributed import CollectiveChannel, RankError
-from karvan.outages import is_temporary
+from karvan.errors import is_temporary
 
 
 def together(

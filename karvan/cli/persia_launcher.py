@@ -28,7 +28,7 @@ from karvan.compat.persia.config import (
 )
 from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, wait_for_roles
 from karvan.compat.persia.utils import log_level
-from karvan.exit_codes import OK, USAGE
+from karvan.errors import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
 from karvan.launch.engines.local import ending_with_parent

@@ -31,7 +31,7 @@ from karvan.native import NativeCoreError, _native
 from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
-from karvan.wire.errors import RefusedError
+from karvan.wire.message import RefusedError
 
 # `GroupClient`: a trainer's calls to the master about the group that it trains in.
 

@@ -17,8 +17,8 @@ from typing import Any, Generic
 
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
+from karvan.errors import mark
 from karvan.job.roles import Role
-from karvan.outages import mark
 from karvan.protocol.embedding_worker import ABANDON_MEMBERS, ENGINE, MissingParts
 from karvan.ragged import IdsReference
 from karvan.wire import Array, Client, Message, Security

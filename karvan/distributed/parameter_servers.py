@@ -9,9 +9,8 @@ from typing import Any
 
 from karvan.discovery.directory import Addresses, find_role
 from karvan.distributed.step_commits import NoCommits, OwnCommits, StepCommits
-from karvan.job.environment import JobEnvironment
+from karvan.job.environment import MODES, JobEnvironment
 from karvan.job.roles import Role
-from karvan.job.sync_modes import MODES
 from karvan.protocol.parameter_server import ADD_TABLE, CHECK_FOLDER, RESTORE, SET_STATE
 from karvan.wire import Array, Client, Message, Reply, Security
 from karvan.wire.schema import A, Call

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from karvan.argument_checks import meant
-from karvan.job.environment import ServerLoss
-from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode
+from karvan.job.environment import SYNC, DenseSettings, ServerLoss, SyncMode
 
 IN_PROCESS = ("memory", "cuda")
 KINDS = (*IN_PROCESS, "sharded", "remote")

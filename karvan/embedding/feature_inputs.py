@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from karvan import ids
-from karvan.batch_slicing import rows_of
+from karvan import ids, native
 from karvan.embedding.table import POOLED, HashStack, Table
-from karvan.native import _native, output_buffers
-from karvan.ragged import IdsReference, IndexedRows, NestedRagged, OptionalText, Padded, Ragged, is_text
+from karvan.native import _native
+from karvan.ragged import (
+    IdsReference,
+    IndexedRows,
+    NestedRagged,
+    OptionalText,
+    Padded,
+    Ragged,
+    is_text,
+    rows_of,
+)
 from karvan.store import LookupProgram
 from karvan.store.base import Store
 from karvan.store.program import FeatureTensors, LookupInputs, OutputLayout, RemoteLookup, RowIndex
@@ -300,7 +308,7 @@ class FeatureInput(Output):
 
     def arrays(self) -> _native.FeatureArrays:
         """What the native call reads and writes, by address; allocates the output."""
-        self._out = output_buffers.empty(self._cells_out(), self.table.dim)
+        self._out = native.empty(self._cells_out(), self.table.dim)
         return _native.FeatureArrays(
             values=self.values.data_ptr(),
             cells=self.cells,

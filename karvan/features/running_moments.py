@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from karvan import ids
-from karvan.batch_slicing import as_offsets, values_of
 from karvan.features.ops.base import Op, expect_ids, expect_numbers
 from karvan.features.ops.hashing import items_of
 from karvan.features.ops.layout import as_text, is_text
-from karvan.ragged import Entry
+from karvan.ragged import Entry, as_offsets, values_of
 
 
 class RunningStatistics(ABC):

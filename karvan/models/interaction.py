@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from karvan import kernels
-from karvan.native import _native, output_buffers
+from karvan import kernels, native
+from karvan.native import _native
 
 _MOST_VECTORS = 64  # of a sample on a GPU: a kernel holds its vectors and products in shared memory
 
@@ -67,7 +67,7 @@ class _Pairs(torch.autograd.Function):
     def forward(first: Tensor, *vectors: Tensor) -> Tensor:
         samples, dim = vectors[0].shape
         extra = first.shape[1]
-        out = output_buffers.empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
+        out = native.empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
         if extra:
             out[:, :extra] = first
         if len(vectors) > 1 and samples:
@@ -86,7 +86,7 @@ class _Pairs(torch.autograd.Function):
         samples, dim = vectors[0].shape
         if gradient.stride(1) != 1:
             gradient = gradient.contiguous()
-        vectors_ = output_buffers.empty(samples, len(vectors), dim)
+        vectors_ = native.empty(samples, len(vectors), dim)
         if vectors_.numel():
             address = gradient.data_ptr() + 4 * ctx.extra
             _native.interact_backward(

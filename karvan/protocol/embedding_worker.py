@@ -23,8 +23,7 @@ from karvan.protocol.values import (
     expect_distinct,
     wire_dtype,
 )
-from karvan.wire.errors import RefusedError
-from karvan.wire.message import Array
+from karvan.wire.message import Array, RefusedError
 from karvan.wire.schema import (
     ANY,
     ArrayKind,

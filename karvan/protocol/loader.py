@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from karvan.protocol.master import PART_PATH, SEED, TASK
 from karvan.protocol.values import BATCH, NAME, NUMBER, TrainerHello, check_batch
-from karvan.protocol.work import PART_PATH, SEED, TASK
 from karvan.wire.message import Array
 from karvan.wire.schema import (
     ANY,

@@ -31,8 +31,7 @@ from karvan.protocol.values import (
     wire_dtype,
     words,
 )
-from karvan.wire.errors import RefusedError
-from karvan.wire.message import Array
+from karvan.wire.message import Array, RefusedError
 from karvan.wire.schema import (
     ANY,
     FLOAT32_MAX,

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from karvan import native
 from karvan.activity import MOST_WAITS
+from karvan.job.environment import MODES, SYNC
 from karvan.job.roles import all_roles
-from karvan.job.sync_modes import MODES, SYNC
-from karvan.native import rules
-from karvan.wire.errors import RefusedError
-from karvan.wire.message import Array
+from karvan.wire.message import Array, RefusedError
 from karvan.wire.schema import (
     FLOAT32_MAX,
     Boolean,
@@ -119,7 +118,7 @@ REGISTRY_CALLS = table_of(REGISTER, BEAT, LEAVE, GENERATION_OF_JOB, MEMBERS)
 
 MOST_DIM = 65536
 MOST_TABLES = 4096
-_MOST_STATE = max(columns * MOST_DIM + row for columns, row in rules.RULES.values())  # floats of a row
+_MOST_STATE = max(columns * MOST_DIM + row for columns, row in native.RULES.values())  # floats of a row
 
 NUMBER = Integer(0, 2**53)  # counts and identifiers
 STEP = Integer(0, 2**32 - 1)
@@ -163,8 +162,8 @@ DECLARED = MapOf(Struct(DeclaredTable), MOST_TABLES, TABLE)
 
 RULE = Fields(
     {
-        "kind": OneOf(*rules.RULES),
-        **dict.fromkeys(rules.FLOATS, FLOAT32),
+        "kind": OneOf(*native.RULES),
+        **dict.fromkeys(native.FLOATS, FLOAT32),
         "accumulate_last": Boolean(),
     }
 )

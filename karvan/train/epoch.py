@@ -17,7 +17,7 @@ from typing import Any
 from karvan.argument_checks import check_integers
 from karvan.data.loading.position import kind_of, mismatch
 from karvan.distributed import Connection
-from karvan.exit_codes import note_training
+from karvan.errors import note_training
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.dataset import UnfinishedError

@@ -30,7 +30,7 @@ from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.exit_codes import note_training
+from karvan.errors import note_training
 from karvan.job.checkpoint_url import local_path
 from karvan.label_columns import required_values
 from karvan.owner import Ownership

@@ -18,13 +18,12 @@ from karvan.checkpoint import Checkpoint, Checkpoints, find, warm_start
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.dense.communication import DenseCommunication, DenseReduce
+from karvan.display import Display, html_table, in_notebook
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.metrics.base import set_labels
-from karvan.monitor.plot_page import framed, plot_page
-from karvan.monitor.run_history import run_of
-from karvan.notebook import Display, html_table, in_notebook
+from karvan.monitor.plot_page import framed, plot_page, run_of
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.elastic.choice import FitHost, NoFit, host_of, make_fit, make_predictions

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeAlias, cast
 
 from typing_extensions import TypeVar, dataclass_transform, override
 
-from karvan.wire.errors import RefusedError
-from karvan.wire.message import Array, Message
+from karvan.wire.message import Array, Message, RefusedError
 
 # Kinds of values in the head of a message, declared once and checked on arrival.
 #

@@ -17,7 +17,7 @@ import pyarrow.flight as flight
 from karvan.job.address import UNIX, check_private, is_loopback
 from karvan.job.environment import JobEnvironment
 from karvan.system_limits import forbid_core_dumps
-from karvan.wire.errors import BusyError
+from karvan.wire.message import BusyError
 
 # The file that holds a job's token: read once, and checked when it is read.
 #

@@ -27,12 +27,25 @@ from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
+from karvan.errors import is_exhausted
 from karvan.job.address import binding, join_address, location, shut_connections
-from karvan.outages import is_exhausted
-from karvan.process_end import PreparedThread
-from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
-from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit
-from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Array, Message, Packed, pack, read, write
+from karvan.process_end import PreparedThread, close_at_exit, closed, finish_at_exit
+from karvan.wire.message import (
+    LARGE,
+    MOST_BYTES,
+    SCHEMA,
+    Array,
+    BusyError,
+    ListenError,
+    Message,
+    Packed,
+    PeerLostError,
+    RefusedError,
+    WireError,
+    pack,
+    read,
+    write,
+)
 from karvan.wire.schema import Call, CallTable, Fields, Kind, hello_fields, shown
 from karvan.wire.security import Security
 

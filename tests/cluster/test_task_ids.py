@@ -16,7 +16,7 @@ from karvan.cluster.loader.id_forwarding import SendTo, TaskIds
 from karvan.cluster.streams.loader_connection import LoaderConnection
 from karvan.cluster.streams.task_stream import resender, tasks_head
 from karvan.data.leasing.task_records import TaskToRead, records_done
-from karvan.outages import is_temporary
+from karvan.errors import is_temporary
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import RefusedError, Server
 from karvan.work.task import Task, TaskKind

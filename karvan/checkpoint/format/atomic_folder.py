@@ -31,9 +31,9 @@ from pathlib import Path
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.object_store import step_objects
+from karvan.errors import is_temporary
 from karvan.files import sync_folder
 from karvan.job.checkpoint_url import url_of
-from karvan.outages import is_temporary
 
 # Lock files of a folder, which other users cannot open.
 #

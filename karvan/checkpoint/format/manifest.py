@@ -23,7 +23,7 @@ from karvan.checkpoint.object_store.files import has_file, read_bytes
 from karvan.job.checkpoint_url import url_of
 from karvan.store.messages import first_hash_of, hashes_of
 from karvan.store.types import Keys
-from karvan.wire.errors import RefusedError
+from karvan.wire.message import RefusedError
 from karvan.wire.schema import Fields, Integer, ListOf, MapOf, Nullable, OneOf, Plain, Text, shown
 
 # Ranges of key hashes, by which tables are divided over ranks and files.

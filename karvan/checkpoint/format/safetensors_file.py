@@ -28,9 +28,9 @@ from karvan.activity import activity
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.object_store import objects
 from karvan.checkpoint.object_store.files import opened
+from karvan.errors import is_temporary
 from karvan.job.checkpoint_url import url_of
 from karvan.native import _native
-from karvan.outages import is_temporary
 from karvan.threads import cores
 
 # Limits how much of the machine a save takes while training continues.

@@ -14,9 +14,9 @@ from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.object_store import objects
+from karvan.errors import is_temporary
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
-from karvan.outages import is_temporary
 from karvan.owner.lease import FILE
 
 

@@ -2,7 +2,7 @@
 
 Errors are OSErrors that name the URL: a FileNotFoundError for an object that is not there, a PermissionError
 if the store refuses the request or does not have the bucket, which the same request will meet again, and an
-outage (`karvan/outages.py`) for everything else.
+outage (`karvan/errors.py`) for everything else.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError, reason
 from karvan.data.formats.paths import folders, join, resolve
+from karvan.errors import is_temporary
 from karvan.job.checkpoint_url import host_of, shown, split_query
-from karvan.outages import is_temporary
 
 # What clients of S3 and of Google's storage write for requests that will be refused again.
 _REFUSED = re.compile(

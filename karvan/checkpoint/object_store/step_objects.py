@@ -28,8 +28,8 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format import manifest as manifests
 from karvan.checkpoint.format.manifest import NAME, Manifest
 from karvan.checkpoint.object_store import objects
+from karvan.errors import is_temporary
 from karvan.job.checkpoint_url import shown
-from karvan.outages import is_temporary
 
 _log = logging.getLogger(__name__)
 

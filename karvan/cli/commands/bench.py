@@ -10,8 +10,16 @@ from typing import Any
 
 import typer
 
-from karvan.cli.errors import OK, CommandError, no_url
-from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
+from karvan.cli.output import (
+    JSON_PATH,
+    OK,
+    CommandError,
+    bytes_text,
+    console,
+    no_url,
+    print_table,
+    write_json,
+)
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
 

@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from karvan.cli.errors import FAILED, OK, STOPPED, CommandError, no_url
-from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
+from karvan.cli.output import (
+    FAILED,
+    JSON_PATH,
+    OK,
+    STOPPED,
+    CommandError,
+    bytes_text,
+    console,
+    no_url,
+    print_table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import karvan as kv

@@ -1,4 +1,4 @@
-"""`karvan doctor`: what is installed, what this machine has, what is slow on it and what to do about it."""
+"""`karvan version`; and `karvan doctor`: what this machine has, what is slow on it, and what to do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,39 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.commands.version import installed
-from karvan.cli.errors import FAILED, OK
-from karvan.cli.output import JSON_PATH, bytes_text, console, write_json
+import karvan
+from karvan.cli.output import FAILED, JSON_PATH, OK, bytes_text, console, write_json
 from karvan.system_limits import available_memory, limits
+
+# Looked up without importing them.
+_SHOWN = ("torch", "numpy", "pyarrow")
+
+
+def version(json_path: str | None = JSON_PATH) -> int:
+    """Show the versions of Karvan, Python and main packages.
+
+    \b
+    Examples:
+      karvan version
+      karvan version --json -
+    """
+    versions = {"karvan": karvan.__version__, "python": platform.python_version()}
+    versions |= {name: installed(name) or "not installed" for name in _SHOWN}
+    if not write_json(json_path, versions):
+        print(
+            "karvan",
+            ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(versions.items())[1:])]),
+        )
+    return OK
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 

@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from karvan.cli.errors import OK, CommandError, folder_of, no_url
-from karvan.cli.output import JSON_PATH, console, print_table, progress, write_json
+from karvan.cli.output import (
+    JSON_PATH,
+    OK,
+    CommandError,
+    console,
+    folder_of,
+    no_url,
+    print_table,
+    progress,
+    write_json,
+)
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:

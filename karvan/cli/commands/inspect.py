@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from karvan.cli.errors import DAMAGED, OK, CommandError, folder_of
 from karvan.cli.output import (
+    DAMAGED,
     JSON_PATH,
+    OK,
+    CommandError,
     bytes_text,
     console,
+    folder_of,
     number_text,
     print_table,
     progress,
     write_json,
 )
-from karvan.durations import ago_text
+from karvan.display import ago_text
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:

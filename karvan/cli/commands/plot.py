@@ -7,8 +7,7 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.errors import DAMAGED, OK, CommandError, folder_of
-from karvan.cli.output import console
+from karvan.cli.output import DAMAGED, OK, CommandError, console, folder_of
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 
@@ -41,8 +40,7 @@ def plot(
       karvan plot out/run out/other -o compare.html
       karvan plot log.csv --open
     """
-    from karvan.monitor.plot_page import plot_page
-    from karvan.monitor.run_history import HistoryError, read_runs
+    from karvan.monitor.plot_page import HistoryError, plot_page, read_runs
 
     folders = [_history_of(run) for run in runs]
     try:
@@ -67,7 +65,7 @@ def _history_of(run: str) -> Path:
         return path
     from karvan.checkpoint.object_store.files import explained, fetch
     from karvan.checkpoint.survey import is_step_name
-    from karvan.monitor.run_history import FILE
+    from karvan.monitor.plot_page import FILE
 
     folder = path.parent if is_step_name(path.name) else path
     with explained(folder):

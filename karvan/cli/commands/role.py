@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
+from karvan.cli.output import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
 from karvan.job.environment import set_variables, variable
 from karvan.system_limits import require_limits
 

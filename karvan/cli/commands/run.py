@@ -9,8 +9,8 @@ from types import TracebackType
 
 import typer
 
-from karvan.cli.errors import FAILED, OK, CommandError
-from karvan.exit_codes import code_of_program
+from karvan.cli.output import FAILED, OK, CommandError
+from karvan.errors import code_of_program
 from karvan.job.environment import JobEnvironment
 
 # What follows PROGRAM is the program's own.

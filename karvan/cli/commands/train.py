@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from karvan.cli.config.target import Target, pairs
-from karvan.cli.errors import INTERRUPTED, OK, STOPPED, CommandError
-from karvan.cli.feature_fitting import fit_features
-from karvan.cli.output import JSON_PATH, console, number_text, print_table, write_json
+from karvan.cli.output import (
+    INTERRUPTED,
+    JSON_PATH,
+    OK,
+    STOPPED,
+    CommandError,
+    CountedBatches,
+    console,
+    number_text,
+    print_table,
+    progress,
+    write_json,
+)
+from karvan.cli.target import DEVICE, target_of
 from karvan.job.checkpoint_url import shown
 from karvan.system_limits import require_limits
 
@@ -41,7 +51,7 @@ def train(
     eval_every: int | None = typer.Option(None, min=1, help="Evaluate every this many steps."),
     folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
     precision: str | None = typer.Option(None, help="fp32, bf16, fp16 or auto."),
-    device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
+    device: str | None = DEVICE,
     resume: bool = typer.Option(
         True, "--resume/--no-resume", help="Resume from the folder's newest checkpoint."
     ),
@@ -90,10 +100,7 @@ def train(
     from karvan.train import reset_termination
 
     reset_termination()  # each command starts afresh, even if several run in one process
-    options = {"folder": folder, "precision": precision, "device": device}
-    job = Target(
-        target, pairs(settings), {name: text for name, text in options.items() if text is not None}
-    ).job()
+    job = target_of(target, settings, folder=folder, precision=precision, device=device).job()
     changes: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
     job.trainer.resume_hint = f"To resume: {_command_to_resume(sys.argv[1:])}"
@@ -201,3 +208,40 @@ def _show(result: kv.train.FitResult) -> None:
             right=["training", "evaluation"],
         )
     sys.stdout.flush()
+
+
+def fit_features(job: kv.TrainingJob, *, quiet: bool) -> None:
+    """Fit the engines of a job that lack statistics: that of its data first, then those in its model.
+
+    A job that resumes from a checkpoint takes its statistics from there and needs no fit.
+    """
+    from karvan.features import FeatureEngine
+
+    transform = getattr(job.data, "transform", None)
+    if isinstance(transform, FeatureEngine) and transform.unfitted:
+        _fit_engine(transform, _pass_of(job.data, transform, transformed=False), quiet)
+    for module in job.trainer.model.modules():
+        if isinstance(module, FeatureEngine) and module.unfitted:
+            _fit_engine(module, _pass_of(job.data, module, transformed=True), quiet)
+
+
+def _pass_of(data: Any, engine: kv.FeatureEngine, *, transformed: bool) -> Iterable[Any]:
+    single_pass = getattr(data, "single_pass", None)
+    if single_pass is None:
+        raise CommandError(
+            f"FeatureEngine '{engine.name}' has no statistics yet for {', '.join(engine.unfitted)}. Expected "
+            f"data of kv.data.read, to find them in one pass, got {type(data).__name__}: call "
+            "engine.fit(batches) in job()."
+        )
+    return single_pass(transformed=transformed)  # type: ignore[no-any-return]
+
+
+def _fit_engine(engine: kv.FeatureEngine, batches: Iterable[Any], quiet: bool) -> None:
+    from karvan import distributed
+
+    names = ", ".join(engine.unfitted)
+    quiet = quiet or distributed.current().rank != 0
+    with progress("Fitting features", "samples", quiet=quiet) as steps:
+        engine.fit(CountedBatches(batches, steps))
+    if not quiet:
+        console(stderr=True).print(f"Fitted {names} to the training data.", markup=False)

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from typing_extensions import override
 
 from karvan.cluster.loader.statistics import LoaderStatistics
-from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
-from karvan.outages import mark
+from karvan.errors import DAMAGED, FAILED, TEMPORARY, code_of, mark
 from karvan.protocol.loader import NoAnswerYet, Whole
 from karvan.wire import Message, Request, Service
 from karvan.wire.schema import Head

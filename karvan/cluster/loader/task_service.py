@@ -47,7 +47,7 @@ from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import TaskToRead, places_of, rest_of
 from karvan.data.loading.pipeline import Closed
 from karvan.devices import require_cpu_batches
-from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
+from karvan.errors import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.protocol import loader as protocol
 from karvan.ragged import Batch, IdsReference
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, endpoints

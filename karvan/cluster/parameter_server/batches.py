@@ -26,8 +26,8 @@ from typing_extensions import override
 from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
 from karvan.cluster.parameter_server.done_once import AnswerWindow, SingleFlight
 from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, RowUpdates, WholePush
+from karvan.errors import mark
 from karvan.native import _native
-from karvan.outages import mark
 from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, to_wire
 from karvan.store.types import Keys, LookupContext

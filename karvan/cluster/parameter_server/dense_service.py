@@ -24,7 +24,7 @@ from typing import Any
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.step_policies import AsyncPolicy, Policy, SyncPolicy
 from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
-from karvan.job.sync_modes import DenseSettings
+from karvan.job.environment import DenseSettings
 from karvan.protocol import parameter_server as protocol
 from karvan.protocol.values import RunHello
 from karvan.wire import Endpoint, Message, RefusedError, Request

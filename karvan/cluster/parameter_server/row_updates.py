@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from karvan import native
 from karvan.cluster.parameter_server.done_once import TrainerBarrier
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.native import _native, output_buffers
+from karvan.native import _native
 from karvan.protocol.parameter_server import PullHead, PushHead, ServerHello
 from karvan.store import TableSpec
 from karvan.store.messages import floats, rule_from_json
@@ -378,7 +379,7 @@ def scaled(gradients: Vectors, scale: float) -> Vectors:
     """Gradients times scale, in float32, as a trainer would send them."""
     if scale == 1.0:
         return gradients
-    result: Vectors = output_buffers.empty(len(gradients)).numpy()
+    result: Vectors = native.empty(len(gradients)).numpy()
     return np.multiply(gradients, np.float32(scale), out=result)
 
 

@@ -30,7 +30,7 @@ from karvan.data.leasing.record_search import SearchResult, search_with
 from karvan.data.leasing.task_records import TakenRecords, TaskToRead, places_of, rest_of
 from karvan.data.loading.read_jobs import Order
 from karvan.data.source import Split
-from karvan.outages import mark
+from karvan.errors import mark
 from karvan.protocol import loader as protocol
 from karvan.protocol.loader import NoAnswerYet
 from karvan.ragged import REFERENCE, Batch, IdsReference

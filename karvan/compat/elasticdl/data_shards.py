@@ -43,9 +43,9 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.task_records import numbers_of, places_of
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
+from karvan.process_end import first_at_exit, not_at_exit
 from karvan.torch_internals import is_leaving_loader, loader_batch
 from karvan.wire import Security
-from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 from karvan.work.ledger import NoTask
 from karvan.work.task import TaskLease, WorkSpec, holder_of
 

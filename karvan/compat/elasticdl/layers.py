@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from karvan.argument_checks import listed
-from karvan.batch_slicing import values_of
 from karvan.compat.elasticdl.contract import ContractError, table_name
 from karvan.compat.unsupported import require_default
 from karvan.embedding import EmbeddingEngine, Table, init, optim
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.ragged import Ragged
+from karvan.ragged import Ragged, values_of
 
 _NAMES: dict[str, init.Initialiser] = {
     "uniform": init.Uniform(-0.05, 0.05),

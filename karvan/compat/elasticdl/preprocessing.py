@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from karvan.batch_slicing import values_of
 from karvan.compat.elasticdl.contract import table_name
 from karvan.compat.elasticdl.layers import Embedding
 from karvan.compat.unsupported import UnsupportedError
@@ -28,7 +27,7 @@ from karvan.features import Feature, FeatureEngine
 from karvan.features.ops.layout import is_text as has_text
 from karvan.features.ops.layout import with_values
 from karvan.features.ops.vocabulary import words_from_file
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, values_of
 
 COLUMN = "x"
 

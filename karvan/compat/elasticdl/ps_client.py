@@ -34,7 +34,7 @@ from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
 from karvan.embedding import EmbeddingEngine, Table, init
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.job.sync_modes import ASYNC, DenseSettings
+from karvan.job.environment import ASYNC, DenseSettings
 from karvan.ragged import Batch
 from karvan.store import LookupContext
 

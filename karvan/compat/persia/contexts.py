@@ -48,9 +48,9 @@ from karvan.compat.persia.env import connect, join_job, wait_for_roles
 from karvan.compat.programs import program_error
 from karvan.job.checkpoint_url import local_path
 from karvan.job.roles import Role
+from karvan.process_end import first_at_exit, not_at_exit
 from karvan.protocol.parameter_server import STATS
 from karvan.train import EvalContext, TrainContext
-from karvan.wire.exit_hooks import first_at_exit, not_at_exit
 
 Prepared = tuple[list[Tensor], list[Tensor], list[Tensor] | None]
 

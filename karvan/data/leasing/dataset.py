@@ -32,7 +32,7 @@ from karvan.data.loading.settings import ReadSettings
 from karvan.data.loading.shuffle import default_split_records
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS
-from karvan.exit_codes import is_ours, origin_of
+from karvan.errors import is_ours, origin_of
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
 from karvan.wire import Security

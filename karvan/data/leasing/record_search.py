@@ -26,7 +26,7 @@ from karvan.data.loading.read_jobs import Order, joined
 from karvan.data.loading.settings import ReadSettings
 from karvan.data.retry import RetryingSource
 from karvan.distributed import RankError
-from karvan.outages import is_out_of_memory, is_temporary
+from karvan.errors import is_out_of_memory, is_temporary
 from karvan.ragged import Batch
 from karvan.wire import RefusedError
 from karvan.work.ledger import JobFailedError

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from karvan.batch_slicing import join_batches, split_batch, with_optional_values
-from karvan.ragged import Batch, Entry
+from karvan.ragged import Batch, Entry, join_batches, split_batch, with_optional_values
 
 Rows: TypeAlias = "pa.RecordBatch | Batch"
 Decode = Callable[[pa.RecordBatch], Batch]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, join_rows, offsets_from, rows_of, split_rows, values_of
 from karvan.features.ops.layout import (
     as_text,
     check_rows,
@@ -29,7 +28,19 @@ from karvan.features.ops.layout import (
     kind_of,
     with_values,
 )
-from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.ragged import (
+    Entry,
+    NestedRagged,
+    OptionalRagged,
+    OptionalText,
+    Ragged,
+    as_offsets,
+    join_rows,
+    offsets_from,
+    rows_of,
+    split_rows,
+    values_of,
+)
 
 # Steps on columns with missing values: they run on the present values.
 #

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import RowOp, expect_text
 from karvan.features.ops.layout import describe, describe_for_ids, is_text, keep, row_numbers
-from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged, as_offsets, offsets_from, values_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from karvan import ids
-from karvan.batch_slicing import as_offsets, join_rows, values_of
 from karvan.features.ops.base import Op, expect_text
 from karvan.features.ops.layout import describe_for_ids, is_text, with_values
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, join_rows, values_of
 
 
 class StringOp(Op):

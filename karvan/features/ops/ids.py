@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from karvan import ids
-from karvan.batch_slicing import as_offsets, values_of
 from karvan.features.ops.base import ChainStep, ElementOp, Number, Op, expect_ids
 from karvan.features.ops.layout import describe
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, values_of
 
 SIGN = 1 << 63
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from, values_of
-from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged, as_offsets, offsets_from, values_of
 
 
 def flat_values(entry: Entry) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import Number, RowOp
 from karvan.features.ops.layout import (
     as_ragged,
@@ -21,7 +20,7 @@ from karvan.features.ops.layout import (
     keep,
     row_numbers,
 )
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, offsets_from, values_of
 
 
 @dataclass(frozen=True)

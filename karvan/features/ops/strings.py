@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from
 from karvan.features.ops.base import ElementOp, GroupRowOp, Op, RowOp, expect_text, spread
 from karvan.features.ops.layout import (
     check_rows,
@@ -24,7 +23,7 @@ from karvan.features.ops.layout import (
     row_numbers,
     take,
 )
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, offsets_from
 
 
 @dataclass(frozen=True)

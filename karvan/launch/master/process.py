@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
+from karvan.errors import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
 from karvan.job.address import is_everywhere
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.roles import Role, role_of, start_order

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from karvan.distributed import Connection
 from karvan.distributed.parameter_servers import Servers
-from karvan.outages import is_temporary
+from karvan.errors import is_temporary
 from karvan.protocol import parameter_server as protocol
 from karvan.store.base import StoredTable
 from karvan.store.messages import hashes_of, owners_of

@@ -28,8 +28,7 @@ from karvan.activity import activity
 from karvan.data.leasing.record_search import blaming
 from karvan.dense.remote import ElasticDense
 from karvan.distributed.step_commits import OwnCommits, SentCommit, Tally
-from karvan.exit_codes import note_training
-from karvan.outages import mark
+from karvan.errors import mark, note_training
 from karvan.train.elastic.elastic_fit import ElasticFit
 from karvan.train.elastic.group_steps import Agreement, Contribution
 from karvan.train.elastic.leased_work import FitSteps, LeasedFit, TakenBatch

@@ -44,7 +44,7 @@ from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import records_done
 from karvan.distributed import RankError
 from karvan.distributed.elastic import ElasticGroup, Standing, Standings
-from karvan.exit_codes import note_training
+from karvan.errors import note_training
 from karvan.ragged import Batch
 from karvan.train.callbacks import TrainerView
 from karvan.train.elastic.group_steps import Agreement, GroupSteps

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from karvan.data.identity import Identity
+from karvan.display import duration_text
 from karvan.distributed import Connection
-from karvan.durations import duration_text
 from karvan.job.checkpoint_url import shown
 from karvan.job.environment import JobEnvironment
 from karvan.train.reporting.progress import memory_bytes, memory_owner

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from karvan.display import duration_text, html_table
 from karvan.distributed import CollectiveChannel
-from karvan.durations import duration_text
-from karvan.notebook import html_table
 from karvan.train.losses import split_reports
 from karvan.train.state.gathering import summed
 

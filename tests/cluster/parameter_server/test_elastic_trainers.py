@@ -17,8 +17,7 @@ from support_paths import support_path
 import karvan as kv
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
-from karvan.job.environment import ServerLoss
-from karvan.job.sync_modes import ASYNC, DenseSettings
+from karvan.job.environment import ASYNC, DenseSettings, ServerLoss
 from karvan.train.elastic.group_steps import Agreement, Contribution, JointStep
 from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
 from karvan.train.step.precision import make_precision

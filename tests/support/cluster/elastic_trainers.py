@@ -14,7 +14,7 @@ from sharded_programs import FEATURES, global_batch, loss_of, optimizer_of, part
 import karvan as kv
 from karvan.distributed.connection import Connection
 from karvan.distributed.settings import ConnectionSettings
-from karvan.job.sync_modes import MODES
+from karvan.job.environment import MODES
 from karvan.store.remote.store import RemoteStore
 
 

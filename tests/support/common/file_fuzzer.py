@@ -24,8 +24,8 @@ from mutations import copied, mutated
 
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from karvan.checkpoint import inspect as checkpoint_inspect
-from karvan.cli.config.schema import read_config
-from karvan.cli.errors import CommandError
+from karvan.cli.config import read_config
+from karvan.cli.output import CommandError
 from karvan.launch.engines.choice import check_engine
 from karvan.launch.job_spec import read_spec
 from karvan.launch.role_commands import commands_of

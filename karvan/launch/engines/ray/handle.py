@@ -18,7 +18,7 @@ import ray
 from ray import exceptions
 
 from karvan.clock import clock
-from karvan.exit_codes import USAGE
+from karvan.errors import USAGE
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.ray.actor import TAKE_SECONDS, Location, LogLines, Started
 from karvan.launch.engines.ray.cluster import RayCluster

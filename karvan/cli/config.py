@@ -1,23 +1,295 @@
-"""From a config to a `kv.TrainingJob`: finds classes by name and checks their arguments."""
+"""The config of `karvan train my.yaml`: its keys, and the `kv.TrainingJob` that is made of it.
+
+Unknown keys, and wrong values, are errors that name them. Values that name one of Karvan's or torch's classes
+(a model, a loss, an optimizer, …) are a name alone, or a mapping with `name` and arguments, which are checked
+against the class's parameters when it is created.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 import karvan as kv
 from karvan.argument_checks import listed
-from karvan.cli.config import schema as configs
-from karvan.cli.config.schema import Named
-from karvan.cli.errors import CommandError
+from karvan.cli.output import CommandError
 from karvan.data.columns.declarations import column_from_settings
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.settings import (
+    Count,
+    CountOrZero,
+    FolderOrURL,
+    Integer,
+    Positive,
+    Section,
+    parse,
+    problem_text,
+    read_settings,
+)
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+
+
+class Named(BaseModel):
+    """A class by name, with arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments, without the name."""
+        return dict(self.model_extra or {})
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _named_or(default: str) -> BeforeValidator:
+    """A class by name; arguments without a name are for the default class."""
+
+    def complete(value: Any) -> Any:
+        value = _named(value)
+        return {"name": default, **value} if isinstance(value, dict) else value
+
+    return BeforeValidator(complete)
+
+
+Choice = Annotated[Named, BeforeValidator(_named)]
+Paths = Annotated[list[str], BeforeValidator(_listed)]
+Names = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class Column(Section):
+    """A column that is read differently from what its type suggests; see docs/data.md."""
+
+    name: str
+    kind: Literal["fixed", "varlen", "raw"] = "fixed"
+    default: float | int | str | list[float] | None = None
+    length: Count | None = None
+    dtype: Literal["int64", "float32", "float64", "bool"] | None = None
+    hash: Literal["farm", "murmur", "farm63", "murmur63"] | None = None
+    bucket: CountOrZero | None = None
+
+
+class Data(Section):
+    """Files or tables, and how they are read; the options of `kv.data.read`."""
+
+    train: Paths
+    eval: Paths | None = None
+    batch_size: Count = 4096
+    eval_batch_size: Count | None = None
+    shuffle: CountOrZero = 0
+    seed: Integer = 0
+    columns: list[str | Column] | None = None
+    labels: list[str] = Field(default_factory=list)
+    format: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    workers: Count = 2
+    device: str | None = None
+    retry_seconds: Annotated[float, Field(ge=0)] = 60.0
+
+
+class Table(Section):
+    """A table's options; see docs/guide.md."""
+
+    name: str | None = None
+    combiner: Literal["sum", "mean", "mean_by_count", "mean_by_density", "sqrtn"] = "mean"
+    use_weights: bool = True
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    init: Choice | None = None
+    admit: Choice | None = None
+    evict: Choice | None = None
+    device: Literal["cpu", "cuda"] | None = None
+    read_only: bool = False
+    missing: Literal["error", "empty"] = "error"
+    padding_idx: int | None = None
+
+
+class Model(Named):
+    """A model of kv.models with its arguments; `table` is for all ids, `tables` for some by name."""
+
+    table: Table | None = None
+    tables: dict[str, Table] = {}
+    wide_table: Table | None = None
+
+
+class Optimizers(Section):
+    """One of torch.optim for the net, and one of kv.optim for the tables; null if all of them are frozen."""
+
+    dense: Annotated[Named | None, _named_or("Adam")] = Named(name="Adam")
+    sparse: Annotated[Named | None, _named_or("Adagrad")] = Named.model_validate(
+        {"name": "Adagrad", "lr": 0.05}
+    )
+    schedule: Choice | None = None
+    schedule_per: Literal["step", "epoch"] = "step"
+
+
+class Early(Section):
+    """Stop when a metric does not improve any more."""
+
+    metric: str
+    patience: Count = 1
+    mode: Literal["max", "min"] = "max"
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class WarmStartSection(Section):
+    """The checkpoint that a new run starts from; the options of `kv.checkpoint.warm_start`."""
+
+    path: FolderOrURL
+    tables: Paths = Field(default=["*"])
+    dense: Paths = Field(default=["*"])
+    exclude: Paths = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    optimizer_state: bool = True
+
+
+class DenseReduceSection(Section):
+    """How ranks average dense gradients; `rank` and `start_step` are those of `kv.train.PowerSGD`."""
+
+    name: Literal["mean", "bf16", "fp16", "powersgd"] = "mean"
+    rank: Count | None = None
+    start_step: CountOrZero | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of PowerSGD that are set."""
+        return {name: value for name in ("rank", "start_step") if (value := getattr(self, name)) is not None}
+
+    @model_validator(mode="after")
+    def _only_powersgd_has_options(self) -> DenseReduceSection:
+        if self.options and self.name != "powersgd":
+            raise ValueError(f"{' and '.join(self.options)} is for powersgd, got {self.name}")
+        return self
+
+
+class Train(Section):
+    """How long to train, and how a step is made."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "log_every": "loggers.every",
+        "checkpoint_every": "checkpoints.every",
+    }
+
+    epochs: Count | None = None
+    max_steps: Count | None = None
+    eval_every: Count | None = None
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    frozen: Names = Field(default_factory=list)
+    gradient_accumulation_steps: Count = 1
+    global_accumulation_steps: Count | None = None
+    clip_norm: Positive | None = None
+    clip_value: Positive | None = None
+    dense_reduce: Annotated[DenseReduceSection, BeforeValidator(_named)] = DenseReduceSection()
+    average_every: Count = 1
+    find_unused_parameters: bool = False
+    device: str | None = None
+    seed: Integer = 0
+    prefetch: CountOrZero = 2
+    early_stopping: Early | None = None
+    warm_start: WarmStartSection | None = None
+
+
+class Best(Section):
+    """The metric whose best checkpoint is not deleted."""
+
+    metric: str
+    mode: Literal["max", "min"] = "max"
+
+
+class Saved(Section):
+    """Checkpoints; without a folder there are none."""
+
+    folder: FolderOrURL | None = None
+    every: Count | None = None
+    seconds: Positive | None = 600.0
+    tolerate_failed_saves: CountOrZero = 3
+    save_retry_seconds: Annotated[float, Field(ge=0)] = 60.0
+    keep_last: Count | None = 3
+    keep_best: Best | None = None
+    full_every: Count = 1
+    writers: Annotated[int, Field(ge=1, le=256)] = 3
+
+
+class LogSection(Section):
+    """Files to which the numbers of training are logged, every `every` steps; without it, 50 to 100 times."""
+
+    csv: Path | None = None
+    jsonl: Path | None = None
+    tensorboard: Path | None = None
+    every: Count | None = None
+
+
+class Predict(Section):
+    """Columns to write with the predictions."""
+
+    columns: list[str] = Field(default_factory=list)
+
+
+class Config(Section):
+    """A complete config."""
+
+    connect: Choice | None = None  # the kind and the options of `kv.connect`
+    data: Data
+    features: dict[str, list[str | dict[str, Any]]] = Field(default_factory=dict)
+    model: Annotated[Model, BeforeValidator(_named)]
+    # A mapping with `name` is one loss; otherwise it is several losses by name.
+    loss: Annotated[Named | dict[str, Choice], Field(union_mode="left_to_right"), BeforeValidator(_named)] = (
+        Named(name="BinaryCrossEntropy")
+    )
+    optimizers: Optimizers = Optimizers()
+    train: Train = Train()
+    metrics: list[Choice] | dict[str, Choice] = Field(default=[Named(name="AUC")])
+    checkpoints: Saved = Saved()
+    loggers: LogSection = LogSection()
+    predict: Predict = Predict()
+
+
+def read_config(path: Path, settings: Mapping[str, str]) -> Config:
+    """Read a config, with changed values such as {"train.epochs": "3"}."""
+    return read_settings(Config, path, settings)
+
+
+def convert(name: str, text: str, kind: Any) -> Any:
+    """Convert text of the command line to a value of an annotated type."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        return adapter.validate_python(text)
+    except ValidationError as first:
+        try:
+            parsed = parse(text)
+            value = adapter.validate_python(parsed)
+            if isinstance(parsed, bool) and not isinstance(value, bool):
+                raise ValueError(f"{parsed} is not a number")
+            return value
+        except (ValueError, yaml.YAMLError):
+            expected = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
+            problem = first.errors()[0]["msg"]
+            raise CommandError(
+                f"{name} must be {expected}, got '{text}': {problem_text(problem)}."
+            ) from first
+
 
 # Finds classes by name, checks their arguments and creates them; errors name the config key.
 
@@ -91,7 +363,7 @@ _EVICTIONS = {
 }
 
 
-def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
+def make_job(config: Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
     """The job of a config; without `training` its training data is not opened."""
     connect_tables(config.connect)
     torch.manual_seed(config.train.seed)
@@ -156,13 +428,13 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
     )
 
 
-def connect_tables(config: configs.Named | None) -> None:
+def connect_tables(config: Named | None) -> None:
     """Choose where tables are, by `kv.connect`: `cuda`, or `{name: cuda, …}` with its options.
 
     The trainers of a launched job have them on its parameter servers, unless the config says otherwise.
     """
     if config is None and JobEnvironment.read().role == Role.TRAINER:
-        config = configs.Named(name="remote")
+        config = Named(name="remote")
     if config is None:
         return
     check_arguments(kv.connect, "connect", (config.name,), config.arguments, ("kind",))
@@ -189,20 +461,20 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
     return kv.FeatureEngine(built) if built else None
 
 
-def make_model(config: configs.Model) -> torch.nn.Module:
+def make_model(config: Model) -> torch.nn.Module:
     """A model of kv.models."""
     classes = classes_of(kv.models, torch.nn.Module)
     kind = find_class("model", classes, config.name)
     arguments = config.arguments
     dim = arguments.get("dim", inspect.signature(kind).parameters["dim"].default)
-    like = _table(config.table or configs.Table(), dim, "model.table")
+    like = _table(config.table or Table(), dim, "model.table")
     if config.table is not None or config.tables:
         names = arguments.get("ids", ())
         tables = dict.fromkeys(names, like)
         for name, table in config.tables.items():
             # Options that a table does not set are those of `model.table`.
             merged = {**dict(config.table or {}), **table.model_dump(exclude_unset=True)}
-            tables[name] = _table(configs.Table.model_validate(merged), dim, f"model.tables.{name}")
+            tables[name] = _table(Table.model_validate(merged), dim, f"model.tables.{name}")
         arguments["table"] = tables
     if config.wide_table is not None:
         wide = _table(config.wide_table, 1, "model.wide_table")
@@ -214,18 +486,16 @@ def make_model(config: configs.Model) -> torch.nn.Module:
     return model
 
 
-def make_loss(choices: configs.Named | Mapping[str, configs.Named]) -> Any:
+def make_loss(choices: Named | Mapping[str, Named]) -> Any:
     """A loss of kv.losses, or several by name, each with an optional `times`."""
-    if isinstance(choices, configs.Named):
+    if isinstance(choices, Named):
         return make_by_name("loss", _losses(), choices, "loss")
     losses, weights = {}, {}
     for name, choice in choices.items():
         arguments = choice.arguments
         if "times" in arguments:
             weights[name] = float(arguments.pop("times"))
-        losses[name] = make_by_name(
-            "loss", _losses(), configs.Named(name=choice.name, **arguments), f"loss.{name}"
-        )
+        losses[name] = make_by_name("loss", _losses(), Named(name=choice.name, **arguments), f"loss.{name}")
     return kv.losses.Sum(losses, weights)
 
 
@@ -233,7 +503,7 @@ def _losses() -> dict[str, Any]:
     return classes_of(kv.losses, kv.losses.ColumnLoss)
 
 
-def make_metrics(choices: Sequence[configs.Named] | Mapping[str, configs.Named], loss: Any) -> dict[str, Any]:
+def make_metrics(choices: Sequence[Named] | Mapping[str, Named], loss: Any) -> dict[str, Any]:
     """Metrics of kv.metrics, a list or by names; the output is that of a single loss."""
     classes = classes_of(kv.metrics, kv.metrics.Metric)
     if not isinstance(choices, Mapping):
@@ -244,8 +514,8 @@ def make_metrics(choices: Sequence[configs.Named] | Mapping[str, configs.Named],
     }
 
 
-def _by_short_name(metrics: Sequence[tuple[Any, configs.Named]]) -> dict[str, configs.Named]:
-    named: dict[str, configs.Named] = {}
+def _by_short_name(metrics: Sequence[tuple[Any, Named]]) -> dict[str, Named]:
+    named: dict[str, Named] = {}
     for kind, choice in metrics:
         if kind.short_name in named:
             raise CommandError(
@@ -256,16 +526,16 @@ def _by_short_name(metrics: Sequence[tuple[Any, configs.Named]]) -> dict[str, co
     return named
 
 
-def _of_loss(classes: Mapping[str, Any], metric: configs.Named, loss: Any) -> configs.Named:
+def _of_loss(classes: Mapping[str, Any], metric: Named, loss: Any) -> Named:
     """The metric with the output of a single loss; its label is set by the Trainer."""
     if not isinstance(loss, kv.losses.ColumnLoss):
         return metric
     parameters = inspect.signature(find_class("metric", classes, metric.name)).parameters
     usual = {"output": loss.output} if "output" in parameters else {}
-    return configs.Named(name=metric.name, **{**usual, **metric.arguments})
+    return Named(name=metric.name, **{**usual, **metric.arguments})
 
 
-def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
+def _table(config: Table, dim: int, where: str) -> kv.Table:
     usual = kv.init.Uniform(-(dim**-0.5), dim**-0.5)
     parts: dict[str, Any] = {
         "init": usual
@@ -295,7 +565,7 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
     return table
 
 
-def _sparse(config: configs.Named | None) -> kv.optim.SparseOptimizer | None:
+def _sparse(config: Named | None) -> kv.optim.SparseOptimizer | None:
     if config is None:
         return None
     classes = classes_of(kv.optim, kv.optim.SparseOptimizer)
@@ -305,7 +575,7 @@ def _sparse(config: configs.Named | None) -> kv.optim.SparseOptimizer | None:
     return optimizer
 
 
-def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimizer] | None:
+def _dense(config: Named | None) -> Callable[[Any], torch.optim.Optimizer] | None:
     if config is None:
         return None
     classes = classes_of(torch.optim, torch.optim.Optimizer)
@@ -315,11 +585,11 @@ def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimize
     return lambda parameters: build("optimizers.dense", kind, parameters, **arguments)
 
 
-def _dense_reduce(config: configs.DenseReduceSection) -> str | kv.train.PowerSGD:
+def _dense_reduce(config: DenseReduceSection) -> str | kv.train.PowerSGD:
     return kv.train.PowerSGD(**config.options) if config.name == "powersgd" else config.name
 
 
-def _schedule(config: configs.Named | None) -> Any:
+def _schedule(config: Named | None) -> Any:
     if config is None:
         return None
     schedulers = torch.optim.lr_scheduler
@@ -330,7 +600,7 @@ def _schedule(config: configs.Named | None) -> Any:
     return lambda optimizer: build("optimizers.schedule", kind, optimizer, **arguments)
 
 
-def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
+def _checkpoints(config: Saved) -> kv.Checkpoints | None:
     if config.folder is None:
         return None
     best = config.keep_best
@@ -343,7 +613,7 @@ def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
     )
 
 
-def _loggers(config: configs.LogSection) -> list[Logger]:
+def _loggers(config: LogSection) -> list[Logger]:
     kinds: dict[str, Callable[[Any], Logger]] = {
         "csv": CSVLogger,
         "jsonl": JSONLinesLogger,
@@ -353,7 +623,7 @@ def _loggers(config: configs.LogSection) -> list[Logger]:
 
 
 def _read(
-    data: configs.Data,
+    data: Data,
     paths: Sequence[str],
     batch_size: int,
     transform: kv.FeatureEngine | None,
@@ -381,7 +651,7 @@ def _read(
         raise CommandError(f"data: {error}") from error
 
 
-def _column(choice: str | configs.Column) -> kv.data.Column | str:
+def _column(choice: str | Column) -> kv.data.Column | str:
     settings = choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
     try:
         return column_from_settings(settings)
