@@ -27,7 +27,7 @@ from pydantic import (
 
 import karvan as kv
 from karvan.argument_checks import listed
-from karvan.cli.output import CommandError
+from karvan.cli.output import CommandError, refusing
 from karvan.data.columns.declarations import column_from_settings
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
@@ -340,27 +340,24 @@ def check_arguments(
 
 def build(where: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `make`; its errors name the key of the config."""
-    try:
+    with refusing(TypeError, ValueError, where=f"{where}: "):
         return make(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"{where}: {error}") from error
 
 
-_ADMISSIONS = {
-    kind.__name__: kind
-    for kind in (kv.admission.Always, kv.admission.MinCount, kv.admission.Probability, kv.admission.ReadOnly)
-}
-_EVICTIONS = {
-    kind.__name__: kind
-    for kind in (
-        kv.eviction.Never,
-        kv.eviction.LRU,
-        kv.eviction.LFU,
-        kv.eviction.Age,
-        kv.eviction.TTL,
-        kv.eviction.Norm,
-    )
-}
+def values_of(where: Any, names: str) -> dict[str, Any]:
+    """Some attributes of a section or a module, by their names."""
+    return {name: getattr(where, name) for name in names.split()}
+
+
+_ADMISSIONS = values_of(kv.admission, "Always MinCount Probability ReadOnly")
+_EVICTIONS = values_of(kv.eviction, "Never LRU LFU Age TTL Norm")
+# Keys of a config that are arguments of the same name.
+_OF_TRAINER = (
+    "frozen precision gradient_accumulation_steps global_accumulation_steps clip_norm clip_value "
+    "average_every find_unused_parameters device prefetch"
+)
+_OF_TABLE = "name combiner use_weights device read_only missing padding_idx"
+_OF_READ = "format seed workers device retry_seconds"
 
 
 def make_job(config: Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
@@ -370,7 +367,7 @@ def make_job(config: Config, *, training: bool = True, progress: Any = "auto") -
     transform = make_features(config.features)
     model = make_model(config.model)
     loss = make_loss(config.loss)
-    train, saved = config.train, config.checkpoints
+    train, saved, stop = config.train, config.checkpoints, config.train.early_stopping
     trainer: kv.Trainer = build(
         "train",
         kv.Trainer,
@@ -378,31 +375,19 @@ def make_job(config: Config, *, training: bool = True, progress: Any = "auto") -
         loss,
         dense_optimizer=_dense(config.optimizers.dense),
         sparse_optimizer=_sparse(config.optimizers.sparse),
-        frozen=train.frozen,
         metrics=make_metrics(config.metrics, loss),
         scheduler=_schedule(config.optimizers.schedule),
         schedule_per=config.optimizers.schedule_per,
-        precision=train.precision,
-        gradient_accumulation_steps=train.gradient_accumulation_steps,
-        global_accumulation_steps=train.global_accumulation_steps,
-        clip_norm=train.clip_norm,
-        clip_value=train.clip_value,
         dense_reduce=_dense_reduce(train.dense_reduce),
-        average_every=train.average_every,
-        find_unused_parameters=train.find_unused_parameters,
-        callbacks=[]
-        if train.early_stopping is None
-        else [kv.callbacks.EarlyStopping(**dict(train.early_stopping))],
+        callbacks=[] if stop is None else [kv.callbacks.EarlyStopping(**dict(stop))],
         loggers=_loggers(config.loggers),
         log_every=config.loggers.every,
         progress=progress,
         checkpoints=_checkpoints(saved),
         checkpoint_every=saved.every,
         checkpoint_seconds=saved.seconds,
-        tolerate_failed_saves=saved.tolerate_failed_saves,
-        save_retry_seconds=saved.save_retry_seconds,
-        device=train.device,
-        prefetch=train.prefetch,
+        **values_of(saved, "tolerate_failed_saves save_retry_seconds"),
+        **values_of(train, _OF_TRAINER),
     )
     data = config.data
     return kv.TrainingJob(
@@ -420,9 +405,7 @@ def make_job(config: Config, *, training: bool = True, progress: Any = "auto") -
         )
         if data.eval
         else None,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-        eval_every=train.eval_every,
+        **values_of(train, "epochs max_steps eval_every"),
         predict_columns=tuple(config.predict.columns),
         warm_start=None if train.warm_start is None else dict(train.warm_start),
     )
@@ -552,14 +535,8 @@ def _table(config: Table, dim: int, where: str) -> kv.Table:
         where,
         kv.Table,
         dim,
-        name=config.name,
-        combiner=config.combiner,
-        use_weights=config.use_weights,
         dtype=getattr(torch, config.dtype),
-        device=config.device,
-        read_only=config.read_only,
-        missing=config.missing,
-        padding_idx=config.padding_idx,
+        **values_of(config, _OF_TABLE),
         **parts,
     )
     return table
@@ -569,35 +546,34 @@ def _sparse(config: Named | None) -> kv.optim.SparseOptimizer | None:
     if config is None:
         return None
     classes = classes_of(kv.optim, kv.optim.SparseOptimizer)
-    optimizer: kv.optim.SparseOptimizer = make_by_name(
-        "sparse optimizer", classes, config, "optimizers.sparse", ("params",)
-    )
-    return optimizer
+    optimizer: Any = make_by_name("sparse optimizer", classes, config, "optimizers.sparse", ("params",))
+    return optimizer  # type: ignore[no-any-return]
 
 
 def _dense(config: Named | None) -> Callable[[Any], torch.optim.Optimizer] | None:
-    if config is None:
-        return None
     classes = classes_of(torch.optim, torch.optim.Optimizer)
-    kind = find_class("dense optimizer", classes, config.name)
-    arguments = config.arguments
-    check_arguments(kind, "optimizers.dense", ([],), arguments, ("params",))
-    return lambda parameters: build("optimizers.dense", kind, parameters, **arguments)
+    return _maker("dense optimizer", classes, config, "optimizers.dense", "params")
+
+
+def _schedule(config: Named | None) -> Callable[[Any], Any] | None:
+    schedulers = torch.optim.lr_scheduler
+    classes = classes_of(schedulers, schedulers.LRScheduler)
+    return _maker("schedule", classes, config, "optimizers.schedule", "optimizer")
+
+
+def _maker(
+    what: str, classes: Mapping[str, Any], choice: Named | None, where: str, first: str
+) -> Callable[[Any], Any] | None:
+    """A function that creates one of the known classes with its first argument, which is known later."""
+    if choice is None:
+        return None
+    kind, arguments = find_class(what, classes, choice.name), choice.arguments
+    check_arguments(kind, where, (None,), arguments, (first,))
+    return lambda argument: build(where, kind, argument, **arguments)
 
 
 def _dense_reduce(config: DenseReduceSection) -> str | kv.train.PowerSGD:
     return kv.train.PowerSGD(**config.options) if config.name == "powersgd" else config.name
-
-
-def _schedule(config: Named | None) -> Any:
-    if config is None:
-        return None
-    schedulers = torch.optim.lr_scheduler
-    classes = classes_of(schedulers, schedulers.LRScheduler)
-    kind = find_class("schedule", classes, config.name)
-    arguments = config.arguments
-    check_arguments(kind, "optimizers.schedule", (None,), arguments, ("optimizer",))
-    return lambda optimizer: build("optimizers.schedule", kind, optimizer, **arguments)
 
 
 def _checkpoints(config: Saved) -> kv.Checkpoints | None:
@@ -606,19 +582,14 @@ def _checkpoints(config: Saved) -> kv.Checkpoints | None:
     best = config.keep_best
     return kv.Checkpoints(
         config.folder,
-        keep_last=config.keep_last,
         keep_best=None if best is None else (best.metric, best.mode),
-        full_every=config.full_every,
-        writers=config.writers,
+        **values_of(config, "keep_last full_every writers"),
     )
 
 
 def _loggers(config: LogSection) -> list[Logger]:
-    kinds: dict[str, Callable[[Any], Logger]] = {
-        "csv": CSVLogger,
-        "jsonl": JSONLinesLogger,
-        "tensorboard": TensorBoardLogger,
-    }
+    kinds: dict[str, Callable[[Any], Logger]]
+    kinds = {"csv": CSVLogger, "jsonl": JSONLinesLogger, "tensorboard": TensorBoardLogger}
     return [make(getattr(config, name)) for name, make in kinds.items() if getattr(config, name) is not None]
 
 
@@ -636,14 +607,10 @@ def _read(
             batch_size,
             columns=None if data.columns is None else [_column(column) for column in data.columns],
             labels=labels,
-            format=data.format,
             options=data.options or None,
             shuffle=shuffle,
-            seed=data.seed,
-            workers=data.workers,
             transform=transform,
-            device=data.device,
-            retry_seconds=data.retry_seconds,
+            **values_of(data, _OF_READ),
         )
     except kv.data.DataError:
         raise
@@ -653,10 +620,8 @@ def _read(
 
 def _column(choice: str | Column) -> kv.data.Column | str:
     settings = choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
-    try:
+    with refusing(ValueError):
         return column_from_settings(settings)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
 
 
 def _steps() -> dict[str, Callable[..., Any]]:

@@ -145,7 +145,7 @@ def _meaning(option: Any) -> str:
         return f"{text} [required]"
     if option.secondary_opts:
         default = (option.opts if default else option.secondary_opts)[0]
-    elif option.is_flag or not option.show_default or not isinstance(default, str | int):
+    elif option.is_flag or not isinstance(default, str | int):
         return text
     return f"{text} [default: {default}]"
 

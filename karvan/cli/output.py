@@ -13,9 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
-from itertools import cycle
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -40,6 +38,15 @@ class CommandError(Exception):
     def __init__(self, text: str, code: int = USAGE) -> None:
         super().__init__(text)
         self.code = code
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], code: int = USAGE, where: str = "") -> Iterator[None]:
+    """Errors of these kinds become `CommandError`s with their text, and with this place before it."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandError(f"{where}{error}", code) from error
 
 
 def code_of(error: BaseException) -> int:
@@ -73,10 +80,8 @@ def print_error(text: str) -> None:
 
 def folder_of(text: str) -> Path:
     """The path of a folder that may be a URL; see `karvan/job/checkpoint_url.py`."""
-    try:
+    with refusing(ValueError):
         return local_path(text)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
 
 
 def no_url(path: Path | None) -> Path | None:
@@ -172,7 +177,6 @@ JSON_PATH = typer.Option(
     "--json",
     metavar="PATH",
     help="Write the result as JSON to PATH; - is stdout.",
-    show_default=False,
     callback=_json_path,
 )
 
@@ -271,9 +275,6 @@ class CountedBatches:
             self._steps.add(samples_of(batch))
 
 
-# Short measurements of this machine, for `karvan bench` and `karvan doctor`.
-
-
 _BLOCK = 8 << 20
 
 
@@ -287,32 +288,3 @@ def disk_rate(folder: Path, size: int = 64 << 20) -> float:
         file.flush()
         os.fsync(file.fileno())
         return max(1, size // _BLOCK) * _BLOCK / (time.perf_counter() - begin)
-
-
-def steps_per_second(step: Callable[[int], None], *, seconds: float, least: int = 5) -> float:
-    """How often a step runs in a second, by the median of its times; the first two are not counted."""
-    times: list[float] = []
-    end = 0.0
-    for number in cycle(range(1024)):
-        begin = time.perf_counter()
-        step(number)
-        now = time.perf_counter()
-        times.append(now - begin)
-        if len(times) == 2:
-            end = now + seconds
-        if len(times) >= least + 2 and now > end:
-            return 1 / median(times[2:])
-    raise AssertionError("unreachable: the loop does not end")
-
-
-def seconds_to(run: Callable[[], object]) -> float:
-    """How many seconds a call takes."""
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def exhaust(data: Iterable[object]) -> None:
-    """Iterate over all of the data."""
-    for _ in data:
-        pass

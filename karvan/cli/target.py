@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import karvan as kv
 
 # Arguments and options of several commands.
-TRAINED = typer.Argument(metavar="FILE.py|CONFIG.yaml", help="What was trained.", show_default=False)
+TRAINED = typer.Argument(metavar="FILE.py|CONFIG.yaml", help="What was trained.")
 SETTINGS = typer.Option([], "--set", metavar="NAME=VALUE", help="As for train.")
 DEVICE = typer.Option(None, help="cpu, cuda, cuda:1, …")
 

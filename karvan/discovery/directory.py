@@ -20,12 +20,12 @@ from typing import Protocol
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.clock import clock
+from karvan.errors import RefusedError, WireError
 from karvan.job.address import MasterAddress, split_address
 from karvan.job.environment import JobEnvironment, addresses_name, variable
 from karvan.job.roles import Role, role_of, start_order
 from karvan.protocol.values import BEAT, LEAVE, MEMBERS, REGISTER, Beat, MemberFields
 from karvan.wire.client import Client
-from karvan.wire.message import RefusedError, WireError
 from karvan.wire.security import Security
 
 _PAUSES = 0.02, 0.25  # seconds between two calls, at first and at most

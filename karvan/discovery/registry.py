@@ -56,13 +56,13 @@ CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, request TEXT, an
 
 
 class RendezvousFile:
-    """Keys and answers of one generation."""
+    """Keys and answers of one generation; without a path they are in memory only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         try:
-            self._database = _open(path)
+            self._database = _open(path or ":memory:")
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # another process has it open
+            if path is None or type(error) is not sqlite3.DatabaseError:  # another process has it open
                 raise
             _log.warning("%s is damaged (%s), so trainers that are connecting do so again.", path, error)
             for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
@@ -110,30 +110,7 @@ class RendezvousFile:
         self._database.close()
 
 
-class NoRendezvousFile:
-    """Keys that are held in memory only."""
-
-    def read(self) -> tuple[int, dict[str, bytes], dict[str, bytes]]:
-        """Nothing."""
-        return 0, {}, {}
-
-    def begin(self, generation: int) -> None:
-        """Nothing to drop."""
-
-    def change(
-        self,
-        put: Mapping[str, bytes],
-        remove: Iterable[str] = (),
-        answer: tuple[str, bytes] | None = None,
-        forget: Iterable[str] = (),
-    ) -> None:
-        """Nothing to store."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path | str) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         database.executescript(_TABLES)
@@ -187,7 +164,7 @@ class RendezvousStore:
     def __init__(self, bounds: StoreBounds | None = None, path: Path | None = None) -> None:
         self.bounds = bounds or StoreBounds()
         self._lock = threading.Lock()
-        self._file = NoRendezvousFile() if path is None else RendezvousFile(path)
+        self._file = RendezvousFile(path)
         self._generation, self._values, self._answers = self._file.read()
         self._size = sum(_size(*item) for item in self._values.items())
 
@@ -393,12 +370,8 @@ _MOST_REPLICAS = 1024  # of a role, if the number of the job's replicas is not k
 
 @dataclass
 class _Entry:
-    process: str  # a random name, which distinguishes a process from the one that it replaced
-    address: str
-    generation: int
-    pid: int
+    head: protocol.MemberFields  # of its registration
     seen: float
-    count: int = 0  # of the processes of its role, as it says; 0 if it does not
     activity: ActivityReport | None = None  # of the last heartbeat
 
 
@@ -499,7 +472,7 @@ class Registry(Service):
 
     def _register(self, request: Request[protocol.MemberFields]) -> Message:
         head, key = request.head, _key(request.head)
-        generation, process = head.generation, head.process
+        generation = head.generation
         self._check_bounds(key, head.address)
         with self._lock:
             if generation > self._generation:
@@ -508,13 +481,13 @@ class Registry(Service):
                     f"got {generation}: the launcher has not started it."
                 )
             before = self._entries.get(key)
-            if before is not None and generation < before.generation:
+            if before is not None and generation < before.head.generation:
                 raise RefusedError(
-                    f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
-                    "the job has continued without it."
+                    f"{key[0]} {key[1]} expected to be of generation {before.head.generation}, got "
+                    f"{generation}: the job has continued without it."
                 )
-            self._entries[key] = _Entry(process, head.address, generation, head.pid, clock.now(), head.count)
-        if before is None or before.process != process:
+            self._entries[key] = _Entry(head, clock.now())
+        if before is None or before.head.process != head.process:
             _log.info("%s %d is at %s", *key, head.address)
         return Message({})
 
@@ -530,7 +503,7 @@ class Registry(Service):
     def _beat(self, request: Request[protocol.Beat]) -> Message[protocol.BeatAnswer]:
         with self._lock:
             entry = self._entries.get(_key(request.head))
-            is_current = entry is not None and entry.process == request.head.process
+            is_current = entry is not None and entry.head.process == request.head.process
             if entry is not None and is_current:
                 entry.seen = clock.now()
                 entry.activity = ActivityReport(**request.head.activity)
@@ -540,15 +513,15 @@ class Registry(Service):
         key = _key(request.head)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.process == request.head.process:
+            if entry is not None and entry.head.process == request.head.process:
                 del self._entries[key]
         return Message({})
 
     def _member(self, role: Role, index: int, entry: _Entry) -> Member:
-        silent = clock.silence(entry.seen)
+        silent, head = clock.silence(entry.seen), entry.head
         healthy = silent <= self._lost_after * role.patience
         return Member(
-            role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3), entry.count
+            role, index, head.address, head.generation, head.pid, healthy, round(silent, 3), head.count
         )
 
 

@@ -27,11 +27,11 @@ from karvan.distributed.collectives import (
     keep_forever,
 )
 from karvan.distributed.rendezvous import closing_ports, machine_id
+from karvan.errors import RefusedError
 from karvan.native import NativeCoreError, _native
 from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
-from karvan.wire.message import RefusedError
 
 # `GroupClient`: a trainer's calls to the master about the group that it trains in.
 

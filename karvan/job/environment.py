@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from karvan.job.address import MasterAddress
 from karvan.job.roles import Role, all_roles, role_of, start_order
@@ -111,7 +111,7 @@ class JobEnvironment:
         for name, kind in names().items():
             text = variables.get(variable(name), "")
             if text.strip():
-                values[name] = _READERS[kind](variable(name), text)
+                values[name] = _value(kind, variable(name), text)
         for name, role_names in _names_by_role().items():
             values[name] = {role: values.pop(field) for role, field in role_names.items() if field in values}
         return cls(**values)
@@ -193,50 +193,36 @@ def _text(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _integer(name: str, text: str) -> int:
+def _value(kind: str, name: str, text: str) -> Any:
+    """The value of a variable, as the type of its field says."""
+    if kind == "Verbatim":
+        return text
+    text, expected = text.strip(), ""
     try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} expects a whole number, got {text.strip()!r}.") from None
+        match kind.removesuffix(" | None"):
+            case "str":
+                return text
+            case "tuple[str, ...]":
+                return tuple(part.strip() for part in text.split(",") if part.strip())
+            case "int":
+                expected = "a whole number"
+                return int(text)
+            case "float":
+                expected = "seconds"
+                return float(text)
+            case "bool":
+                expected = "0 or 1"
+                return {"0": False, "1": True}[text]
+            case "Role":
+                expected = f"one of {', '.join(all_roles())}"
+                return role_of(text)
+            case "ServerLoss":
+                expected = f"one of {', '.join(ServerLoss)}"
+                return ServerLoss(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} expects {expected}, got {text!r}.") from None
+    raise TypeError(f"A field of a JobEnvironment has the type {kind}, which variables cannot have.")
 
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} expects seconds, got {text.strip()!r}.") from None
-
-
-def _flag(name: str, text: str) -> bool:
-    if text.strip() not in ("0", "1"):
-        raise ValueError(f"{name} expects 0 or 1, got {text.strip()!r}.")
-    return text.strip() == "1"
-
-
-def _role(name: str, text: str) -> Role:
-    if text.strip() not in all_roles():
-        raise ValueError(f"{name} expects one of {', '.join(all_roles())}, got {text.strip()!r}.")
-    return role_of(text.strip())
-
-
-def _server_loss(name: str, text: str) -> ServerLoss:
-    if text.strip() not in tuple(ServerLoss):
-        raise ValueError(f"{name} expects one of {', '.join(ServerLoss)}, got {text.strip()!r}.")
-    return ServerLoss(text.strip())
-
-
-# By the types of fields.
-_READERS: Mapping[str, Callable[[str, str], Any]] = {
-    "str": lambda name, text: text.strip(),
-    "Verbatim": lambda name, text: text,
-    "int": _integer,
-    "int | None": _integer,
-    "float | None": _seconds,
-    "bool | None": _flag,
-    "Role | None": _role,
-    "ServerLoss | None": _server_loss,
-    "tuple[str, ...]": lambda name, text: tuple(part.strip() for part in text.split(",") if part.strip()),
-}
 
 # Those that the launcher sets, which no process takes from the environment of the launcher.
 LAUNCHED = tuple(
@@ -297,70 +283,51 @@ class DenseSettings:
         return self.grads_to_wait or 1
 
 
+@dataclass(frozen=True)
 class SyncMode:
-    """What one mode decides; `MODES` has one object of each."""
+    """What one mode decides; `MODES` has one object of each.
 
-    name: ClassVar[str]
-    default_staleness: ClassVar[int] = 4
-    joint_rows: ClassVar[bool] = False  # lookups and gradients of all trainers at once, in rounds
-    joint_steps: ClassVar[bool] = True  # a step has the gradients of all trainers, or no trainer makes it
-    dense_on_servers: ClassVar[bool] = False
+    joint_rows: lookups and gradients of all trainers are made at once, in rounds. joint_steps: a step has the
+    gradients of all trainers, or no trainer makes it.
+    """
+
+    name: str
+    default_staleness: int = 4
+    joint_rows: bool = False
+    joint_steps: bool = True
+    dense_on_servers: bool = False
 
     def check_staleness(self, staleness: int) -> None:
         """Raise a ValueError for a number of batches that the mode does not allow."""
         if staleness < 1:
             raise ValueError(f"staleness must be at least 1, got {staleness}.")
+        if self.joint_rows and staleness != 1:
+            raise ValueError(
+                f"mode {self.name} has staleness 1, got {staleness}; modes hybrid and async allow more."
+            )
 
     def check_dense(self, options: Iterable[str]) -> None:
         """Raise a ValueError if options of `DenseSettings` are given that the mode has no use for."""
-        if names := ", ".join(options):
+        names = ", ".join(options)
+        if names and not self.dense_on_servers:
             raise ValueError(f"{names} is for mode async, got mode {self.name}.")
 
     def check_server_loss(self, chosen: ServerLoss) -> None:
         """Raise a ValueError if the mode cannot continue in this way without a server."""
-
-    def gradients_per_step(self, trainers: int, dense: DenseSettings) -> int:
-        """How many trainers' gradients make a step."""
-        return trainers
-
-
-class _Sync(SyncMode):
-    name = "sync"
-    default_staleness = 1
-    joint_rows = True
-
-    def check_staleness(self, staleness: int) -> None:
-        super().check_staleness(staleness)
-        if staleness != 1:
-            raise ValueError(
-                f"mode sync has staleness 1, got {staleness}; modes hybrid and async allow more."
-            )
-
-
-class _Hybrid(SyncMode):
-    name = "hybrid"
-
-
-class _Async(SyncMode):
-    name = "async"
-    joint_steps = False
-    dense_on_servers = True
-
-    def check_dense(self, options: Iterable[str]) -> None:
-        """All options are for this mode."""
-
-    def check_server_loss(self, chosen: ServerLoss) -> None:
-        if chosen is ServerLoss.RELOAD:
+        if self.dense_on_servers and chosen is ServerLoss.RELOAD:
             raise ValueError(
                 "on_server_loss reload is for modes sync and hybrid. In mode async a lost server has "
                 "dense parameters as well, and only a rollback restores them."
             )
 
     def gradients_per_step(self, trainers: int, dense: DenseSettings) -> int:
-        return dense.together
+        """How many trainers' gradients make a step."""
+        return dense.together if self.dense_on_servers else trainers
 
 
-SYNC, HYBRID, ASYNC = _Sync(), _Hybrid(), _Async()
+SYNC = SyncMode("sync", default_staleness=1, joint_rows=True)
+HYBRID = SyncMode("hybrid")
+ASYNC = SyncMode("async", joint_steps=False, dense_on_servers=True)
 MODES: Mapping[str, SyncMode] = {mode.name: mode for mode in (SYNC, HYBRID, ASYNC)}
 
 

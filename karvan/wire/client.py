@@ -24,23 +24,10 @@ from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
-from karvan.errors import mark, retry_delay
+from karvan.errors import BusyError, PeerLostError, RefusedError, WireError, mark, retry_delay
 from karvan.job.address import location, split_address
 from karvan.process_end import close_at_exit, closed
-from karvan.wire.message import (
-    SCHEMA,
-    Array,
-    BusyError,
-    Message,
-    Packed,
-    PeerLostError,
-    RefusedError,
-    Sent,
-    WireError,
-    pack,
-    read,
-    write,
-)
+from karvan.wire.message import SCHEMA, Array, Message, Packed, Sent, pack, read, write
 from karvan.wire.schema import Call
 from karvan.wire.security import Security
 from karvan.wire.server import REPORTED_ERRORS

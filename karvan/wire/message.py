@@ -1,4 +1,4 @@
-"""Messages: a head, which is JSON, and arrays, which are sent as Arrow buffers without a copy; and errors.
+"""Messages: a head, which is JSON, and arrays, which are sent as Arrow buffers without a copy.
 
 On a Flight stream a message is one chunk per array, or one without data if it has no array; the head is the
 metadata of the first chunk. It lists the arrays that follow, so that a reader can refuse anything else.
@@ -16,28 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-
-class WireError(ConnectionError):
-    """A peer cannot be reached or does not answer in time; the message names it."""
-
-
-class BusyError(WireError):
-    """A service has no room for another caller at the moment; callers try again until their deadline."""
-
-
-class PeerLostError(WireError):
-    """A service has restarted and has lost what earlier calls gave it."""
-
-
-class RefusedError(RuntimeError):
-    """A service refuses a call: it is malformed, too large, not allowed, or of an older run of the job."""
-
-
-class ListenError(OSError):
-    """A service cannot listen at its port."""
-
-    temporary = True
-
+from karvan.errors import RefusedError
 
 Array: TypeAlias = NDArray[Any]
 

@@ -9,6 +9,7 @@ except at its end, when a write in progress would crash the caller's process.
 from __future__ import annotations
 
 import gc
+import hmac
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, final
+from typing import Any, ClassVar, Generic, NamedTuple, final
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -27,27 +28,12 @@ from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
-from karvan.errors import is_exhausted
+from karvan.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError, is_exhausted
 from karvan.job.address import binding, join_address, location, shut_connections
 from karvan.process_end import PreparedThread, close_at_exit, closed, finish_at_exit
-from karvan.wire.message import (
-    LARGE,
-    MOST_BYTES,
-    SCHEMA,
-    Array,
-    BusyError,
-    ListenError,
-    Message,
-    Packed,
-    PeerLostError,
-    RefusedError,
-    WireError,
-    pack,
-    read,
-    write,
-)
+from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Array, Message, Packed, pack, read, write
 from karvan.wire.schema import Call, CallTable, Fields, Kind, hello_fields, shown
-from karvan.wire.security import Security
+from karvan.wire.security import HEADER, NO_TOKEN, Security
 
 # `Service`: the base of all services that answer calls.
 #
@@ -273,20 +259,6 @@ class Limits:
     sessions: int = 65536
 
 
-class AdmittedConnection(Protocol):
-    """A connection that can be ended to make room."""
-
-    @property
-    def unused(self) -> bool:
-        """Whether it has not made a call."""
-
-    def idle(self, now: float) -> float:
-        """Seconds without a call; 0 while one is running."""
-
-    def end(self) -> None:
-        """End its stream, without waiting."""
-
-
 class CallAdmission:
     """The callers of one service."""
 
@@ -294,7 +266,7 @@ class CallAdmission:
         self.limits = limits
         self._name = name
         self._lock = threading.Lock()
-        self._open: set[AdmittedConnection] = set()
+        self._open: set[ServerConnection] = set()
         self._streams = 0
         self._refusals = 0  # in this minute
         self._minute = clock.now()
@@ -312,7 +284,7 @@ class CallAdmission:
             self._streams -= 1
 
     @contextmanager
-    def admitted(self, connection: AdmittedConnection) -> Iterator[None]:
+    def admitted(self, connection: ServerConnection) -> Iterator[None]:
         """Room for a caller's connection, for as long as it lasts; a BusyError if there is none."""
         with self._lock:
             if len(self._open) >= self.limits.connections:
@@ -348,6 +320,41 @@ class CallAdmission:
             raise BusyError(f"expected up to {most} connections, got one more; all are in use")
         self._open.discard(longest)
         longest.end()
+
+
+class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses a stream before anything is read from it."""
+
+    def __init__(self, token: str, admission: CallAdmission) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode() if token else b""
+        self._admission = admission
+
+    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> _OpenStream:
+        if self._expected:
+            tokens = next((values for name, values in headers.items() if name.lower() == HEADER), [])
+            received = tokens[0] if len(tokens) == 1 else b""
+            received = received.encode() if isinstance(received, str) else received
+            if not hmac.compare_digest(received, self._expected):
+                self._admission.refused("a caller", NO_TOKEN)
+                raise flight.FlightUnauthenticatedError(NO_TOKEN)
+        try:
+            self._admission.stream_opened()
+        except BusyError as error:
+            raise flight.FlightUnavailableError(str(error)) from error
+        return _OpenStream(self._admission)
+
+
+class _OpenStream(flight.ServerMiddleware):  # type: ignore[misc]
+    """A stream with the right token, until it ends."""
+
+    def __init__(self, admission: CallAdmission) -> None:
+        super().__init__()
+        self._admission = admission
+
+    def call_completed(self, exception: BaseException | None) -> None:
+        """Flight says that the stream has ended."""
+        self._admission.stream_ended()
 
 
 # `ServerConnection`: a caller's two streams, as the service sees them.
@@ -482,7 +489,8 @@ class Server:
         try:
             with binding(host):
                 at = location(host, port, security.tls)
-                self._flight = _Flight(self, at, security.server_options(self.admission))
+                token = {"karvan-token": _CheckToken(security.token, self.admission)}
+                self._flight = _Flight(self, at, {"middleware": token, **security.server_options()})
         except (OSError, pa.ArrowException) as error:
             expected = f"{service.name} expected to listen at {join_address(host, port)}"
             raise ListenError(f"{expected}, got: {_text(error).partition(chr(10))[0][:200]}") from error

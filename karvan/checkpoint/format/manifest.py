@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
 from karvan.checkpoint.object_store.files import has_file, read_bytes
+from karvan.errors import RefusedError
 from karvan.job.checkpoint_url import url_of
 from karvan.store.messages import first_hash_of, hashes_of
 from karvan.store.types import Keys
-from karvan.wire.message import RefusedError
 from karvan.wire.schema import Fields, Integer, ListOf, MapOf, Nullable, OneOf, Plain, Text, shown
 
 # Ranges of key hashes, by which tables are divided over ranks and files.

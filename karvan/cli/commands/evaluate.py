@@ -19,6 +19,7 @@ from karvan.cli.output import (
     number_text,
     print_table,
     progress,
+    refusing,
     write_json,
 )
 from karvan.cli.target import DEVICE, SETTINGS, TRAINED, Target, target_of
@@ -66,7 +67,7 @@ def evaluate(
 
 def predict(
     target: Path = TRAINED,
-    out: str = typer.Option(..., help="A .parquet or .csv file, or - for CSV on stdout.", show_default=False),
+    out: str = typer.Option(..., help="A .parquet or .csv file, or - for CSV on stdout."),
     checkpoint: str | None = _CHECKPOINT,
     data: str | None = typer.Option(
         None, help="Other files to predict for: data.eval of a config, the parameter eval_data of a job()."
@@ -102,10 +103,8 @@ def predict(
         rows = 0
         with progress("Predicting", "rows", quiet=out == "-") as steps:
             for prediction in job.trainer.predict(job.eval_data or (), names):
-                try:
+                with refusing(ValueError):
                     batch = record_batch(prediction, sigmoid=sigmoid)
-                except ValueError as error:
-                    raise CommandError(str(error)) from None
                 table.write(batch)
                 rows += batch.num_rows
                 steps.add(batch.num_rows)

@@ -25,6 +25,7 @@ from karvan.cli.output import (
     TERMINATED,
     CommandError,
     print_table,
+    refusing,
     write_json,
 )
 from karvan.cli.target import pairs
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 def launch(
     target: Path | None = typer.Argument(
-        None, metavar="JOB.yaml", help="The description of the job; see --example.", show_default=False
+        None, metavar="JOB.yaml", help="The description of the job; see --example."
     ),
     settings: list[str] = typer.Option(
         [], "--set", metavar="NAME=VALUE", help="Override a key: roles.trainers=4."
@@ -59,7 +60,6 @@ def launch(
         None,
         metavar="ADDRESS",
         help="The Ray cluster: auto or host:port, or RAY_ADDRESS; without one, the job starts its own here.",
-        show_default=False,
     ),
     example: bool = typer.Option(False, "--example", help="Print a job to start from."),
 ) -> int:
@@ -101,6 +101,7 @@ def launch(
     from karvan.launch.engines.choice import check_engine
     from karvan.launch.job_spec import read_spec
     from karvan.launch.role_commands import commands_of
+    from karvan.wire.security import token_in
 
     warn_of_misspelled(os.environ)
     spec = read_spec(target, changes)
@@ -109,13 +110,13 @@ def launch(
             raise CommandError(f"{target}: there is no file {path}.{_how_to_get(path, spec)}", DAMAGED)
     if spec.system == "persia":
         spec = _with_its_configuration(spec)
-    _check_token_file(spec)
+    if spec.token_file is not None:  # a bad token is reported before anything starts, by the job's own key
+        with refusing(ValueError):
+            token_in(spec.token_file, "token_file")
     if engine == "ray":
         address = address or os.environ.get("RAY_ADDRESS") or None
-    try:
+    with refusing(ValueError):
         check_engine(engine, spec, address)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     commands = commands_of(spec)
     if check:
         _show_commands(spec, commands)
@@ -163,11 +164,9 @@ def follow(
     from karvan.launch.launcher import Launcher
     from karvan.launch.run_folder import RunFolderError
 
-    try:
+    with refusing(RunFolderError):
         launcher = Launcher(spec, commands, timing=timing, detach=detach, engine=engine, address=address)
         outcome = launcher.run()
-    except RunFolderError as error:
-        raise CommandError(str(error)) from error
     if outcome is None:
         print(
             f"Job {spec.name} runs. Follow it: karvan logs {spec.name} --follow. See it: karvan status "
@@ -184,25 +183,9 @@ def _with_its_configuration(spec: JobSpec) -> JobSpec:
     from karvan.compat.persia.config import EMBEDDING_CONFIG, read_slots, with_global_config
     from karvan.compat.unsupported import UnsupportedError
 
-    try:
+    with refusing(UnsupportedError):
         read_slots(spec.roles.trainers.env.get(EMBEDDING_CONFIG))
         return with_global_config(spec)
-    except UnsupportedError as error:
-        raise CommandError(str(error)) from error
-
-
-def _check_token_file(spec: JobSpec) -> None:
-    """Report a bad token before anything starts, by the job's own key."""
-    if spec.token_file is None:
-        return
-    from karvan.wire.security import MOST_CHARACTERS, check_token
-
-    with spec.token_file.open("rb") as file:
-        content = file.read(2 * MOST_CHARACTERS)
-    try:
-        check_token(content, "token_file expects", f"got {spec.token_file}, which")
-    except ValueError as error:
-        raise CommandError(str(error)) from error
 
 
 def _show_commands(spec: JobSpec, commands: Commands) -> None:
@@ -214,14 +197,14 @@ def _show_commands(spec: JobSpec, commands: Commands) -> None:
     )
 
 
-_JOB = typer.Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.", show_default=False)
+_JOB = typer.Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.")
 _POLL = 0.1  # seconds
 _HIDDEN = 50  # lines; a master says a few for programs
 
 
 def status(
     job: str | None = typer.Argument(
-        None, metavar="[JOB]", help="The job's name, or the path of its job.yaml.", show_default=False
+        None, metavar="[JOB]", help="The job's name, or the path of its job.yaml."
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
@@ -263,12 +246,10 @@ def status(
 def logs(
     job: str = _JOB,
     process: str | None = typer.Argument(
-        None, metavar="[ROLE-INDEX]", help="One process, such as trainer-0.", show_default=False
+        None, metavar="[ROLE-INDEX]", help="One process, such as trainer-0."
     ),
     follow: bool = typer.Option(False, "--follow", "-f", help="Show new lines until the job ends."),
-    tail: int | None = typer.Option(
-        None, min=0, metavar="N", help="Only the last N lines.", show_default=False
-    ),
+    tail: int | None = typer.Option(None, min=0, metavar="N", help="Only the last N lines."),
 ) -> int:
     """Show the log of a launched job, all processes together or one of them.
 
@@ -309,7 +290,7 @@ def logs(
 
 def scale(
     job: str = _JOB,
-    roles: list[str] = typer.Argument(metavar="ROLE=NUMBER", help="trainers=4.", show_default=False),
+    roles: list[str] = typer.Argument(metavar="ROLE=NUMBER", help="trainers=4."),
 ) -> int:
     """Change the number of trainers of a launched job while it runs.
 
@@ -374,18 +355,13 @@ def _known(job: str) -> Iterator[JobClient]:
     from karvan.launch.master.job_client import JobClient, MasterAwayError, RefusedByJobError, UnknownJobError
     from karvan.launch.run_folder import DamagedRunFolderError, RunFolderError
 
-    try:
+    with (
+        refusing(RunFolderError, code=FAILED),
+        refusing(RefusedByJobError),
+        refusing(MasterAwayError, code=TEMPORARY),
+        refusing(DamagedRunFolderError, UnknownJobError, code=DAMAGED),
+    ):
         yield JobClient(job)
-    except DamagedRunFolderError as error:
-        raise CommandError(str(error), DAMAGED) from error
-    except UnknownJobError as error:
-        raise CommandError(str(error), DAMAGED) from error
-    except MasterAwayError as error:
-        raise CommandError(str(error), TEMPORARY) from error
-    except RefusedByJobError as error:
-        raise CommandError(str(error)) from error
-    except RunFolderError as error:
-        raise CommandError(str(error), FAILED) from error
 
 
 def _end_text(outcome: dict[str, Any] | None) -> str:

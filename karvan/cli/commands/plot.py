@@ -7,22 +7,19 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.output import DAMAGED, OK, CommandError, console, folder_of
+from karvan.cli.output import DAMAGED, OK, CommandError, console, folder_of, refusing
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 
 
 def plot(
-    runs: list[str] = typer.Argument(
-        metavar="RUN...", help="Run folders, or log files (CSV or JSON lines).", show_default=False
-    ),
+    runs: list[str] = typer.Argument(metavar="RUN...", help="Run folders, or log files (CSV or JSON lines)."),
     output: Path | None = typer.Option(
         None,
         "--output",
         "-o",
         metavar="FILE",
         help="The page to write; by default plot.html in the first run's folder.",
-        show_default=False,
     ),
     open_page: bool = typer.Option(False, "--open", help="Open the page in a browser."),
 ) -> int:
@@ -43,10 +40,8 @@ def plot(
     from karvan.monitor.plot_page import HistoryError, plot_page, read_runs
 
     folders = [_history_of(run) for run in runs]
-    try:
+    with refusing(HistoryError, code=DAMAGED):
         histories = read_runs(folders)
-    except HistoryError as error:
-        raise CommandError(str(error), DAMAGED) from error
     target = output or _beside(folders[0])
     _write(target, plot_page(histories))
     reports = sum(len(run.entries) for run in histories)

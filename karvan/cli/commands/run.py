@@ -18,18 +18,10 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def run(
-    program: Path = typer.Argument(
-        metavar="PROGRAM", help="A Python file, or a command of the system.", show_default=False
-    ),
-    arguments: list[str] = typer.Argument(
-        None, metavar="ARGUMENTS...", help="Those of the program.", show_default=False
-    ),
+    program: Path = typer.Argument(metavar="PROGRAM", help="A Python file, or a command of the system."),
+    arguments: list[str] = typer.Argument(None, metavar="ARGUMENTS...", help="Those of the program."),
     system: str = typer.Option(
-        ...,
-        "--as",
-        metavar="SYSTEM",
-        help="What it is written for: recis, persia or elasticdl.",
-        show_default=False,
+        ..., "--as", metavar="SYSTEM", help="What it is written for: recis, persia or elasticdl."
     ),
 ) -> int:
     """Run a program that is written for another system.

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 def train(
     target: Path | None = typer.Argument(
-        None,
-        metavar="FILE.py|CONFIG.yaml",
-        help="A Python file with a function job(), or a config.",
-        show_default=False,
+        None, metavar="FILE.py|CONFIG.yaml", help="A Python file with a function job(), or a config."
     ),
     settings: list[str] = typer.Option(
         [],
@@ -60,7 +57,6 @@ def train(
         "--resume-from",
         metavar="STEP",
         help="Continue from this checkpoint of the folder; later ones are set aside.",
-        show_default=False,
     ),
     drop_unfinished: bool = typer.Option(
         False, "--drop-unfinished", help="Use new data although the previous data was not finished."
