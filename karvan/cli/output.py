@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from karvan import errors
 from karvan.errors import DAMAGED, FAILED, INTERRUPTED, OK, PIPE_CLOSED, TEMPORARY, TERMINATED, USAGE
@@ -172,12 +173,8 @@ def _json_path(path: str | None) -> str | None:
     return path
 
 
-JSON_PATH = typer.Option(
-    None,
-    "--json",
-    metavar="PATH",
-    help="Write the result as JSON to PATH; - is stdout.",
-    callback=_json_path,
+JSON_PATH = Option(
+    None, "--json", metavar="PATH", help="Write the result as JSON to PATH; - is stdout.", callback=_json_path
 )
 
 

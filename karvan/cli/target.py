@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import DAMAGED, FAILED, CommandError
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import karvan as kv
 
 # Arguments and options of several commands.
-TRAINED = typer.Argument(metavar="FILE.py|CONFIG.yaml", help="What was trained.")
-SETTINGS = typer.Option([], "--set", metavar="NAME=VALUE", help="As for train.")
-DEVICE = typer.Option(None, help="cpu, cuda, cuda:1, …")
+TRAINED = Argument(metavar="FILE.py|CONFIG.yaml", help="What was trained.")
+SETTINGS = Option([], "--set", metavar="NAME=VALUE", help="As for train.")
+DEVICE = Option(None, help="cpu, cuda, cuda:1, …")
 
 EXAMPLE_DATA = "out/clicks"  # what `karvan train --example` reads
 # The key of a config for an option of the command line.

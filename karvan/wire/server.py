@@ -367,8 +367,15 @@ class ServerConnection:
     """A caller's stream of answers, and how its connection is used."""
 
     def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
+        def seconds(name: str, usual: float) -> float:
+            value = hello.get(name)  # of the wire itself, so nothing has checked it
+            return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
+
         self.caller = caller
-        self._hello = hello  # with the fields that the wire itself has added
+        self.patience = seconds(
+            "patience", 4 * BUSY_EVERY
+        )  # of silence, then the connection counts as broken
+        self.deadline = seconds("deadline", USUAL_DEADLINE)  # for which the caller repeats a call
         self.session = Session()  # replaced by the caller's own once it is admitted
         self.ended = threading.Event()
         self.taken = False  # whether a thread reads its calls
@@ -377,16 +384,6 @@ class ServerConnection:
         self._since = 0.0  # when the running call started; 0: none is running
         self._opened = self._used = clock.now()
         self._calls = 0
-
-    @property
-    def patience(self) -> float:
-        """Seconds of silence after which the caller treats the connection as broken."""
-        return self._number("patience", 4 * BUSY_EVERY)
-
-    @property
-    def deadline(self) -> float:
-        """Seconds for which the caller repeats a call."""
-        return self._number("deadline", USUAL_DEADLINE)
 
     @property
     def unused(self) -> bool:
@@ -444,10 +441,6 @@ class ServerConnection:
                 write(self._writer, pack(Message({"busy": True})))
             finally:
                 self._lock.release()
-
-    def _number(self, name: str, usual: float) -> float:
-        value: Any = self._hello.get(name)
-        return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
 
 
 # Errors of a service that its caller gets with the same class; others become a RuntimeError.
@@ -632,21 +625,18 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                 return pack(service.answer(call, connection.caller), most)
             except Exception as error:
                 service.note_failure(error)
-                kind, cause = type(error).__name__, None
-                if isinstance(error, MemoryError):
-                    kind = "MemoryError"
-                if kind not in REPORTED_ERRORS and isinstance(error, OSError):
-                    kind = "OSError"
-                if kind not in REPORTED_ERRORS:
+                kinds = [type(error), *(kind for kind in (MemoryError, OSError) if isinstance(error, kind))]
+                reported = [kind.__name__ for kind in kinds if kind.__name__ in REPORTED_ERRORS]
+                if not reported:
                     # Karvan's own errors, which know whether they are temporary, need no traceback.
                     stack = getattr(error, "temporary", None) is None
                     at = call.head.get("method")
                     _log.error("%s failed at %r: %s", service.name, at, _text(error), exc_info=stack)
-                    kind = "RuntimeError"
-                if kind == "OSError":  # its number decides whether the caller tries again
-                    cause = getattr(error, "errno", None)
-                failure = {"error": kind, "text": _text(error), "errno": cause}
-                return pack(Message({**failure, "temporary": getattr(error, "temporary", None)}))
+                kind = reported[0] if reported else "RuntimeError"
+                # The number of an OSError decides whether the caller tries again.
+                return pack(
+                    _failure(error, kind, errno=getattr(error, "errno", None) if kind == "OSError" else None)
+                )
 
         answer = connection.session.answer(number, received, do, within if type(within) is int else 0)
         if service.progresses:
@@ -675,8 +665,12 @@ def _is_name(value: Any) -> bool:
 
 def _refusal(error: Exception) -> Message:
     kind = BusyError if isinstance(error, BusyError) else RefusedError
+    return _failure(error, kind.__name__, fatal=True)
+
+
+def _failure(error: Exception, kind: str, **more: Any) -> Message:
     temporary = getattr(error, "temporary", None)
-    return Message({"error": kind.__name__, "text": _text(error), "fatal": True, "temporary": temporary})
+    return Message({"error": kind, "text": _text(error), **more, "temporary": temporary})
 
 
 def _text(error: Exception) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import typer
+from typer import Option
 
 from karvan.cli.output import (
     JSON_PATH,
@@ -40,10 +40,10 @@ class Measured:
 
 
 def bench(
-    quick: bool = typer.Option(
+    quick: bool = Option(
         False, "--quick", help="Smaller tables and shorter runs: seconds instead of half a minute."
     ),
-    folder: Path | None = typer.Option(
+    folder: Path | None = Option(
         None, callback=no_url, help="Where files are read and written; by default a temporary folder."
     ),
     json_path: str | None = JSON_PATH,

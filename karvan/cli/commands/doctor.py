@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import typer
+from typer import Option
 
 import karvan
 from karvan.cli.output import FAILED, JSON_PATH, OK, bytes_text, console, disk_rate, write_json
@@ -83,7 +83,7 @@ class Finding:
 
 
 def doctor(
-    folder: Path = typer.Option(Path(), help="Where runs are written: its disk is measured."),
+    folder: Path = Option(Path(), help="Where runs are written: its disk is measured."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Check this machine: what is installed, what is slow and why, what is missing and how to get it.

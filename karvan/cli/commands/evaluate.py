@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from karvan.cli.output import (
     JSON_PATH,
@@ -30,17 +30,15 @@ if TYPE_CHECKING:
 
     import karvan as kv
 
-_CHECKPOINT = typer.Option(
-    None,
-    metavar="PATH",
-    help="A checkpoint, or a run's folder: its newest. By default the job's own folder.",
+_CHECKPOINT = Option(
+    None, metavar="PATH", help="A checkpoint, or a run's folder: its newest. By default the job's own folder."
 )
 
 
 def evaluate(
     target: Path = TRAINED,
     checkpoint: str | None = _CHECKPOINT,
-    data: str | None = typer.Option(
+    data: str | None = Option(
         None, help="Other files to evaluate on: data.eval of a config, the parameter eval_data of a job()."
     ),
     settings: list[str] = SETTINGS,
@@ -67,13 +65,13 @@ def evaluate(
 
 def predict(
     target: Path = TRAINED,
-    out: str = typer.Option(..., help="A .parquet or .csv file, or - for CSV on stdout."),
+    out: str = Option(..., help="A .parquet or .csv file, or - for CSV on stdout."),
     checkpoint: str | None = _CHECKPOINT,
-    data: str | None = typer.Option(
+    data: str | None = Option(
         None, help="Other files to predict for: data.eval of a config, the parameter eval_data of a job()."
     ),
-    columns: str | None = typer.Option(None, metavar="A,B", help="Columns to write beside the predictions."),
-    sigmoid: bool = typer.Option(False, help="Probabilities instead of logits."),
+    columns: str | None = Option(None, metavar="A,B", help="Columns to write beside the predictions."),
+    sigmoid: bool = Option(False, help="Probabilities instead of logits."),
     settings: list[str] = SETTINGS,
     device: str | None = DEVICE,
 ) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import (
     JSON_PATH,
@@ -28,42 +28,40 @@ _OPTIMIZERS = ("adam", "adagrad", "adagrad_by_row")
 
 
 def import_checkpoint(
-    source: Path = typer.Argument(
+    source: Path = Argument(
         metavar="SOURCE",
         help="The checkpoint's folder; of RecIS also its output_dir: its newest.",
         callback=no_url,
     ),
-    target: str = typer.Argument(
-        metavar="TARGET", help="The checkpoint to write: a folder or a URL that is new."
-    ),
-    system: str = typer.Option(..., "--from", metavar="SYSTEM", help="What has saved it: recis or persia."),
-    embedding_config: Path | None = typer.Option(
+    target: str = Argument(metavar="TARGET", help="The checkpoint to write: a folder or a URL that is new."),
+    system: str = Option(..., "--from", metavar="SYSTEM", help="What has saved it: recis or persia."),
+    embedding_config: Path | None = Option(
         None,
         metavar="FILE",
         help="persia: the job's embedding_config.yml, which says how ids are divided into tables.",
         callback=no_url,
     ),
-    optimizer: str | None = typer.Option(
+    optimizer: str | None = Option(
         None,
         metavar="NAME",
         help="persia: adam, adagrad or adagrad_by_row; by default found by the size of rows.",
     ),
-    betas: tuple[float, float] | None = typer.Option(
+    betas: tuple[float, float] | None = Option(
         None,
         metavar="BETA1 BETA2",
         help="recis: the betas of the sparse Adam, to find its number of steps; by default 0.9 0.999.",
     ),
-    optimizer_state: bool = typer.Option(
+    optimizer_state: bool = Option(
         True,
         "--optimizer-state/--no-optimizer-state",
         help="Import the optimizer state of rows; otherwise it starts from its initial values.",
     ),
-    dense_prefix: str | None = typer.Option(
+    dense_prefix: str | None = Option(
         None,
         metavar="PREFIX",
         help="A prefix for the names of dense tensors; by default none for recis, 'net.' for persia.",
     ),
-    step: int | None = typer.Option(
+    step: int | None = Option(
         None,
         min=0,
         max=2**32 - 1,

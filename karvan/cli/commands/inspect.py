@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import (
     DAMAGED,
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    path: str = typer.Argument(metavar="PATH", help="A checkpoint, or a run's folder: its newest."),
-    key: tuple[str, str] | None = typer.Option(None, metavar="TABLE KEY", help="Show one key's row."),
-    verify: bool = typer.Option(
+    path: str = Argument(metavar="PATH", help="A checkpoint, or a run's folder: its newest."),
+    key: tuple[str, str] | None = Option(None, metavar="TABLE KEY", help="Show one key's row."),
+    verify: bool = Option(
         False, "--verify", help="Check every file; for a run's folder, the files of all checkpoints."
     ),
-    top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
+    top: int = Option(5, min=0, help="How many of the hottest keys to show."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Show the tables of a checkpoint, or one key's row.

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import (
     DAMAGED,
@@ -43,25 +43,23 @@ if TYPE_CHECKING:
 
 
 def launch(
-    target: Path | None = typer.Argument(
+    target: Path | None = Argument(
         None, metavar="JOB.yaml", help="The description of the job; see --example."
     ),
-    settings: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Override a key: roles.trainers=4."
-    ),
-    check: bool = typer.Option(False, "--check", help="Show the roles and their commands; start nothing."),
-    detach: bool = typer.Option(
+    settings: list[str] = Option([], "--set", metavar="NAME=VALUE", help="Override a key: roles.trainers=4."),
+    check: bool = Option(False, "--check", help="Show the roles and their commands; start nothing."),
+    detach: bool = Option(
         False, "--detach", help="Leave the job running, and return once all its processes have started."
     ),
-    engine: str = typer.Option(
+    engine: str = Option(
         "local", metavar="local|ray", help="Where roles run: this machine, or the nodes of a Ray cluster."
     ),
-    address: str | None = typer.Option(
+    address: str | None = Option(
         None,
         metavar="ADDRESS",
         help="The Ray cluster: auto or host:port, or RAY_ADDRESS; without one, the job starts its own here.",
     ),
-    example: bool = typer.Option(False, "--example", help="Print a job to start from."),
+    example: bool = Option(False, "--example", help="Print a job to start from."),
 ) -> int:
     """Run a job of several processes, or resume it.
 
@@ -197,15 +195,13 @@ def _show_commands(spec: JobSpec, commands: Commands) -> None:
     )
 
 
-_JOB = typer.Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.")
+_JOB = Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.")
 _POLL = 0.1  # seconds
 _HIDDEN = 50  # lines; a master says a few for programs
 
 
 def status(
-    job: str | None = typer.Argument(
-        None, metavar="[JOB]", help="The job's name, or the path of its job.yaml."
-    ),
+    job: str | None = Argument(None, metavar="[JOB]", help="The job's name, or the path of its job.yaml."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Show the processes of a launched job and how far it is; without JOB, all jobs of this user.
@@ -245,11 +241,9 @@ def status(
 
 def logs(
     job: str = _JOB,
-    process: str | None = typer.Argument(
-        None, metavar="[ROLE-INDEX]", help="One process, such as trainer-0."
-    ),
-    follow: bool = typer.Option(False, "--follow", "-f", help="Show new lines until the job ends."),
-    tail: int | None = typer.Option(None, min=0, metavar="N", help="Only the last N lines."),
+    process: str | None = Argument(None, metavar="[ROLE-INDEX]", help="One process, such as trainer-0."),
+    follow: bool = Option(False, "--follow", "-f", help="Show new lines until the job ends."),
+    tail: int | None = Option(None, min=0, metavar="N", help="Only the last N lines."),
 ) -> int:
     """Show the log of a launched job, all processes together or one of them.
 
@@ -290,7 +284,7 @@ def logs(
 
 def scale(
     job: str = _JOB,
-    roles: list[str] = typer.Argument(metavar="ROLE=NUMBER", help="trainers=4."),
+    roles: list[str] = Argument(metavar="ROLE=NUMBER", help="trainers=4."),
 ) -> int:
     """Change the number of trainers of a launched job while it runs.
 
@@ -318,7 +312,7 @@ def scale(
 
 def stop(
     job: str = _JOB,
-    now: bool = typer.Option(False, "--now", help="Kill all processes at once; nothing is saved."),
+    now: bool = Option(False, "--now", help="Kill all processes at once; nothing is saved."),
 ) -> int:
     """Stop a launched job, and wait for its end. Trainers save a checkpoint first.
 

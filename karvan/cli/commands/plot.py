@@ -5,7 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import DAMAGED, OK, CommandError, console, folder_of, refusing
 from karvan.files import replace_file
@@ -13,15 +13,15 @@ from karvan.job.checkpoint_url import shown, url_of
 
 
 def plot(
-    runs: list[str] = typer.Argument(metavar="RUN...", help="Run folders, or log files (CSV or JSON lines)."),
-    output: Path | None = typer.Option(
+    runs: list[str] = Argument(metavar="RUN...", help="Run folders, or log files (CSV or JSON lines)."),
+    output: Path | None = Option(
         None,
         "--output",
         "-o",
         metavar="FILE",
         help="The page to write; by default plot.html in the first run's folder.",
     ),
-    open_page: bool = typer.Option(False, "--open", help="Open the page in a browser."),
+    open_page: bool = Option(False, "--open", help="Open the page in a browser."),
 ) -> int:
     """Draw the loss and metrics of runs as charts in an HTML file.
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import typer
+from typer import Argument, Option
 
 from karvan.cli.output import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
 from karvan.job.environment import set_variables, variable
@@ -14,29 +15,27 @@ from karvan.system_limits import require_limits
 
 def role(
     context: typer.Context,
-    name: str = typer.Argument(
-        ..., metavar="NAME", help="parameter-server, embedding-worker, loader or master."
-    ),
-    index: int | None = typer.Option(None, help="The index of this process, from 0."),
-    count: int | None = typer.Option(None, help="How many processes of this role the job has."),
-    host: str | None = typer.Option(
+    name: str = Argument(..., metavar="NAME", help="parameter-server, embedding-worker, loader or master."),
+    index: int | None = Option(None, help="The index of this process, from 0."),
+    count: int | None = Option(None, help="How many processes of this role the job has."),
+    host: str | None = Option(
         None,
         help="The address to listen on, by default 127.0.0.1; unix:/PATH is a socket file in a private "
         "folder; others need TLS and a token.",
     ),
-    port: int | None = typer.Option(None, help="The port; 0, the default, is any."),
-    advertise: str | None = typer.Option(
+    port: int | None = Option(None, help="The port; 0, the default, is any."),
+    advertise: str | None = Option(
         None, metavar="HOST", help="The host name under which other processes reach it."
     ),
-    registry: str | None = typer.Option(
+    registry: str | None = Option(
         None, metavar="ADDRESS", help="The job's registry, host:port or unix:/PATH."
     ),
-    threads: int | None = typer.Option(None, help="Threads for lookups and updates; by default all cores."),
-    generation: int | None = typer.Option(None, help="The generation of the job; by default 0."),
-    checkpoints: str | None = typer.Option(
+    threads: int | None = Option(None, help="Threads for lookups and updates; by default all cores."),
+    generation: int | None = Option(None, help="The generation of the job; by default 0."),
+    checkpoints: str | None = Option(
         None, metavar="FOLDER", help="Where a parameter server may save; where a master has its ledger."
     ),
-    capacity: int | None = typer.Option(
+    capacity: int | None = Option(
         None,
         metavar="ROWS",
         help=(
@@ -44,12 +43,12 @@ def role(
             "used rows are evicted."
         ),
     ),
-    token_file: Path | None = typer.Option(None, help="A file with the token that callers must present."),
-    tls_cert: Path | None = typer.Option(None, help="The certificate, in PEM."),
-    tls_key: Path | None = typer.Option(None, help="Its key."),
-    tls_ca: Path | None = typer.Option(None, help="The authority that signed it."),
-    tls_mutual: bool | None = typer.Option(None, "--tls-mutual", help="Callers need a certificate as well."),
-    tls_name: str | None = typer.Option(
+    token_file: Path | None = Option(None, help="A file with the token that callers must present."),
+    tls_cert: Path | None = Option(None, help="The certificate, in PEM."),
+    tls_key: Path | None = Option(None, help="Its key."),
+    tls_ca: Path | None = Option(None, help="The authority that signed it."),
+    tls_mutual: bool | None = Option(None, "--tls-mutual", help="Callers need a certificate as well."),
+    tls_name: str | None = Option(
         None, metavar="HOST", help="The name in certificates, if it is not the address."
     ),
 ) -> int:

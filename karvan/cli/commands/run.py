@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import FAILED, OK, CommandError
 from karvan.errors import code_of_program
@@ -18,9 +18,9 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def run(
-    program: Path = typer.Argument(metavar="PROGRAM", help="A Python file, or a command of the system."),
-    arguments: list[str] = typer.Argument(None, metavar="ARGUMENTS...", help="Those of the program."),
-    system: str = typer.Option(
+    program: Path = Argument(metavar="PROGRAM", help="A Python file, or a command of the system."),
+    arguments: list[str] = Argument(None, metavar="ARGUMENTS...", help="Those of the program."),
+    system: str = Option(
         ..., "--as", metavar="SYSTEM", help="What it is written for: recis, persia or elasticdl."
     ),
 ) -> int:

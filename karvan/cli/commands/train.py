@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
 from karvan.cli.output import (
     INTERRUPTED,
@@ -34,41 +34,39 @@ if TYPE_CHECKING:
 
 
 def train(
-    target: Path | None = typer.Argument(
+    target: Path | None = Argument(
         None, metavar="FILE.py|CONFIG.yaml", help="A Python file with a function job(), or a config."
     ),
-    settings: list[str] = typer.Option(
+    settings: list[str] = Option(
         [],
         "--set",
         metavar="NAME=VALUE",
         help="A parameter of job(), or a key of the config: train.clip_norm=1.",
     ),
-    epochs: int | None = typer.Option(None, min=1, help="Train for this many epochs."),
-    max_steps: int | None = typer.Option(None, min=1, help="Train for at most this many optimizer steps."),
-    eval_every: int | None = typer.Option(None, min=1, help="Evaluate every this many steps."),
-    folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
-    precision: str | None = typer.Option(None, help="fp32, bf16, fp16 or auto."),
+    epochs: int | None = Option(None, min=1, help="Train for this many epochs."),
+    max_steps: int | None = Option(None, min=1, help="Train for at most this many optimizer steps."),
+    eval_every: int | None = Option(None, min=1, help="Evaluate every this many steps."),
+    folder: str | None = Option(None, help="The run's folder, for checkpoints."),
+    precision: str | None = Option(None, help="fp32, bf16, fp16 or auto."),
     device: str | None = DEVICE,
-    resume: bool = typer.Option(
-        True, "--resume/--no-resume", help="Resume from the folder's newest checkpoint."
-    ),
-    resume_from: str | None = typer.Option(
+    resume: bool = Option(True, "--resume/--no-resume", help="Resume from the folder's newest checkpoint."),
+    resume_from: str | None = Option(
         None,
         "--resume-from",
         metavar="STEP",
         help="Continue from this checkpoint of the folder; later ones are set aside.",
     ),
-    drop_unfinished: bool = typer.Option(
+    drop_unfinished: bool = Option(
         False, "--drop-unfinished", help="Use new data although the previous data was not finished."
     ),
-    new_settings: bool = typer.Option(
+    new_settings: bool = Option(
         False,
         "--new-settings",
         help="Optimizers continue with the learning rates and settings of this command.",
     ),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
+    quiet: bool = Option(False, "--quiet", "-q", help="No progress."),
     json_path: str | None = JSON_PATH,
-    example: bool = typer.Option(False, "--example", help="Print a config to start from."),
+    example: bool = Option(False, "--example", help="Print a config to start from."),
 ) -> int:
     """Train a model, or continue where the last run stopped.
 
@@ -209,35 +207,25 @@ def _show(result: kv.train.FitResult) -> None:
 def fit_features(job: kv.TrainingJob, *, quiet: bool) -> None:
     """Fit the engines of a job that lack statistics: that of its data first, then those in its model.
 
-    A job that resumes from a checkpoint takes its statistics from there and needs no fit.
+    Each takes one pass over the training data. A job that resumes from a checkpoint takes its statistics from
+    there and needs no fit.
     """
+    from karvan import distributed
     from karvan.features import FeatureEngine
 
-    transform = getattr(job.data, "transform", None)
-    if isinstance(transform, FeatureEngine) and transform.unfitted:
-        _fit_engine(transform, _pass_of(job.data, transform, transformed=False), quiet)
-    for module in job.trainer.model.modules():
-        if isinstance(module, FeatureEngine) and module.unfitted:
-            _fit_engine(module, _pass_of(job.data, module, transformed=True), quiet)
-
-
-def _pass_of(data: Any, engine: kv.FeatureEngine, *, transformed: bool) -> Iterable[Any]:
-    single_pass = getattr(data, "single_pass", None)
-    if single_pass is None:
-        raise CommandError(
-            f"FeatureEngine '{engine.name}' has no statistics yet for {', '.join(engine.unfitted)}. Expected "
-            f"data of kv.data.read, to find them in one pass, got {type(data).__name__}: call "
-            "engine.fit(batches) in job()."
-        )
-    return single_pass(transformed=transformed)  # type: ignore[no-any-return]
-
-
-def _fit_engine(engine: kv.FeatureEngine, batches: Iterable[Any], quiet: bool) -> None:
-    from karvan import distributed
-
-    names = ", ".join(engine.unfitted)
-    quiet = quiet or distributed.current().rank != 0
-    with progress("Fitting features", "samples", quiet=quiet) as steps:
-        engine.fit(CountedBatches(batches, steps))
-    if not quiet:
-        console(stderr=True).print(f"Fitted {names} to the training data.", markup=False)
+    data, quiet = job.data, quiet or distributed.current().rank != 0
+    for engine in (getattr(data, "transform", None), *job.trainer.model.modules()):
+        if not isinstance(engine, FeatureEngine) or not engine.unfitted:
+            continue
+        names, single_pass = ", ".join(engine.unfitted), getattr(data, "single_pass", None)
+        if single_pass is None:
+            raise CommandError(
+                f"FeatureEngine '{engine.name}' has no statistics yet for {names}. Expected data of "
+                f"kv.data.read, to find them in one pass, got {type(data).__name__}: call "
+                "engine.fit(batches) in job()."
+            )
+        batches = single_pass(transformed=engine is not getattr(data, "transform", None))
+        with progress("Fitting features", "samples", quiet=quiet) as steps:
+            engine.fit(CountedBatches(batches, steps))
+        if not quiet:
+            console(stderr=True).print(f"Fitted {names} to the training data.", markup=False)
