@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any
 
 from karvan.clock import clock
@@ -78,9 +77,15 @@ class Activity:
             self._tasks.pop()
             self.advance()
 
-    def waiting(self, name: str) -> Waiting:
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
         """While the calling thread waits for another process of the job, or for `TRAINERS`."""
-        return Waiting(self._waits, next(self._numbers), name)
+        number = next(self._numbers)
+        self._waits[number] = (name, clock.now())
+        try:
+            yield
+        finally:
+            self._waits.pop(number, None)  # a fork has cleared them
 
     def wait_for(self, changed: threading.Condition, name: str, reason: Callable[[], object]) -> None:
         """`changed.wait_for(reason)`, where the change depends on another process."""
@@ -98,25 +103,6 @@ class Activity:
             idle = max(0.0, round(clock.silence(self._last_change[1]), 3))
         longest = sorted(waits.items(), key=lambda wait: -wait[1])[:MOST_WAITS]
         return ActivityReport(self._count, idle, next(iter(self._tasks), ""), dict(longest), dumps)
-
-
-class Waiting:
-    """A wait, which `Activity` reports while it lasts."""
-
-    __slots__ = ("_key", "_name", "_waits")
-
-    def __init__(self, waits: dict[int, tuple[str, float]], key: int, name: str) -> None:
-        self._waits = waits
-        self._key = key
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._waits[self._key] = (self._name, clock.now())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del self._waits[self._key]
 
 
 activity = Activity()

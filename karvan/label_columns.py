@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.batch_slicing import complete
-from karvan.ragged import OptionalRagged, Ragged, is_text
+from karvan.ragged import OptionalRagged, Ragged, complete, is_text
 
 _KINDS = ("label", "weight")
 

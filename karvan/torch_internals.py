@@ -49,28 +49,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils.worker import _worker_loop
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-__all__ = [
-    "OPENMP_FUNCTIONS",
-    "SKIP_ATTRIBUTES",
-    "TENSOR_VERSION",
-    "DeviceContext",
-    "PrefixStore",
-    "Store",
-    "TorchDispatchMode",
-    "addmm_relu",
-    "default_group",
-    "default_store",
-    "foreach_copy",
-    "foreach_norm",
-    "has_step_hooks",
-    "is_leaving_loader",
-    "is_step_observed",
-    "loader_batch",
-    "loss_scale",
-    "openmp_addresses",
-    "skips_on_device",
-    "step_unless",
-]
+# The names of torch that other modules import from here.
+__all__ = ["DeviceContext", "PrefixStore", "Store", "TorchDispatchMode"]
 
 # The attribute of a tensor that counts the writes to it.
 TENSOR_VERSION = "_version"

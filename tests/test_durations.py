@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from karvan.durations import ago_text, duration_text
+from karvan.display import ago_text, duration_text
 
 NOW = datetime(2026, 11, 19, 12, 0, 0, tzinfo=UTC)
 

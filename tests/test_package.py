@@ -310,7 +310,7 @@ def test_import_needs_no_extra_and_leaves_cuda_alone():
 # Who may draw from or set the generators of the program: its own are for everybody else.
 USES_GLOBAL_GENERATORS = {
     "karvan.train.results": "saves and restores them",
-    "karvan.cli.config.build_job": "train.seed of the configuration is that of the model",
+    "karvan.cli.config": "train.seed of the configuration is that of the model",
     "karvan.cli.commands.demo": "is a program, whose model has the same weights each time",
     "karvan.compat.persia.env": "setup_seed is PERSIA's function to set them",
     "karvan.models.deepfm": "initial weights of a layer",

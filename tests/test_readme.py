@@ -27,7 +27,7 @@ from page_blocks import Block, blocks, same_output, visible
 from pydantic import ValidationError
 
 import karvan as kv
-from karvan.cli.config.schema import Config
+from karvan.cli.config import Config
 from karvan.cli.main import app
 from karvan.distributed.connection import KINDS
 from karvan.launch.engines.choice import ENGINES

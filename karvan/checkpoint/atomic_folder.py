@@ -44,9 +44,9 @@ from karvan.checkpoint.files import (
     write_object,
 )
 from karvan.checkpoint.manifest import NAME, Manifest
+from karvan.errors import is_temporary
 from karvan.files import sync_folder
 from karvan.job.checkpoint_url import shown, url_of
-from karvan.outages import is_temporary
 
 # Lock files of a folder, which other users cannot open.
 #

@@ -3,7 +3,7 @@
 The rest of the code reads checkpoints by these functions alone. Errors are OSErrors. Those of objects name
 the URL: a FileNotFoundError for an object that is not there, a PermissionError if the store refuses the
 request or does not have the bucket, which the same request will meet again, and an outage
-(`karvan/outages.py`) for everything else.
+(`karvan/errors.py`) for everything else.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pyarrow import fs
 from karvan.checkpoint.errors import CheckpointError
 from karvan.data.errors import DataError, reason
 from karvan.data.formats.paths import folders, join, resolve
+from karvan.errors import is_temporary
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import host_of, shown, split_query, url_of
-from karvan.outages import is_temporary
 from karvan.owner import FILE
 
 # What clients of S3 and of Google's storage write for requests that will be refused again.

@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.files import has_file, read_bytes
 from karvan.checkpoint.safetensors_file import FileEntry, checksum_text, unread_error
+from karvan.errors import RefusedError
 from karvan.job.checkpoint_url import url_of
 from karvan.store.messages import first_hash_of, hashes_of
 from karvan.store.types import Keys
-from karvan.wire.errors import RefusedError
 from karvan.wire.schema import Fields, Integer, ListOf, MapOf, Nullable, OneOf, Plain, Text, shown
 
 # Ranges of key hashes, by which tables are divided over ranks and files.

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from karvan.activity import activity
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.files import opened, write_object
+from karvan.errors import is_temporary
 from karvan.job.checkpoint_url import url_of
 from karvan.native import _native
-from karvan.outages import is_temporary
 from karvan.threads import cores
 
 # Limits how much of the machine a save takes while training continues.

@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, messages on stderr."""
+"""Output of commands: results on stdout, messages and errors on stderr."""
 
 from __future__ import annotations
 
@@ -9,22 +9,101 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
-from itertools import cycle
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
-from karvan.cli.errors import CommandError
-from karvan.job.checkpoint_url import shown
+from karvan import errors
+from karvan.errors import DAMAGED, FAILED, INTERRUPTED, OK, PIPE_CLOSED, TEMPORARY, TERMINATED, USAGE
+from karvan.job.checkpoint_url import local_path, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+
+# Errors of the command line; the exit codes are in `karvan/errors.py`.
+
+STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by `FitResult.stopped`
+
+
+class CommandError(Exception):
+    """An error to be shown as it is, and the exit code that goes with it."""
+
+    def __init__(self, text: str, code: int = USAGE) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], code: int = USAGE, where: str = "") -> Iterator[None]:
+    """Errors of these kinds become `CommandError`s with their text, and with this place before it."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandError(f"{where}{error}", code) from error
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of an error that a command raised."""
+    return error.code if isinstance(error, CommandError) else errors.code_of(error)
+
+
+def text_of(error: BaseException) -> str:
+    """One or two lines: what was expected, what was received, and where, if that helps."""
+    return str(error).strip() if isinstance(error, CommandError) else errors.text_of(error)
+
+
+def show(error: BaseException, *, debug: bool) -> None:
+    """Print an error to stderr."""
+    if debug:
+        traceback.print_exception(error)
+    print_error(text_of(error))
+
+
+def print_error(text: str) -> None:
+    """Print `error: …` to stderr, the word in red if there are colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())  # a terminal folds between words
+    console.print(Text.assemble(("error:", "bold red"), " ", text), highlight=False)
+
+
+# Paths and URLs on the command line.
+
+
+def folder_of(text: str) -> Path:
+    """The path of a folder that may be a URL; see `karvan/job/checkpoint_url.py`."""
+    with refusing(ValueError):
+        return local_path(text)
+
+
+def no_url(path: Path | None) -> Path | None:
+    """The callback of an option that is a folder of this machine."""
+    try:
+        return None if path is None else local_path(path)
+    except ValueError:
+        raise typer.BadParameter(f"expected a folder of this machine, got the URL {path}.") from None
+
+
+__all__ = [
+    "DAMAGED",
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "PIPE_CLOSED",
+    "STOPPED",
+    "TEMPORARY",
+    "TERMINATED",
+    "USAGE",
+]
 
 
 _UNLIMITED = 1_000_000  # columns
@@ -94,13 +173,8 @@ def _json_path(path: str | None) -> str | None:
     return path
 
 
-JSON_PATH = typer.Option(
-    None,
-    "--json",
-    metavar="PATH",
-    help="Write the result as JSON to PATH; - is stdout.",
-    show_default=False,
-    callback=_json_path,
+JSON_PATH = Option(
+    None, "--json", metavar="PATH", help="Write the result as JSON to PATH; - is stdout.", callback=_json_path
 )
 
 
@@ -198,9 +272,6 @@ class CountedBatches:
             self._steps.add(samples_of(batch))
 
 
-# Short measurements of this machine, for `karvan bench` and `karvan doctor`.
-
-
 _BLOCK = 8 << 20
 
 
@@ -214,32 +285,3 @@ def disk_rate(folder: Path, size: int = 64 << 20) -> float:
         file.flush()
         os.fsync(file.fileno())
         return max(1, size // _BLOCK) * _BLOCK / (time.perf_counter() - begin)
-
-
-def steps_per_second(step: Callable[[int], None], *, seconds: float, least: int = 5) -> float:
-    """How often a step runs in a second, by the median of its times; the first two are not counted."""
-    times: list[float] = []
-    end = 0.0
-    for number in cycle(range(1024)):
-        begin = time.perf_counter()
-        step(number)
-        now = time.perf_counter()
-        times.append(now - begin)
-        if len(times) == 2:
-            end = now + seconds
-        if len(times) >= least + 2 and now > end:
-            return 1 / median(times[2:])
-    raise AssertionError("unreachable: the loop does not end")
-
-
-def seconds_to(run: Callable[[], object]) -> float:
-    """How many seconds a call takes."""
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def exhaust(data: Iterable[object]) -> None:
-    """Iterate over all of the data."""
-    for _ in data:
-        pass

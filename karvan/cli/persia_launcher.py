@@ -27,7 +27,7 @@ from karvan.compat.persia.config import (
     read_slots,
 )
 from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, log_level, wait_for_roles
-from karvan.exit_codes import OK, USAGE
+from karvan.errors import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
 from karvan.launch.engines.local import ending_with_parent

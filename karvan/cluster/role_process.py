@@ -23,12 +23,11 @@ from functools import partial
 from typing import Any
 
 from karvan.clock import clock
-from karvan.discovery.membership import Membership
-from karvan.exit_codes import FAILED, TEMPORARY, plain
+from karvan.discovery.directory import Membership
+from karvan.errors import FAILED, TEMPORARY, is_out_of_memory, plain
 from karvan.job.address import MasterAddress, reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role, all_roles
-from karvan.outages import is_out_of_memory
 from karvan.protocol.values import GENERATION, GENERATION_OF_JOB, RunHello
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 

@@ -27,14 +27,7 @@ from karvan.data.loading.rank_shares import default_split_records
 from karvan.data.loading.settings import ReadSettings, Transform
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS
-from karvan.data.task_records import (
-    BatchError,
-    RecordSearch,
-    blaming,
-    named_error,
-    records_done,
-    report,
-)
+from karvan.data.task_records import BatchError, RecordSearch, blaming, named_error, records_done, report
 from karvan.data.work_client import WorkClient
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment

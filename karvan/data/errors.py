@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
-from karvan.outages import is_out_of_memory, is_temporary
+from karvan.errors import is_out_of_memory, is_temporary
 
 # What pyarrow and the file systems raise for bytes that they cannot parse.
 _FOREIGN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, EOFError, KeyError)

@@ -12,11 +12,10 @@ import torch
 from pyarrow import json
 from torch import Tensor
 
-from karvan.batch_slicing import as_offsets
 from karvan.data.errors import DataError, located, reason
 from karvan.data.identity import fingerprint_table
 from karvan.data.source import Part, Split, require_inside
-from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged, as_offsets
 
 
 class TableSource:

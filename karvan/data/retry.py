@@ -18,7 +18,7 @@ from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import Files
 from karvan.data.source import Source, Split, place_of
-from karvan.outages import is_temporary
+from karvan.errors import is_temporary
 
 # `Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
 #

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from karvan.activity import activity
-from karvan.outages import is_temporary, retry_delay
-from karvan.protocol import work as protocol
+from karvan.errors import is_temporary, retry_delay
+from karvan.protocol import master as protocol
 from karvan.wire import Client, Message, Security, WireError
 from karvan.wire.schema import Call, Head
 from karvan.work.ledger import JobFailedError, NoTask, TaskFailure

@@ -32,15 +32,22 @@ from karvan.distributed.collectives import (
     join_boards,
     keep_forever,
 )
-from karvan.job.environment import JobEnvironment, ServerLoss
+from karvan.job.environment import (
+    SYNC,
+    DenseSettings,
+    JobEnvironment,
+    ServerLoss,
+    SyncMode,
+    choose_dense,
+    choose_mode,
+)
 from karvan.job.roles import Role
-from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
 from karvan.native import require
 from karvan.system_limits import require_limits
 from karvan.torch_internals import PrefixStore, Store, default_group, default_store
 
 if TYPE_CHECKING:
-    from karvan.discovery.membership import Membership
+    from karvan.discovery.directory import Membership
     from karvan.distributed.elastic import ElasticGroup
     from karvan.distributed.embedding_workers import Workers
     from karvan.distributed.parameter_servers import Servers
@@ -250,7 +257,7 @@ class Connection:
 
     def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
         """Find servers and workers at these addresses, or as the environment says; a collective."""
-        from karvan.discovery.membership import member_from_environment
+        from karvan.discovery.directory import member_from_environment
         from karvan.distributed.embedding_workers import find_workers
         from karvan.distributed.parameter_servers import (
             find_servers,  # imports Flight, for which other connections need not wait

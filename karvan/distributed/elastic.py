@@ -29,10 +29,10 @@ from karvan.distributed.collectives import (
     join_boards,
     keep_forever,
 )
+from karvan.errors import RefusedError
 from karvan.protocol.master import ENTER_GROUP, JOIN_GROUP, LEAVE_GROUP, SETTLE_GROUP, WATCH_GROUP, RoundState
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire import Client, Security
-from karvan.wire.errors import RefusedError
 
 _DEADLINE = 600.0  # seconds in which a master must come back
 

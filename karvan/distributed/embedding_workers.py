@@ -20,8 +20,8 @@ from typing_extensions import override
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
 from karvan.distributed.parameter_servers import ServiceClients
+from karvan.errors import mark
 from karvan.job.roles import Role
-from karvan.outages import mark
 from karvan.protocol.embedding_worker import ABANDON_MEMBERS, ENGINE, MissingParts
 from karvan.ragged import IdsReference
 from karvan.wire import Array, Client, Message, Security

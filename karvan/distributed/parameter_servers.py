@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from typing_extensions import override
 
 from karvan.discovery.directory import Addresses, find_role
-from karvan.job.environment import JobEnvironment
+from karvan.job.environment import MODES, JobEnvironment
 from karvan.job.roles import Role
-from karvan.job.sync_modes import MODES
 from karvan.protocol import parameter_server as protocol
 from karvan.protocol.parameter_server import ADD_TABLE, CHECK_FOLDER, RESTORE, SET_STATE
 from karvan.wire import Array, Client, Message, Reply, Security

@@ -1,6 +1,6 @@
 """`WireStore`: torch's `Store` over Karvan's own wire, for the trainers of a launched job.
 
-The other side is `karvan.discovery.rendezvous`, in the job's registry: token and TLS are those of all
+The other side is `karvan.discovery.registry`, in the job's registry: token and TLS are those of all
 calls. No call blocks there. `get` and `wait` ask until the keys exist or the timeout is reached, at first
 every millisecond, later ten times a second.
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from karvan import distributed
 from karvan.argument_checks import listed
+from karvan.display import html_table
 from karvan.distributed import Connection
 from karvan.embedding import portable
 from karvan.embedding.eviction import TTL, steady_time
@@ -35,7 +36,6 @@ from karvan.embedding.feature_inputs import (
 )
 from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import EngineState, TableHandle, find_table
-from karvan.notebook import html_table
 from karvan.ragged import REFERENCE, IdsReference, IndexedRows, NestedRagged, Padded, Ragged
 from karvan.store import LookupContext, LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup

@@ -14,11 +14,19 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from karvan import ids
-from karvan.batch_slicing import rows_of
+from karvan import ids, native
 from karvan.embedding.table import POOLED, HashStack, Table
-from karvan.native import _native, output_buffers
-from karvan.ragged import IdsReference, IndexedRows, NestedRagged, OptionalText, Padded, Ragged, is_text
+from karvan.native import _native
+from karvan.ragged import (
+    IdsReference,
+    IndexedRows,
+    NestedRagged,
+    OptionalText,
+    Padded,
+    Ragged,
+    is_text,
+    rows_of,
+)
 from karvan.store import LookupProgram
 from karvan.store.base import Store
 from karvan.store.program import FeatureTensors, LookupInputs, OutputLayout, RemoteLookup, RowIndex
@@ -288,7 +296,7 @@ class FeatureInput(Output):
     def arrays(self) -> _native.FeatureArrays:
         """What the native call reads and writes, by address; allocates the output."""
         tensors = self.tensors()
-        self._out = output_buffers.empty(tensors.layout.rows(mode_of(self.table)), self.table.dim)
+        self._out = native.empty(tensors.layout.rows(mode_of(self.table)), self.table.dim)
         return tensors.arrays(self._out)
 
     def tensors(self) -> FeatureTensors:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.argument_checks import listed
-from karvan.notebook import html_table
+from karvan.display import html_table
 from karvan.store import LookupContext, LookupPlan, LookupProgram, Rows, Store, TableSpec
 from karvan.store.types import Gradients
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from karvan import distributed
 from karvan.argument_checks import listed
-from karvan.batch_slicing import rows_of, values_of
 from karvan.distributed.collectives import RankHeartbeats
 from karvan.features.feature import Feature
 from karvan.features.ops.base import ChainStep, OpCall, run
 from karvan.features.ops.fitted import FittedOp, RunningStatistics
 from karvan.features.ops.numbers import Log1p
-from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged, rows_of, values_of
 
 # Columns that a batch lacks, for features with `missing="empty"`: as if no sample had a value.
 #

@@ -1,17 +1,16 @@
-"""`JobEnvironment`: the environment variables of a job, all of them, read and written in one place.
+"""`JobEnvironment`: the environment variables of a job, read and written in one place; and its `SyncMode`.
 
 A field `x` is the variable KARVAN_X, and a field by role has one for each; docs/launch_environment.md has the
 tables. The launcher sets the fields of the first part for every process of a job; users set those of the
-second part. A variable that is empty
-counts as not set. A value that is not what its field expects is a ValueError that names the variable. A name
-that is almost one of these is a warning, once in a process.
+second part. A variable that is empty counts as not set. A value that is not what its field expects is a
+ValueError that names the variable. A name that is almost one of these is a warning, once in a process.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -112,7 +111,7 @@ class JobEnvironment:
         for name, kind in names().items():
             text = variables.get(variable(name), "")
             if text.strip():
-                values[name] = _READERS[kind](variable(name), text)
+                values[name] = _value(kind, variable(name), text)
         for name, role_names in _names_by_role().items():
             values[name] = {role: values.pop(field) for role, field in role_names.items() if field in values}
         return cls(**values)
@@ -194,50 +193,36 @@ def _text(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _integer(name: str, text: str) -> int:
+def _value(kind: str, name: str, text: str) -> Any:
+    """The value of a variable, as the type of its field says."""
+    if kind == "Verbatim":
+        return text
+    text, expected = text.strip(), ""
     try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} expects a whole number, got {text.strip()!r}.") from None
+        match kind.removesuffix(" | None"):
+            case "str":
+                return text
+            case "tuple[str, ...]":
+                return tuple(part.strip() for part in text.split(",") if part.strip())
+            case "int":
+                expected = "a whole number"
+                return int(text)
+            case "float":
+                expected = "seconds"
+                return float(text)
+            case "bool":
+                expected = "0 or 1"
+                return {"0": False, "1": True}[text]
+            case "Role":
+                expected = f"one of {', '.join(all_roles())}"
+                return role_of(text)
+            case "ServerLoss":
+                expected = f"one of {', '.join(ServerLoss)}"
+                return ServerLoss(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} expects {expected}, got {text!r}.") from None
+    raise TypeError(f"A field of a JobEnvironment has the type {kind}, which variables cannot have.")
 
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} expects seconds, got {text.strip()!r}.") from None
-
-
-def _flag(name: str, text: str) -> bool:
-    if text.strip() not in ("0", "1"):
-        raise ValueError(f"{name} expects 0 or 1, got {text.strip()!r}.")
-    return text.strip() == "1"
-
-
-def _role(name: str, text: str) -> Role:
-    if text.strip() not in all_roles():
-        raise ValueError(f"{name} expects one of {', '.join(all_roles())}, got {text.strip()!r}.")
-    return role_of(text.strip())
-
-
-def _server_loss(name: str, text: str) -> ServerLoss:
-    if text.strip() not in tuple(ServerLoss):
-        raise ValueError(f"{name} expects one of {', '.join(ServerLoss)}, got {text.strip()!r}.")
-    return ServerLoss(text.strip())
-
-
-# By the types of fields.
-_READERS: Mapping[str, Callable[[str, str], Any]] = {
-    "str": lambda name, text: text.strip(),
-    "Verbatim": lambda name, text: text,
-    "int": _integer,
-    "int | None": _integer,
-    "float | None": _seconds,
-    "bool | None": _flag,
-    "Role | None": _role,
-    "ServerLoss | None": _server_loss,
-    "tuple[str, ...]": lambda name, text: tuple(part.strip() for part in text.split(",") if part.strip()),
-}
 
 # Those that the launcher sets, which no process takes from the environment of the launcher.
 LAUNCHED = tuple(
@@ -245,3 +230,155 @@ LAUNCHED = tuple(
     for name in names()
     if name not in (*_SET_BY_USERS, *_names_by_role()["addresses"].values())
 )
+
+
+# Synchronisation modes of jobs on parameter servers: sync, hybrid, async.
+#
+# | mode | rows | dense parameters |
+# |---|---|---|
+# | sync | lookups and gradients of all trainers together, staleness 1 | gradients averaged over trainers |
+# | hybrid | each trainer by itself, up to `staleness` batches behind | the same |
+# | async | the same | on the servers; each trainer pulls them, and pushes its gradients |
+#
+# What makes a step of dense gradients that were pushed is for `DenseSettings` to say.
+
+
+@dataclass(frozen=True)
+class DenseSettings:
+    """Every push a step, at a rate divided by its staleness if lr_staleness; or steps of several pushes.
+
+    With grads_to_wait, that many pushes make a step with their mean, and those more than `tolerance` versions
+    behind are rejected, computed again and pushed again. None for both: nobody waits, nothing is rejected.
+
+    pull_every: a trainer takes the servers' parameters before every pull_every-th step. Between two of these
+    it makes steps of its own, with its optimizer and its gradients, and still pushes each gradient.
+    """
+
+    lr_staleness: bool = False
+    grads_to_wait: int | None = None
+    tolerance: int | None = None
+    pull_every: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.pull_every) is not int or self.pull_every < 1:
+            raise ValueError(f"pull_every must be a whole number from 1 on, got {self.pull_every!r}.")
+        if self.grads_to_wait is not None and self.grads_to_wait < 1:
+            raise ValueError(f"grads_to_wait must be at least 1, got {self.grads_to_wait}.")
+        if self.tolerance is not None and self.tolerance < 0:
+            raise ValueError(f"tolerance must not be negative, got {self.tolerance}.")
+        if self.lr_staleness and self.rejects:
+            raise ValueError(
+                "lr_staleness slows down stale pushes, grads_to_wait and tolerance reject them: "
+                "expected one or the other, got both."
+            )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a push may be rejected."""
+        return self.grads_to_wait is not None or self.tolerance is not None
+
+    @property
+    def together(self) -> int:
+        """How many pushes make a step."""
+        return self.grads_to_wait or 1
+
+
+@dataclass(frozen=True)
+class SyncMode:
+    """What one mode decides; `MODES` has one object of each.
+
+    joint_rows: lookups and gradients of all trainers are made at once, in rounds. joint_steps: a step has the
+    gradients of all trainers, or no trainer makes it.
+    """
+
+    name: str
+    default_staleness: int = 4
+    joint_rows: bool = False
+    joint_steps: bool = True
+    dense_on_servers: bool = False
+
+    def check_staleness(self, staleness: int) -> None:
+        """Raise a ValueError for a number of batches that the mode does not allow."""
+        if staleness < 1:
+            raise ValueError(f"staleness must be at least 1, got {staleness}.")
+        if self.joint_rows and staleness != 1:
+            raise ValueError(
+                f"mode {self.name} has staleness 1, got {staleness}; modes hybrid and async allow more."
+            )
+
+    def check_dense(self, options: Iterable[str]) -> None:
+        """Raise a ValueError if options of `DenseSettings` are given that the mode has no use for."""
+        names = ", ".join(options)
+        if names and not self.dense_on_servers:
+            raise ValueError(f"{names} is for mode async, got mode {self.name}.")
+
+    def check_server_loss(self, chosen: ServerLoss) -> None:
+        """Raise a ValueError if the mode cannot continue in this way without a server."""
+        if self.dense_on_servers and chosen is ServerLoss.RELOAD:
+            raise ValueError(
+                "on_server_loss reload is for modes sync and hybrid. In mode async a lost server has "
+                "dense parameters as well, and only a rollback restores them."
+            )
+
+    def gradients_per_step(self, trainers: int, dense: DenseSettings) -> int:
+        """How many trainers' gradients make a step."""
+        return dense.together if self.dense_on_servers else trainers
+
+
+SYNC = SyncMode("sync", default_staleness=1, joint_rows=True)
+HYBRID = SyncMode("hybrid")
+ASYNC = SyncMode("async", joint_steps=False, dense_on_servers=True)
+MODES: Mapping[str, SyncMode] = {mode.name: mode for mode in (SYNC, HYBRID, ASYNC)}
+
+
+def choose_mode(
+    mode: str | None, staleness: int | None, environment: Mapping[str, str] | None = None
+) -> tuple[SyncMode, int]:
+    """The mode and its staleness: as they are given, as a launched job says, or what follows from the other.
+
+    Of a job's staleness nothing is taken if the mode is given as sync. Without anything, the mode is sync.
+    """
+    job = JobEnvironment.read(environment)
+    name = (job.mode or None) if mode is None else mode
+    if name is not None and name not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {name!r}.")
+    if staleness is None and mode != SYNC.name:
+        staleness = job.staleness
+    if name is None:
+        name = SYNC.name if staleness in (None, 1) else HYBRID.name
+    chosen = MODES[name]
+    if staleness is None:
+        staleness = chosen.default_staleness
+    chosen.check_staleness(staleness)
+    return chosen, staleness
+
+
+def choose_dense(
+    mode: SyncMode,
+    lr_staleness: bool | None,
+    grads_to_wait: int | None,
+    tolerance: int | None,
+    pull_every: int | None,
+    environment: Mapping[str, str] | None = None,
+) -> DenseSettings:
+    """What is given, or what a launched job says; only mode async has any.
+
+    Options of what makes a step are all taken from the program if it gives one of them, since some exclude
+    others.
+    """
+    options: dict[str, Any] = {
+        "lr_staleness": lr_staleness,
+        "grads_to_wait": grads_to_wait,
+        "tolerance": tolerance,
+    }
+    chosen = {name: value for name, value in options.items() if value is not None}
+    mode.check_dense([*chosen, *(() if pull_every is None else ("pull_every",))])
+    if not mode.dense_on_servers:
+        return DenseSettings()
+    job = JobEnvironment.read(environment)
+    if not chosen:
+        chosen = {name: getattr(job, name) for name in options if getattr(job, name) is not None}
+    chosen["lr_staleness"] = bool(chosen.get("lr_staleness", False))
+    if pull_every is None:
+        pull_every = 1 if job.pull_every is None else job.pull_every
+    return DenseSettings(**chosen, pull_every=pull_every)

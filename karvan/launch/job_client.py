@@ -6,11 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from karvan.errors import RefusedError, WireError
 from karvan.launch.job_spec import JobSpec, read_spec
 from karvan.launch.run_folder import RunFolder, RunFolderError, jobs_folder
 from karvan.protocol.master import JOB_STATUS, SCALE_JOB, STOP_JOB
 from karvan.wire import Client, Security
-from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.schema import Call
 
 A = TypeVar("A")

@@ -12,9 +12,8 @@ from pydantic import BeforeValidator, Field, create_model, field_validator, mode
 from typing_extensions import override
 
 from karvan.job.address import is_loopback
-from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, ServerLoss
+from karvan.job.environment import LAUNCHED, MODES, NOT_PASSED_ON, SYNC, TORCH_NAMES, ServerLoss
 from karvan.job.roles import Role, start_order
-from karvan.job.sync_modes import MODES, SYNC
 from karvan.settings import (
     Count,
     CountOrZero,
@@ -217,7 +216,7 @@ class TLS(Section):
 class Dense(Section):
     """When pushed dense gradients make a step and new parameters are pulled, in mode async.
 
-    See `DenseSettings` in `karvan/job/sync_modes.py`.
+    See `DenseSettings` in `karvan/job/environment.py`.
     """
 
     lr_staleness: bool = False

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
-from karvan.exit_codes import FAILED, TEMPORARY, USAGE
+from karvan.errors import FAILED, TEMPORARY, USAGE
 from karvan.job.address import unix_host
 from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import JobEnvironment

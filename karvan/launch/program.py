@@ -5,7 +5,7 @@ and itself as `__main__`. The difference is how an uncaught error ends it:
 
 - An error of Karvan is one line, `error: …`, as in commands; KARVAN_DEBUG=1 shows the traceback as well.
 - Any other error shows its traceback, without the frames of this module.
-- The exit code says whether a retry may help; see `karvan/exit_codes.py`.
+- The exit code says whether a retry may help; see `karvan/errors.py`.
 
 A rank that fails because another one has failed gets a RankError, whose line names the other; its code says
 temporary, so that the launcher waits for the code of the rank that failed first
@@ -20,7 +20,7 @@ import sys
 import traceback
 import types
 
-from karvan import exit_codes
+from karvan import errors
 from karvan.job.environment import variable
 from karvan.process_end import run_to_end
 
@@ -31,24 +31,24 @@ def main() -> int:
     """Run the program of the command line; returns its exit code unless it calls sys.exit itself."""
     if len(sys.argv) < 2:
         print("error: Expected a FILE.py to run, got nothing.", file=sys.stderr)
-        return exit_codes.USAGE
+        return errors.USAGE
     path = sys.argv[1]
     sys.argv = sys.argv[1:]
     try:
         with open(path, "rb") as file:
             source = file.read()
     except OSError as error:
-        print(f"error: {exit_codes.plain(error)}", file=sys.stderr)
-        return exit_codes.DAMAGED
+        print(f"error: {errors.plain(error)}", file=sys.stderr)
+        return errors.DAMAGED
     try:
         run(path, source)
     except KeyboardInterrupt as error:
         show_traceback(error)
-        return exit_codes.INTERRUPTED
+        return errors.INTERRUPTED
     except Exception as error:
         show(error)
-        return exit_codes.code_of_program(error)
-    return exit_codes.OK
+        return errors.code_of_program(error)
+    return errors.OK
 
 
 def run(path: str, source: bytes) -> None:
@@ -74,11 +74,11 @@ def show(error: BaseException) -> None:
     if sys.excepthook is not sys.__excepthook__ and not of_torch:
         sys.excepthook(type(error), error, error.__traceback__)
         return
-    ours = exit_codes.is_ours(error)
+    ours = errors.is_ours(error)
     if not ours or os.environ.get(_DEBUG, "") not in ("", "0"):
         show_traceback(error)
     if ours:
-        print(f"error: {exit_codes.text_of(error, f'{_DEBUG}=1')}", file=sys.stderr, flush=True)
+        print(f"error: {errors.text_of(error, f'{_DEBUG}=1')}", file=sys.stderr, flush=True)
 
 
 def show_traceback(error: BaseException) -> None:

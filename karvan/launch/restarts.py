@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
-from karvan.exit_codes import OK, TEMPORARY
+from karvan.errors import OK, TEMPORARY, retry_delay
 from karvan.job.checkpoint_url import url_of
 from karvan.launch.processes import ManagedProcess
-from karvan.outages import retry_delay
 
 _LONGEST_DELAY = 30.0
 

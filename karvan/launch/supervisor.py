@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from karvan.clock import clock
-from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
+from karvan.errors import DAMAGED, FAILED, TEMPORARY, USAGE
 from karvan.job.environment import ServerLoss
 from karvan.job.roles import Role, start_order
 from karvan.launch.engines.base import Engine, Handle, Process, end_text

@@ -5,65 +5,60 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from karvan.errors import RefusedError
 from karvan.protocol.values import (
-    DECLARED,
-    MEMBER,
-    MODEL,
     MOST_TABLES,
-    NOW,
-    NUMBER,
-    PATH,
-    RULES,
-    SPEC,
-    STATE,
-    STEP,
-    STEPS,
-    TABLE,
-    TABLES,
-    WIRE,
-    DeclaredTable,
+    Count,
+    DeclaredTables,
+    FilePath,
+    Float32,
+    FloatType,
+    Index,
+    MemberNumber,
+    ModelNumber,
+    RowState,
+    Rules,
     RunHello,
+    Step,
+    Steps,
+    TableName,
+    TableNames,
+    TableSpec,
     expect_declared_names,
     expect_distinct,
     expect_same_names,
     wire_dtype,
     words,
 )
-from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array
 from karvan.wire.schema import (
     ANY,
     FLOAT32_MAX,
     ArrayKind,
-    Boolean,
     Call,
     Fields,
     Float,
     ForEach,
     Head,
     Integer,
+    Length,
     ListOf,
     MapOf,
     Nullable,
     OptionalArrays,
     Plain,
-    Struct,
     Text,
-    TupleOf,
-    field,
-    optional,
     table_of,
 )
 
 # The calls of trainers about a server's dense parameters; see `karvan.cluster.parameter_server`.
 
 
-_NAME = Text(1000)
-_TRAINER = Text(200)
+_Shape = Annotated[list[Annotated[int, Integer(0, 2**48)]], Length(32)]
 # The names and shapes of tensors that are stored one after the other in one array.
-_TENSORS = ListOf(TupleOf(_NAME, ListOf(Integer(0, 2**48), 32)), 2**16)
+_Tensors = Annotated[list[tuple[Annotated[str, Text(1000)], _Shape]], Length(2**16)]
 _MOST_FLOATS = 2**48
 
 # One of torch's optimizers: its options are numbers, text, and short lists of numbers.
@@ -73,15 +68,14 @@ _OPTION = Plain(
 )
 OPTIMIZER = Fields({"name": Text(100), "options": MapOf(_OPTION, 64, Text(100))})
 
-RATE = Nullable(Float(0.0, FLOAT32_MAX))
-STALENESS = Integer(-(2**53), 2**53)  # of a server that lost steps it is negative
-ANSWER = TupleOf(Boolean(), NUMBER, Boolean(), STALENESS, Text(40, 0))  # karvan.dense.steps.Answer
+_Rate = Annotated[float, Float(0.0, FLOAT32_MAX)] | None
+_Staleness = Annotated[int, Integer(-(2**53), 2**53)]  # of a server that lost steps it is negative
+_Reason = Annotated[str, Text(40, 0)]
+_Answer = tuple[bool, int, bool, _Staleness, _Reason]  # karvan.dense.steps.Answer
 
 # A state of dense parameters, without its tensors.
-ANSWERS = MapOf(
-    ListOf(TupleOf(NUMBER, Boolean(), NUMBER, Boolean(), STALENESS, Text(40, 0))), 2**20, _TRAINER
-)
-WAITING = Fields({"trainer": _TRAINER, "sequence": NUMBER, "staleness": STALENESS, "lr": RATE})
+ANSWERS = MapOf(list[tuple[int, bool, int, bool, _Staleness, _Reason]], 2**20)
+WAITING = Fields({"trainer": str, "sequence": int, "staleness": _Staleness, "lr": _Rate})
 
 _FLAT = ArrayKind("tensors", "float32", lambda head: _floats_of(head.tensors))
 _BYTES = ArrayKind("the state", "uint8", "bytes")
@@ -104,70 +98,70 @@ def _floats_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> int:
 class OfModel(Head):
     """A call about the dense parameters of a model."""
 
-    model: int = field(MODEL)
+    model: ModelNumber
 
 
 class PullDense(OfModel):
     """The parameters, unless they are those of a version."""
 
-    version: int | None = field(Nullable(NUMBER))
+    version: int | None
 
 
 class DenseVersion(Head):
     """The version of dense parameters."""
 
-    version: int = field(NUMBER)
+    version: int
 
 
 class PulledDense(DenseVersion):
     """A version, with the parameters if they have changed."""
 
-    tensors: list[tuple[str, list[int]]] | None = optional(_TENSORS)
+    tensors: _Tensors | None = None
 
 
 class DenseGradients(OfModel):
     """Gradients of dense parameters, of a version."""
 
-    tensors: list[tuple[str, list[int]]] = field(_TENSORS)
-    version: int = field(NUMBER)
-    lr: float | None = field(RATE)
+    tensors: _Tensors
+    version: int
+    lr: _Rate
 
 
 class PushDense(DenseGradients):
     """Gradients, with a number by which they are applied once."""
 
-    trainer: str = field(_TRAINER)
-    sequence: int = field(NUMBER)
+    trainer: str
+    sequence: int
 
 
 class PushedDense(Head):
     """What became of gradients."""
 
-    answer: tuple[bool, int, bool, int, str] = field(ANSWER)
+    answer: _Answer
 
 
 class StageDense(DenseGradients):
     """Gradients for a step of an elastic run."""
 
-    step: int = field(NUMBER)
+    step: int
 
 
 class NextSequence(OfModel):
     """A request for the number of a trainer's next push."""
 
-    trainer: str = field(_TRAINER)
+    trainer: str
 
 
 class NumberOfPush(Head):
     """The number of a trainer's next push."""
 
-    sequence: int = field(NUMBER)
+    sequence: int
 
 
 class LoadDenseState(OfModel):
     """A state to load."""
 
-    first: bool = optional(Boolean(), default=False)
+    first: bool = False
 
 
 def _check_tensors(head: DenseGradients, arrays: Sequence[Array]) -> None:
@@ -178,18 +172,18 @@ def _check_tensors(head: DenseGradients, arrays: Sequence[Array]) -> None:
 
 PULL_DENSE = Call(
     "pull_dense",
-    Struct(PullDense),
-    answer=Struct(PulledDense),
+    PullDense,
+    answer=PulledDense,
     answers=[OptionalArrays(lambda answer: answer.tensors is not None, [_FLAT])],
 )
-PUSH_DENSE = Call("push_dense", Struct(PushDense), [_FLAT], answer=Struct(PushedDense), rule=_check_tensors)
+PUSH_DENSE = Call("push_dense", PushDense, [_FLAT], answer=PushedDense, rule=_check_tensors)
 STAGE_DENSE = Call(  # of an elastic run: a commit applies them
-    "stage_dense", Struct(StageDense), [_FLAT], answer=Struct(DenseVersion), rule=_check_tensors
+    "stage_dense", StageDense, [_FLAT], answer=DenseVersion, rule=_check_tensors
 )
-NEXT_SEQUENCE = Call("next_sequence", Struct(NextSequence), answer=Struct(NumberOfPush))
-FLUSH_DENSE = Call("flush_dense", Struct(OfModel), answer=Struct(DenseVersion))
-DENSE_STATE = Call("dense_state", Struct(OfModel), answers=[_BYTES])
-LOAD_DENSE_STATE = Call("load_dense_state", Struct(LoadDenseState), [_BYTES], answer=Struct(DenseVersion))
+NEXT_SEQUENCE = Call("next_sequence", NextSequence, answer=NumberOfPush)
+FLUSH_DENSE = Call("flush_dense", OfModel, answer=DenseVersion)
+DENSE_STATE = Call("dense_state", OfModel, answers=[_BYTES])
+LOAD_DENSE_STATE = Call("load_dense_state", LoadDenseState, [_BYTES], answer=DenseVersion)
 DENSE_CALLS = table_of(
     PULL_DENSE, PUSH_DENSE, STAGE_DENSE, NEXT_SEQUENCE, FLUSH_DENSE, DENSE_STATE, LOAD_DENSE_STATE
 )
@@ -211,83 +205,82 @@ def _is_small(value: Any) -> bool:
     return len(json.dumps(value)) <= _MOST_ACK
 
 
-_ACK = Plain(_is_small, f"JSON of up to {_MOST_ACK} characters")
-_COMMIT_PARTS = ListOf(TupleOf(MEMBER, NUMBER), _MOST_PARTS)  # members, and the numbers of their pushes
-_COUNTS = MapOf(NUMBER, 17, Text(40))
+_Ack = Annotated[Any, Plain(_is_small, f"JSON of up to {_MOST_ACK} characters")]
+_CommitParts = Annotated[list[tuple[MemberNumber, int]], Length(_MOST_PARTS)]  # numbers of their pushes
+_CountName = Annotated[str, Text(40)]
+_Counts = Annotated[dict[_CountName, int], Length(17)]
 
 
 class Commit(Head):
     """A step, and the pushes that it consists of."""
 
-    step: int = field(NUMBER)
-    parts: list[tuple[int, int]] = field(_COMMIT_PARTS)
-    scale: float = field(Float(-FLOAT32_MAX, FLOAT32_MAX))
-    ack: Any = field(_ACK)
-    member: int | None = optional(
-        MEMBER
-    )  # in mode async, whose step it is; elsewhere steps are of all members
-    dense: Sequence[int] = optional(ListOf(MODEL, 64), default=())  # models whose gradients are staged
-    counts: Mapping[str, int] = optional(MapOf(NUMBER, 16, Text(40)), default={})  # to add to the tally
+    step: int
+    parts: _CommitParts
+    scale: Float32
+    ack: _Ack
+    member: MemberNumber | None = None  # in mode async, whose step it is; elsewhere steps are of all members
+    dense: Annotated[Sequence[ModelNumber], Length(64)] = ()  # models whose gradients are staged
+    counts: Annotated[Mapping[_CountName, int], Length(16)] = {}  # to add to the tally
 
 
 class CommitAnswer(Head):
     """The tally after a commit, in mode async."""
 
-    tally: dict[str, int] | None = optional(_COUNTS)
-    meeting: int | None = optional(NUMBER)
+    tally: _Counts | None = None
+    meeting: int | None = None
 
 
 class TallyAnswer(Head):
     """What was committed by all members, and the number of the next meeting."""
 
-    tally: dict[str, int] = field(_COUNTS)
-    meeting: int = field(NUMBER)
+    tally: _Counts
+    meeting: int
 
 
 class Drop(Head):
     """A step that did not happen, and whose it was in mode async."""
 
-    step: int = field(NUMBER)
-    member: int | None = optional(MEMBER)
+    step: int
+    member: MemberNumber | None = None
 
 
 class OfMember(Head):
     """A call about a member."""
 
-    member: int = field(MEMBER)
+    member: MemberNumber
 
 
 class RoundNumber(Head):
     """The round of a group of trainers."""
 
-    round: int = field(NUMBER)
+    round: int
 
 
 class MemberNumbers(Head):
     """The members that have trained."""
 
-    members: list[int] = field(ListOf(MEMBER, _MOST_MEMBERS))
+    members: Annotated[list[MemberNumber], Length(_MOST_MEMBERS)]
 
 
 class ProgressOf(Head):
     """A request for progress, in mode async that of a member."""
 
-    member: int | None = optional(MEMBER)
+    member: MemberNumber | None = None
 
 
 class ProgressAnswer(Head):
     """The last step that is committed, and what is staged: step, member and number of each push."""
 
-    committed: int | None = field(Nullable(NUMBER))  # null: no step of this run
-    ack: Any = field(_ACK)
-    staged: list[tuple[int, int, int]] = field(ListOf(TupleOf(NUMBER, MEMBER, NUMBER), _MOST_PARTS))
-    commit: Commit | None = optional(Struct(Commit))  # the last one, in mode async
+    committed: int | None  # null: no step of this run
+    ack: _Ack
+    staged: Annotated[list[tuple[int, MemberNumber, int]], Length(_MOST_PARTS)]
+    commit: Commit | None = None  # the last one, in mode async
 
 
 class Meeting(Head):
     """The number of a meeting to which all members are to come."""
 
-    meeting: int = field(NUMBER)
+    meeting: int
 
 
 def check_commit(commit: Commit | None) -> None:
@@ -299,31 +292,30 @@ def check_commit(commit: Commit | None) -> None:
 
 COMMIT = Call(
     "commit",
-    Struct(Commit),
-    answer=Struct(CommitAnswer),
+    Commit,
+    answer=CommitAnswer,
     rule=lambda commit, arrays: check_commit(commit),
 )
-DROP = Call("drop", Struct(Drop))
-FENCE = Call("fence", Struct(OfMember))
-ABANDON = Call("abandon", Struct(OfMember))
-MEMBERS_IN_ROUND = Call("members", Struct(RoundNumber), answer=Struct(MemberNumbers))
-PROGRESS = Call("progress", Struct(ProgressOf), answer=Struct(ProgressAnswer))
-TALLY = Call("tally", Struct(Meeting), answer=Struct(TallyAnswer))
+DROP = Call("drop", Drop)
+FENCE = Call("fence", OfMember)
+ABANDON = Call("abandon", OfMember)
+MEMBERS_IN_ROUND = Call("members", RoundNumber, answer=MemberNumbers)
+PROGRESS = Call("progress", ProgressOf, answer=ProgressAnswer)
+TALLY = Call("tally", Meeting, answer=TallyAnswer)
 COMMIT_CALLS = table_of(COMMIT, DROP, FENCE, ABANDON, MEMBERS_IN_ROUND, PROGRESS, TALLY)
 
 
 class ServerHello(RunHello):
     """What a trainer says to a parameter server."""
 
-    server: int = field(Integer(0, 2**20))
-    worker: int | None = optional(Integer(0, 2**20))
-    divisor: int | None = optional(Integer(1, 2**20))
+    server: Index
+    worker: Index | None = None
+    divisor: Count | None = None
 
 
-_BATCHES = ListOf(NUMBER)  # numbers of lookups
-_COMMIT = Nullable(Struct(Commit))  # of an elastic run: executed before the call itself
-_PARTS = Integer(1, 2**20)
-_SIZE = Integer(0, 2**63)
+# The commit of an elastic run that is executed before the call itself.
+_CommitBefore = Annotated[Commit | None, Nullable(Commit)]
+_Size = Annotated[int, Integer(0, 2**63)]
 _ROWS = [
     ArrayKind("keys", "int64", "n"),
     ArrayKind("vectors", "float32", "n", ANY),
@@ -331,14 +323,15 @@ _ROWS = [
     ArrayKind("counts", "uint32", "n"),
     ArrayKind("last_steps", "uint32", "n"),
 ]
-_TRAINERS = MapOf(NUMBER, 2**20, Text(20))  # a number for each trainer
-_FILE = {"name": PATH, "bytes": _SIZE, "checksum": Text(100)}
+_Passes = Annotated[list[Annotated[int, Integer(0, 1023)]], Length(1024)]
+_Trainers = Annotated[dict[Annotated[str, Text(20)], int], Length(2**20)]  # a number for each trainer
+_FILE = {"name": FilePath, "bytes": _Size, "checksum": Text(100)}
 _SHARE = Fields(
     {
         "state": Integer(0, 2**32),
-        "parts": ListOf(Fields({**_FILE, "rows": NUMBER, "erased": NUMBER, "first": Integer(0, 2**64)})),
+        "parts": ListOf(Fields({**_FILE, "rows": int, "erased": int, "first": Integer(0, 2**64)})),
         "extra": Nullable(Fields(_FILE)),
-        "updates": Fields({"run": Text(200), "store": NUMBER, "trainers": _TRAINERS}),
+        "updates": Fields({"run": str, "store": int, "trainers": _Trainers}),
     }
 )
 
@@ -356,35 +349,35 @@ def expect_trainer(hello: RunHello) -> None:
 class Done(Head):
     """The store that a call is about, and the lookups that its trainer is done with."""
 
-    store: int = field(NUMBER)
-    done: list[int] = field(_BATCHES)
+    store: int
+    done: list[int]
 
 
 class PullHead(Done):
     """The tables of a lookup, and the number of keys of each."""
 
-    batch: int = field(NUMBER)
-    tables: list[str] = field(ListOf(TABLE, MOST_TABLES, 1))
-    counts: list[int] = field(ListOf(Integer(0, 2**32), MOST_TABLES))
-    training: bool = field(Boolean())
-    step: int = field(STEP)
-    now: float = field(NOW)
-    wire: str = field(WIRE)
-    commit: Commit | None = optional(_COMMIT)
+    batch: int
+    tables: Annotated[list[TableName], Length(MOST_TABLES, 1)]
+    counts: Annotated[list[Annotated[int, Integer(0, 2**32)]], Length(MOST_TABLES)]
+    training: bool
+    step: Step
+    now: float
+    wire: FloatType
+    commit: _CommitBefore = None
 
 
 class PushedBatches(Done):
     """The lookups whose gradients follow, and how tables are updated."""
 
-    sequence: int = field(NUMBER)
-    batches: list[int] = field(ListOf(NUMBER, 1024, 1))
-    rules: dict[str, dict[str, Any]] = field(RULES)
-    steps: dict[str, int] = field(STEPS)
-    skipped: list[str] = field(TABLES)
-    complete: bool = field(Boolean())
-    wire: str = field(WIRE)
-    mine: list[int] | None = optional(ListOf(Integer(0, 1023), 1024))  # passes in the call; None: all
-    step: int | None = optional(NUMBER)  # in an elastic run
+    sequence: int
+    batches: Annotated[list[int], Length(1024, 1)]
+    rules: Rules
+    steps: Steps
+    skipped: TableNames
+    complete: bool
+    wire: FloatType
+    mine: _Passes | None = None
+    step: int | None = None  # in an elastic run
 
     @property
     def positions(self) -> Sequence[int]:
@@ -395,14 +388,14 @@ class PushedBatches(Done):
 class PushHead(PushedBatches):
     """Gradients for a server."""
 
-    commit: Commit | None = optional(_COMMIT)
+    commit: _CommitBefore = None
 
 
 class Withdraw(Head):
     """Lookups whose batches will not be trained."""
 
-    store: int = field(NUMBER)
-    batches: list[int] = field(_BATCHES)
+    store: int
+    batches: list[int]
 
 
 def _check_pull(head: PullHead, arrays: Sequence[Array]) -> None:
@@ -436,97 +429,97 @@ def _check_push(head: PushHead, arrays: Sequence[Array]) -> None:
 
 PULL = Call(
     "pull",
-    Struct(PullHead),
+    PullHead,
     [ArrayKind("keys and uses", "int64", _keys_of_pull)],
     answers=[ArrayKind("vectors", wire_dtype, ANY)],
     rule=_check_pull,
 )
 PUSH = Call(
     "push",
-    Struct(PushHead),
+    PushHead,
     [ForEach(lambda head: len(head.positions), [ArrayKind("gradients", wire_dtype, ANY)])],
     rule=_check_push,
 )
-WITHDRAW = Call("withdraw", Struct(Withdraw))
+WITHDRAW = Call("withdraw", Withdraw)
 
 
 class OfTable(Head):
     """A call about a table."""
 
-    table: str = field(TABLE)
+    table: TableName
 
 
 class AddTable(Head):
     """A table to add."""
 
-    spec: dict[str, Any] = field(SPEC)
+    spec: TableSpec
 
 
 class SetState(OfTable):
     """The optimizer state that new rows of a table get."""
 
-    initial: list[float] = field(STATE)
-    fresh: bool = field(Boolean())
+    initial: RowState
+    fresh: bool
 
 
 class OfTables(Head):
     """A call about several tables."""
 
-    tables: list[str] = field(TABLES)
+    tables: TableNames
 
 
 class Lookup(OfTables):
     """Tables whose keys are looked up."""
 
-    training: bool = field(Boolean())
-    step: int = field(STEP)
-    now: float = field(NOW)
+    training: bool
+    step: Step
+    now: float
 
 
 class Apply(Head):
     """The rules and steps of updates, and the number of pushes by table."""
 
-    rules: dict[str, dict[str, Any]] = field(RULES)
-    steps: dict[str, int] = field(STEPS)
-    numbers: dict[str, int] = field(MapOf(Integer(0, 512), MOST_TABLES, TABLE))
+    rules: Rules
+    steps: Steps
+    numbers: Annotated[dict[TableName, Annotated[int, Integer(0, 512)]], Length(MOST_TABLES)]
 
 
 class Evict(OfTable):
     """The moment at which rows are evicted."""
 
-    step: int = field(STEP)
-    now: float = field(NOW)
+    step: Step
+    now: float
 
 
 class RowCount(Head):
     """A number of rows."""
 
-    rows: int = field(NUMBER)
+    rows: int
 
 
 class TableVersion(Head):
     """The version of a table."""
 
-    version: int = field(_SIZE)
+    version: _Size
 
 
 class EvictedSince(OfTable):
     """A version, after which keys were evicted."""
 
-    version: int = field(_SIZE)
+    version: _Size
 
 
 class SnapshotHead(OfTable):
     """A part of a table's rows."""
 
-    part: int = field(NUMBER)
-    parts: int = field(_PARTS)
+    part: int
+    parts: Count
 
 
 class Stats(Head):
     """The counters of tables."""
 
-    stats: dict[str, dict[str, int]] = field(MapOf(MapOf(_SIZE, 64), MOST_TABLES, TABLE))
+    stats: Annotated[dict[TableName, Annotated[dict[str, _Size], Length(64)]], Length(MOST_TABLES)]
 
 
 def _check_tables(head: OfTables, arrays: Sequence[Array]) -> None:
@@ -543,11 +536,11 @@ def _check_part(head: SnapshotHead, arrays: Sequence[Array]) -> None:
         raise RefusedError(f"expected a part from 0 to {head.parts - 1}, got {head.part}.")
 
 
-ADD_TABLE = Call("add_table", Struct(AddTable))
-SET_STATE = Call("set_state", Struct(SetState))
+ADD_TABLE = Call("add_table", AddTable)
+SET_STATE = Call("set_state", SetState)
 LOOKUP = Call(
     "lookup",
-    Struct(Lookup),
+    Lookup,
     [
         ForEach(
             lambda head: len(head.tables),
@@ -559,7 +552,7 @@ LOOKUP = Call(
 )
 APPLY = Call(
     "apply",
-    Struct(Apply),
+    Apply,
     [
         ForEach(
             lambda head: sum(head.numbers.values()),
@@ -568,105 +561,95 @@ APPLY = Call(
     ],
     rule=_check_apply,
 )
-SKIP = Call("skip", Struct(OfTable))
-EVICT = Call("evict", Struct(Evict), answer=Struct(RowCount))
-ERASE = Call("erase", Struct(OfTable), [ArrayKind("keys", "int64", "n")], answer=Struct(RowCount))
-CLEAR = Call("clear", Struct(OfTable))
-VERSION = Call("version", Struct(OfTable), answer=Struct(TableVersion))
-EVICTED_SINCE = Call("evicted_since", Struct(EvictedSince), answers=[ArrayKind("keys", "int64", "n")])
-SNAPSHOT = Call("snapshot", Struct(SnapshotHead), answers=_ROWS, rule=_check_part)
-LOAD = Call("load", Struct(OfTable), _ROWS)
-STATS = Call("stats", Struct(OfTables), answer=Struct(Stats), rule=_check_tables)
+SKIP = Call("skip", OfTable)
+EVICT = Call("evict", Evict, answer=RowCount)
+ERASE = Call("erase", OfTable, [ArrayKind("keys", "int64", "n")], answer=RowCount)
+CLEAR = Call("clear", OfTable)
+VERSION = Call("version", OfTable, answer=TableVersion)
+EVICTED_SINCE = Call("evicted_since", EvictedSince, answers=[ArrayKind("keys", "int64", "n")])
+SNAPSHOT = Call("snapshot", SnapshotHead, answers=_ROWS, rule=_check_part)
+LOAD = Call("load", OfTable, _ROWS)
+STATS = Call("stats", OfTables, answer=Stats, rule=_check_tables)
 TABLE_CALLS = table_of(
     *(ADD_TABLE, SET_STATE, LOOKUP, APPLY, SKIP, EVICT, ERASE, CLEAR),
     *(VERSION, EVICTED_SINCE, SNAPSHOT, LOAD, STATS),
 )
 
 
+# How a table is saved, and how it is loaded.
+_SAVED = Fields({"optimizer": Nullable(str), "parts": Count, "delta": bool, "base": Nullable(str)})
+_FILLED = Fields({"keep": bool, "initial": RowState, "extra": bool})
+
+
 class CaptureHead(OfTables):
     """The tables of a capture, and what it contains."""
 
-    capture: int = field(NUMBER)
-    parts: dict[str, int] = field(MapOf(_PARTS, MOST_TABLES, TABLE))
-    since: int | None = field(Nullable(NUMBER))
-    track: bool = field(Boolean())
-    store: int = field(NUMBER)
-    used: list[list[int]] = field(ListOf(_BATCHES, 2**20))  # by trainer: lookups trained without a push
+    capture: int
+    parts: Annotated[dict[TableName, Count], Length(MOST_TABLES)]
+    since: int | None
+    track: bool
+    store: int
+    used: Annotated[list[list[int]], Length(2**20)]  # by trainer: lookups trained without a push
 
 
 class Save(Head):
     """How a capture is written into a folder."""
 
-    capture: int = field(NUMBER)
-    folder: str = field(PATH)
-    store: int = field(NUMBER)
-    tables: dict[str, dict[str, Any]] = field(
-        MapOf(
-            Fields(
-                {
-                    "optimizer": Nullable(Text(200)),
-                    "parts": _PARTS,
-                    "delta": Boolean(),
-                    "base": Nullable(Text(200)),
-                }
-            ),
-            MOST_TABLES,
-            TABLE,
-        )
-    )
-    writers: int = field(Integer(1, 256))
+    capture: int
+    folder: FilePath
+    store: int
+    tables: Annotated[dict[TableName, Annotated[dict[str, Any], _SAVED]], Length(MOST_TABLES)]
+    writers: Annotated[int, Integer(1, 256)]
 
 
 class SavedShares(Head):
     """What a server wrote of each table."""
 
-    shares: dict[str, dict[str, Any]] = field(MapOf(_SHARE, MOST_TABLES, TABLE))
+    shares: Annotated[dict[TableName, Annotated[dict[str, Any], _SHARE]], Length(MOST_TABLES)]
 
 
 class CloseCapture(Head):
     """A capture that is not needed any more."""
 
-    capture: int = field(NUMBER)
+    capture: int
 
 
 class Fill(Head):
     """A checkpoint, and how its tables are loaded."""
 
-    path: str = field(PATH)
-    tables: dict[str, dict[str, Any]] = field(
-        MapOf(Fields({"keep": Boolean(), "initial": STATE, "extra": Boolean()}), MOST_TABLES, TABLE)
-    )
+    path: FilePath
+    tables: Annotated[dict[TableName, Annotated[dict[str, Any], _FILLED]], Length(MOST_TABLES)]
 
 
 class DamagedFiles(Head):
     """Files, and what is wrong with each."""
 
-    damaged: list[tuple[str, str]] = field(ListOf(TupleOf(Text(8192), Text(8192))))
+    damaged: list[tuple[Annotated[str, Text(8192)], Annotated[str, Text(8192)]]]
 
 
 class Folder(Head):
     """A folder for checkpoints."""
 
-    folder: str = field(PATH)
+    folder: FilePath
 
 
 class Restore(Folder):
     """The tables that a restarted server must have."""
 
-    tables: dict[str, DeclaredTable] = field(DECLARED)
-    unless_tables: bool = optional(Boolean(), default=False)
+    tables: DeclaredTables
+    unless_tables: bool = False
 
 
 class OfStore(Head):
     """A call about a store."""
 
-    store: int = field(NUMBER)
+    store: int
 
 
 class Updates(Head):
     """How many updates of each trainer tables contain."""
 
-    trainers: dict[str, int] = field(_TRAINERS)
+    trainers: _Trainers
 
 
 def _check_capture(head: CaptureHead, arrays: Sequence[Array]) -> None:
@@ -674,13 +657,13 @@ def _check_capture(head: CaptureHead, arrays: Sequence[Array]) -> None:
     expect_same_names("tables", dict.fromkeys(head.tables), "parts", head.parts)
 
 
-CAPTURE = Call("capture", Struct(CaptureHead), rule=_check_capture)
-SAVE = Call("save", Struct(Save), answer=Struct(SavedShares))
-CLOSE_CAPTURE = Call("close_capture", Struct(CloseCapture))
-FILL = Call("fill", Struct(Fill), answer=Struct(DamagedFiles))
-CHECK_FOLDER = Call("check_folder", Struct(Folder))
-RESTORE = Call("restore", Struct(Restore), rule=lambda head, arrays: expect_declared_names(head.tables))
-UPDATES = Call("updates", Struct(OfStore), answer=Struct(Updates))
+CAPTURE = Call("capture", CaptureHead, rule=_check_capture)
+SAVE = Call("save", Save, answer=SavedShares)
+CLOSE_CAPTURE = Call("close_capture", CloseCapture)
+FILL = Call("fill", Fill, answer=DamagedFiles)
+CHECK_FOLDER = Call("check_folder", Folder)
+RESTORE = Call("restore", Restore, rule=lambda head, arrays: expect_declared_names(head.tables))
+UPDATES = Call("updates", OfStore, answer=Updates)
 DESCRIBE = Call("describe", answer=Plain())
 
 SERVER_CALLS = {

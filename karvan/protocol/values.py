@@ -6,32 +6,27 @@ Bounds follow from the types of the native core: its floats have 32 bits, its st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from karvan import native
 from karvan.activity import MOST_WAITS
+from karvan.errors import RefusedError
+from karvan.job.environment import MODES, SYNC
 from karvan.job.roles import all_roles
-from karvan.job.sync_modes import MODES, SYNC
-from karvan.native import rules
-from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array
 from karvan.wire.schema import (
     FLOAT32_MAX,
-    Boolean,
     Call,
     Fields,
     Float,
     Head,
     Integer,
-    ListOf,
+    Length,
     MapOf,
     Nullable,
     OneOf,
-    Plain,
-    Struct,
     Text,
     TupleOf,
-    field,
-    optional,
     shown,
     table_of,
 )
@@ -39,34 +34,36 @@ from karvan.wire.schema import (
 # The calls of a job's registry, made by members and by clients that look for them.
 
 
-ROLE = OneOf(*all_roles())
-INDEX = Integer(0, 2**20)
+RoleName = Annotated[str, OneOf(*all_roles())]
+Index = Annotated[int, Integer(0, 2**20)]
 GENERATION = Integer(0, 2**31)
-_ADDRESS = Text(300)
-_PID = Integer(0, 2**31)
+GenerationNumber = Annotated[int, GENERATION]
+ProcessNumber = Annotated[int, Integer(0, 2**31)]
+Seconds = Annotated[float, Float(0.0)]
+_Address = Annotated[str, Text(300)]
 
 
 class MemberFields(Head):
     """What a member sends with each of its calls; `process` is a random name."""
 
-    role: str = field(ROLE)
-    index: int = field(INDEX)
-    address: str = field(_ADDRESS)
-    generation: int = field(GENERATION)
-    pid: int = field(_PID)
-    process: str = field(Text(64))
+    role: RoleName
+    index: Index
+    address: _Address
+    generation: GenerationNumber
+    pid: ProcessNumber
+    process: Annotated[str, Text(64)]
     # How many processes the role has, if the member knows; see `Directory.count`.
-    count: int = optional(INDEX, default=0)
+    count: Index = 0
 
 
 # See `karvan.activity.ActivityReport`.
 _ACTIVITY = Fields(
     {
-        "progress": Integer(),
-        "idle": Float(0.0),
+        "progress": int,
+        "idle": Seconds,
         "task": Text(100, 0),
-        "waits": MapOf(Float(0.0), MOST_WAITS, Text(100)),
-        "dumps": Boolean(),
+        "waits": MapOf(Seconds, MOST_WAITS, Text(100)),
+        "dumps": bool,
     }
 )
 
@@ -74,69 +71,68 @@ _ACTIVITY = Fields(
 class Beat(MemberFields):
     """A member is alive, and what it has done."""
 
-    activity: dict[str, Any] = field(_ACTIVITY)
+    activity: Annotated[dict[str, Any], _ACTIVITY]
 
 
 class BeatAnswer(Head):
     """Whether the registry knows the member, and whether another process has its place."""
 
-    known: bool = field(Boolean())
-    replaced: bool = field(Boolean())
+    known: bool
+    replaced: bool
 
 
 class ListedMember(Head):
     """A member as the registry lists it; `silent` in seconds."""
 
-    role: str = field(ROLE)
-    index: int = field(INDEX)
-    address: str = field(_ADDRESS)
-    generation: int = field(GENERATION)
-    pid: int = field(_PID)
-    healthy: bool = field(Boolean())
-    silent: float = field(Float(0.0))
-    count: int = field(INDEX)
+    role: RoleName
+    index: Index
+    address: _Address
+    generation: GenerationNumber
+    pid: ProcessNumber
+    healthy: bool
+    silent: Seconds
+    count: Index
 
 
 class Generation(Head):
     """How often the job went back to a checkpoint."""
 
-    generation: int = field(GENERATION)
+    generation: GenerationNumber
 
 
 class MemberList(Head):
     """The members of a job."""
 
-    members: list[ListedMember] = field(ListOf(Struct(ListedMember)))
+    members: list[ListedMember]
 
 
-REGISTER = Call("register", Struct(MemberFields))
-BEAT = Call("beat", Struct(Beat), answer=Struct(BeatAnswer))
-LEAVE = Call("leave", Struct(MemberFields))
-GENERATION_OF_JOB = Call("generation", answer=Struct(Generation))
-MEMBERS = Call("members", answer=Struct(MemberList))
+REGISTER = Call("register", MemberFields)
+BEAT = Call("beat", Beat, answer=BeatAnswer)
+LEAVE = Call("leave", MemberFields)
+GENERATION_OF_JOB = Call("generation", answer=Generation)
+MEMBERS = Call("members", answer=MemberList)
 REGISTRY_CALLS = table_of(REGISTER, BEAT, LEAVE, GENERATION_OF_JOB, MEMBERS)
 
 
 MOST_DIM = 65536
 MOST_TABLES = 4096
-_MOST_STATE = max(columns * MOST_DIM + row for columns, row in rules.RULES.values())  # floats of a row
+_MOST_STATE = max(columns * MOST_DIM + row for columns, row in native.RULES.values())  # floats of a row
 
-NUMBER = Integer(0, 2**53)  # counts and identifiers
-STEP = Integer(0, 2**32 - 1)
-NOW = Float()
-FLOAT32 = Float(-FLOAT32_MAX, FLOAT32_MAX)
-TABLE = Text(1000)
-TABLES = ListOf(TABLE, MOST_TABLES)
-PATH = Text(4096)
-WIRE = OneOf("float32", "bfloat16", "float16")
+NUMBER = Integer()
+Step = Annotated[int, Integer(0, 2**32 - 1)]
+Float32 = Annotated[float, Float(-FLOAT32_MAX, FLOAT32_MAX)]
+TableName = Annotated[str, Text(1000)]
+TableNames = Annotated[list[TableName], Length(MOST_TABLES)]
+FilePath = Annotated[str, Text(4096)]
+FloatType = Annotated[str, OneOf("float32", "bfloat16", "float16")]
 
-STATE = ListOf(FLOAT32, _MOST_STATE)
-SPEC = Fields(
+RowState = Annotated[list[Float32], Length(_MOST_STATE)]
+_SPEC = Fields(
     {
-        "name": TABLE,
+        "name": TableName,
         "dim": Integer(1, MOST_DIM),
-        "dtype": OneOf("float32", "bfloat16", "float16"),
-        "init": TupleOf(Text(40), FLOAT32, FLOAT32, FLOAT32, FLOAT32),
+        "dtype": FloatType,
+        "init": TupleOf(Text(40), Float32, Float32, Float32, Float32),
         "admit": TupleOf(
             OneOf("always", "probability", "probability_each", "min_count", "read_only"),
             Float(0, 2**32 - 1),
@@ -149,63 +145,60 @@ SPEC = Fields(
         "shards": Integer(1, 256),
     }
 )
+TableSpec = Annotated[dict[str, Any], _SPEC]
 
 
 class DeclaredTable(Head):
     """A table, and how optimizer state starts in it."""
 
-    spec: dict[str, Any] = field(SPEC)
-    initial: list[float] | None = optional(STATE)
+    spec: TableSpec
+    initial: RowState | None = None
 
 
 # The tables that a restarted server must have, by name.
-DECLARED = MapOf(Struct(DeclaredTable), MOST_TABLES, TABLE)
+DeclaredTables = Annotated[dict[TableName, DeclaredTable], Length(MOST_TABLES)]
 
-RULE = Fields(
-    {
-        "kind": OneOf(*rules.RULES),
-        **dict.fromkeys(rules.FLOATS, FLOAT32),
-        "accumulate_last": Boolean(),
-    }
+_RULE = Fields(
+    {"kind": OneOf(*native.RULES), **dict.fromkeys(native.FLOATS, Float32), "accumulate_last": bool}
 )
-RULES = MapOf(RULE, MOST_TABLES, TABLE)
-STEPS = MapOf(NUMBER, MOST_TABLES, TABLE)
+Rules = Annotated[dict[TableName, Annotated[dict[str, Any], _RULE]], Length(MOST_TABLES)]
+Steps = Annotated[dict[TableName, int], Length(MOST_TABLES)]
 
-DENSE_SETTINGS = Fields(
+_DENSE_SETTINGS = Fields(
     {},
     {
-        "lr_staleness": Boolean(),
+        "lr_staleness": bool,
         "grads_to_wait": Nullable(Integer(1, 2**20)),
         "tolerance": Nullable(Integer(0, 2**31)),
         "pull_every": Integer(1, 2**31),
     },
 )
-RUN = Text(64)
-MODEL = Integer(0, 2**31)  # one whose dense parameters are on servers
-MEMBER = Integer(0, 2**20)  # a trainer; in an elastic run the master gives out each number once
+Count = Annotated[int, Integer(1, 2**20)]
+ModelNumber = Annotated[int, Integer(0, 2**31)]  # one whose dense parameters are on servers
+MemberNumber = Annotated[int, Integer(0, 2**20)]  # in an elastic run the master gives out each number once
 
 
 class TrainerHello(Head):
     """What each trainer says of itself and its run."""
 
-    generation: int = field(GENERATION)
-    run: str = field(RUN)
-    trainer: int = field(MEMBER)
-    trainers: int = field(Integer(1, 2**20))
+    generation: GenerationNumber
+    run: Annotated[str, Text(64)]
+    trainer: MemberNumber
+    trainers: Count
 
 
 class RunHello(TrainerHello):
     """What a trainer says to those who store and look up rows."""
 
-    trainers: int = field(Integer(0, 2**20))  # 0 in an elastic run, whose trainers come and go
-    servers: int = field(Integer(1, 2**20))
-    mode: str = optional(OneOf(*MODES), default=SYNC.name)
-    staleness: int = optional(Integer(1, 2**20), default=1)
-    grad_reduce: str = optional(OneOf("mean", "key", "sum"), default="mean")
-    dense: dict[str, Any] | None = optional(DENSE_SETTINGS)
-    reload: bool = optional(Boolean(), default=False)
-    line: str = optional(Text(40), default="")
-    elastic: bool = optional(Boolean(), default=False)
+    trainers: Annotated[int, Integer(0, 2**20)]  # 0 in an elastic run, whose trainers come and go
+    servers: Count
+    mode: Annotated[str, OneOf(*MODES)] = SYNC.name
+    staleness: Count = 1
+    grad_reduce: Annotated[str, OneOf("mean", "key", "sum")] = "mean"
+    dense: Annotated[dict[str, Any], _DENSE_SETTINGS] | None = None
+    reload: bool = False
+    line: Annotated[str, Text(40)] = ""
+    elastic: bool = False
 
 
 def words(keys: int) -> int:
@@ -248,8 +241,9 @@ def expect_declared_names(tables: Mapping[str, DeclaredTable]) -> None:
 _PARTS = {"tensor": 1, "ragged": 3, "optional": 3, "optional text": 3, "nested": 3, "padded": 2}
 _REFERENCE = TupleOf(Integer(0, 2**20), Text(200), Integer(0, 2**48))
 
-NAME = Text(1000)
-BATCH = MapOf(TupleOf(OneOf(*_PARTS, "plain", "reference"), Plain()), 2**16, NAME)
+ColumnName = Annotated[str, Text(1000)]
+_Column = tuple[Annotated[str, OneOf(*_PARTS, "plain", "reference")], Any]
+BatchColumns = Annotated[dict[ColumnName, _Column], Length(2**16)]
 
 
 def check_batch(batch: Mapping[str, Any], arrays: Sequence[Array]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.native import _native, output_buffers
+from karvan import native
+from karvan.native import _native
 from karvan.store import messages
 from karvan.store.memory import MemoryStore
 from karvan.store.messages import Numbers, features, floats, message_of
@@ -59,7 +60,7 @@ class Owner:
         """
         dims = [self.store.table(table).spec.dim for table in tables]
         program = program_of_ranks(tuple(tables), tuple(dims), len(asked))
-        vectors = output_buffers.empty(sum(floats(asked, dims)))
+        vectors = native.empty(sum(floats(asked, dims)))
         inputs = features(asked, received, dims, vectors.data_ptr())
         plan = self.store.forward(program, inputs, context, log)
         return Answered(program, plan, tables, dims, asked, received, vectors)

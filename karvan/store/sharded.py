@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan import distributed
-from karvan.distributed.settings import WIRES
-from karvan.native import _native, output_buffers
+from karvan import distributed, native
+from karvan.distributed.connection import WIRES
+from karvan.native import _native
 from karvan.store import messages
 from karvan.store.base import LocalTable, Store
 from karvan.store.memory import MemoryStore
@@ -193,7 +193,7 @@ class ShardedStore(RankShare):
         flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]
         head, slots = len(flags), len(owner.tables)
         requested, asked = floats(routed.requested, owner.dims), floats(routed.asked, owner.dims)
-        sent = output_buffers.empty(sum(requested))
+        sent = native.empty(sum(requested))
         if complete:
             routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
         else:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.native import _native
-from karvan.native.rules import RULES
+from karvan.native import RULES, _native
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]

@@ -38,7 +38,7 @@ from rich.table import Column
 from rich.text import Text
 from typing_extensions import override
 
-from karvan.notebook import Display, html_table, in_notebook
+from karvan.display import Display, html_table, in_notebook
 from karvan.train.results import Report
 
 # The columns of the progress bar: step and times always fit, numbers as far as there is room.

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.checkpoint.format.state_tree import pack, unpack
+from karvan.checkpoint.state_tree import pack, unpack
+from karvan.display import duration_text, html_table
 from karvan.distributed import CollectiveChannel
-from karvan.durations import duration_text
-from karvan.notebook import html_table
 from karvan.train.losses import split_reports
 from karvan.train.types import MetricLike
 

@@ -5,8 +5,8 @@ peer = Client("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
 
+from karvan.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.client import Client, Reply
-from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.message import Array, Message
 from karvan.wire.security import Security
 from karvan.wire.server import Caller, Endpoint, Limits, Request, Server, Service, endpoints

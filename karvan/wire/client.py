@@ -24,10 +24,9 @@ from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
+from karvan.errors import BusyError, PeerLostError, RefusedError, WireError, mark, retry_delay
 from karvan.job.address import location, split_address
-from karvan.outages import mark, retry_delay
-from karvan.wire.errors import BusyError, PeerLostError, RefusedError, WireError
-from karvan.wire.exit_hooks import close_at_exit, closed
+from karvan.process_end import close_at_exit, closed
 from karvan.wire.message import SCHEMA, Array, Message, Packed, Sent, pack, read, write
 from karvan.wire.schema import Call
 from karvan.wire.security import Security
@@ -150,13 +149,16 @@ Declared: TypeAlias = Call[Any, A] | str
 class Reply(Generic[A]):
     """The answer to a call, once it has arrived; one to a declared call has been checked."""
 
-    def __init__(self, peer: Client, declared: Declared[A], head: Any, call: Packed, within: float) -> None:
+    def __init__(
+        self, peer: Client, declared: Declared[A], head: Sent, arrays: Sequence[Array], within: float
+    ) -> None:
         self._peer = peer
         self._declared = declared
         self.method = declared if isinstance(declared, str) else declared.name
         self._head = head
-        self.call = call
-        self.bytes = sum(array.nbytes for array in call.arrays)
+        fields = head if isinstance(head, Mapping) else head.as_json()
+        self.call = pack(Message({**fields, "method": self.method}, arrays))
+        self.bytes = sum(array.nbytes for array in arrays)
         self.started = clock.now()
         self.within = within  # seconds
         self.deadline = self.started + within
@@ -287,7 +289,7 @@ class Client:
         """
         self.check_process()
         seconds = self._deadline if deadline is None else deadline
-        reply = Reply(self, call, head or {}, _packed(call, head or {}, arrays), seconds)
+        reply = Reply(self, call, head or {}, arrays, seconds)
         reply._then = then
         with self._changed:
             if self._failure is not None:
@@ -458,14 +460,16 @@ class Client:
 
     def _first(self, call: Declared[A], head: Sent) -> Reply[A]:
         """A call that nobody waits for; if it fails, the client gives up."""
-        reply = Reply(self, call, head, _packed(call, head, ()), self._deadline)
+        reply = Reply(self, call, head, (), self._deadline)
         reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
         return reply
 
     def _send(self, connection: FlightConnection) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._something_to_do)
+                self._changed.wait_for(
+                    lambda: self._broken or self._closing or self._sent < len(self._waiting)
+                )
                 if self._broken is not None:
                     raise self._broken
                 if self._closing:
@@ -492,9 +496,6 @@ class Client:
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None, 0.5)
             return self._broken or error
-
-    def _something_to_do(self) -> bool:
-        return self._broken is not None or bool(self._closing) or self._sent < len(self._waiting)
 
     def _watch(self, connection: FlightConnection, over: threading.Event, welcome_by: float) -> None:
         """Cancel a connection whose service takes too long."""
@@ -555,11 +556,6 @@ class Client:
             reply.set(_marked(error, answer.head))
         else:
             reply.answer(answer)
-
-
-def _packed(call: Declared[Any], head: Sent, arrays: Sequence[Array]) -> Packed:
-    fields = head if isinstance(head, Mapping) else head.as_json()
-    return pack(Message({**fields, "method": call if isinstance(call, str) else call.name}, arrays))
 
 
 def _marked(error: Exception, head: Mapping[str, Any]) -> Exception:

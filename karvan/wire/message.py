@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from karvan.wire.errors import RefusedError
+from karvan.errors import RefusedError
 
 Array: TypeAlias = NDArray[Any]
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
-import sys
-from abc import ABC, abstractmethod
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeAlias, cast
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from typing_extensions import TypeVar, dataclass_transform, override
 
-from karvan.wire.errors import RefusedError
+from karvan.errors import RefusedError
 from karvan.wire.message import Array, Message
 
 # Kinds of values in the head of a message, declared once and checked on arrival.
@@ -28,227 +39,194 @@ from karvan.wire.message import Array, Message
 
 
 FLOAT32_MAX = 3.4028234663852886e38
-_LARGEST = sys.float_info.max
 _SHOWN = 80  # characters of a value in a message
+_MOST_NAMES = 2**16  # of an object, unless its declaration says how many
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 S_co = TypeVar("S_co", covariant=True)
-D = TypeVar("D")
 
 
-class Kind(ABC, Generic[T_co]):
-    """A set of values."""
+class Kind(Generic[T_co]):
+    """A set of values: those that pass a test. Some kinds also convert a value, or check what is in it.
 
-    @abstractmethod
+    text: describes the kind in error messages, such as "a whole number from 0 to 3".
+    """
+
+    def __init__(self, text: str, test: Callable[[Any], bool]) -> None:
+        self._text = text
+        self._test = test
+
     def check(self, value: Any, where: str) -> T_co:
         """The value, ready for use; otherwise a RefusedError that names `where` in the message it is."""
-
-    @abstractmethod
-    def __str__(self) -> str:
-        """For error messages: "a whole number from 0 to 3"."""
+        if not self._test(value):
+            self.refuse(value, where)
+        return value  # type: ignore[no-any-return]
 
     def refuse(self, value: Any, where: str) -> NoReturn:
         """Say what was expected and what was received."""
         raise RefusedError(f"expected {where} to be {self}, got {shown(value)}.")
+
+    def __str__(self) -> str:
+        return self._text
+
+
+Declared: TypeAlias = Kind[T] | type[T]  # what declares a kind: itself, or a type that `kind_of` knows
 
 
 class Integer(Kind[int]):
     """A whole number within bounds, both included."""
 
     def __init__(self, least: int = 0, most: int = 2**53) -> None:
-        self._least = least
-        self._most = most
-
-    @override
-    def check(self, value: Any, where: str) -> int:
-        if type(value) is not int or not self._least <= value <= self._most:
-            self.refuse(value, where)
-        return value
-
-    def __str__(self) -> str:
-        return f"a whole number from {self._least} to {self._most}"
+        text = f"a whole number from {least} to {most}"
+        super().__init__(text, lambda value: type(value) is int and least <= value <= most)
 
 
 class Float(Kind[float]):
     """A number within bounds, both included; finite: neither infinite nor NaN."""
 
     def __init__(self, least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> None:
-        self._least = least
-        self._most = most
-        self._finite = finite
+        def fits(value: Any) -> bool:
+            if type(value) is not float:
+                return False
+            return least <= value <= most if math.isfinite(value) else not finite
+
+        bounds = "" if least == -math.inf and most == math.inf else f" from {least:g} to {most:g}"
+        super().__init__(f"a {'finite ' if finite else ''}number{bounds}", fits)
 
     @override
     def check(self, value: Any, where: str) -> float:
-        if type(value) is float and self._least <= value <= self._most and -_LARGEST <= value <= _LARGEST:
-            return value  # the usual case is tested first
         if type(value) is int and -(2**1000) < value < 2**1000:
             value = float(value)
-        if type(value) is not float:
-            self.refuse(value, where)
-        if math.isfinite(value):
-            if not self._least <= value <= self._most:
-                self.refuse(value, where)
-        elif self._finite:
-            self.refuse(value, where)
-        return value
-
-    def __str__(self) -> str:
-        finite = "a finite number" if self._finite else "a number"
-        if self._least == -math.inf and self._most == math.inf:
-            return finite
-        return f"{finite} from {self._least:g} to {self._most:g}"
+        return super().check(value, where)
 
 
 class Boolean(Kind[bool]):
     """True or false."""
 
-    @override
-    def check(self, value: Any, where: str) -> bool:
-        if type(value) is not bool:
-            self.refuse(value, where)
-        return value
-
-    def __str__(self) -> str:
-        return "true or false"
+    def __init__(self) -> None:
+        super().__init__("true or false", lambda value: type(value) is bool)
 
 
 class Text(Kind[str]):
     """Text of a bounded number of characters."""
 
     def __init__(self, longest: int = 200, shortest: int = 1) -> None:
-        self._longest = longest
-        self._shortest = shortest
+        def fits(value: Any) -> bool:
+            return type(value) is str and shortest <= len(value) <= longest and _is_encodable(value)
 
-    @override
-    def check(self, value: Any, where: str) -> str:
-        if type(value) is not str or not self._shortest <= len(value) <= self._longest:
-            self.refuse(value, where)
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # JSON may contain lone surrogates, which cannot be encoded
-            self.refuse(value, where)
-        return value
+        super().__init__(f"text of {shortest} to {longest} characters", fits)
 
-    def __str__(self) -> str:
-        return f"text of {self._shortest} to {self._longest} characters"
+
+def _is_encodable(text: str) -> bool:
+    """Whether the text has no lone surrogates, which JSON may contain."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class OneOf(Kind[str]):
     """One of several texts."""
 
     def __init__(self, *choices: str) -> None:
-        self._choices = choices
-
-    @override
-    def check(self, value: Any, where: str) -> str:
-        if type(value) is not str or value not in self._choices:
-            self.refuse(value, where)
-        return value
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(map(repr, self._choices))}"
+        text = f"one of {', '.join(map(repr, choices))}"
+        super().__init__(text, lambda value: type(value) is str and value in choices)
 
 
-class Nullable(Kind[T_co | None]):
+class Plain(Kind[Any]):
+    """Any JSON value: for what a service passes on without looking into it.
+
+    test: a condition that it must fulfil; text: its description for error messages.
+    """
+
+    def __init__(self, test: Callable[[Any], bool] | None = None, text: str = "anything") -> None:
+        super().__init__(text, test or (lambda value: True))
+
+
+class Nullable(Kind[Any]):
     """Null, or a value of another kind."""
 
-    def __init__(self, kind: Kind[T_co]) -> None:
-        self._kind = kind
+    def __init__(self, hint: Any) -> None:
+        self._kind = kind_of(hint)
+        super().__init__(f"null or {self._kind}", lambda value: True)
 
     @override
-    def check(self, value: Any, where: str) -> T_co | None:
+    def check(self, value: Any, where: str) -> Any:
         return None if value is None else self._kind.check(value, where)
 
-    def __str__(self) -> str:
-        return f"null or {self._kind}"
 
-
-class ListOf(Kind[list[T]]):
+class ListOf(Kind[list[Any]]):
     """A bounded number of values of one kind."""
 
-    def __init__(self, kind: Kind[T], longest: int = 2**20, shortest: int = 0) -> None:
-        self._kind = kind
-        self._longest = longest
-        self._shortest = shortest
+    def __init__(self, hint: Any, longest: int = 2**20, shortest: int = 0) -> None:
+        self._kind = kind_of(hint)
+        text = f"a list of {shortest} to {longest} values"
+        super().__init__(text, lambda value: type(value) is list and shortest <= len(value) <= longest)
 
     @override
-    def check(self, value: Any, where: str) -> list[T]:
-        if type(value) is not list or not self._shortest <= len(value) <= self._longest:
-            self.refuse(value, where)
-        check = self._kind.check
+    def check(self, value: Any, where: str) -> list[Any]:
+        items, check = super().check(value, where), self._kind.check
         try:
-            return [check(item, where) for item in value]
+            return [check(item, where) for item in items]
         except RefusedError:  # checked again to find which one; the usual case need not build names
-            return [check(item, f"{where}[{number}]") for number, item in enumerate(value)]
-
-    def __str__(self) -> str:
-        return f"a list of {self._shortest} to {self._longest} values"
+            return [check(item, f"{where}[{number}]") for number, item in enumerate(items)]
 
 
 class TupleOf(Kind[Any]):
     """A list of fixed length with a kind for each of its values."""
 
-    def __init__(self, *kinds: Kind[Any]) -> None:
-        self._kinds = kinds
+    def __init__(self, *hints: Any) -> None:
+        self._kinds = [kind_of(hint) for hint in hints]
+        text = f"a list of {len(hints)} values"
+        super().__init__(text, lambda value: type(value) is list and len(value) == len(hints))
 
     @override
     def check(self, value: Any, where: str) -> tuple[Any, ...]:
-        if type(value) is not list or len(value) != len(self._kinds):
-            self.refuse(value, where)
-        return tuple(
-            kind.check(item, f"{where}[{number}]")
-            for number, (kind, item) in enumerate(zip(self._kinds, value, strict=True))
-        )
-
-    def __str__(self) -> str:
-        return f"a list of {len(self._kinds)} values"
+        items = zip(self._kinds, super().check(value, where), strict=True)
+        return tuple(kind.check(item, f"{where}[{number}]") for number, (kind, item) in enumerate(items))
 
 
-class MapOf(Kind[dict[str, T]]):
+class MapOf(Kind[dict[str, Any]]):
     """An object whose names are of one kind and whose values are of another."""
 
-    def __init__(self, kind: Kind[T], longest: int = 2**16, names: Kind[str] | None = None) -> None:
-        self._kind = kind
-        self._longest = longest
-        self._names = names or Text()
+    def __init__(self, hint: Any, longest: int = _MOST_NAMES, names: Any = None) -> None:
+        self._kind = kind_of(hint)
+        self._names = kind_of(names or Text())
+        text = f"an object with up to {longest} names"
+        super().__init__(text, lambda value: type(value) is dict and len(value) <= longest)
 
     @override
-    def check(self, value: Any, where: str) -> dict[str, T]:
-        if type(value) is not dict or len(value) > self._longest:
-            self.refuse(value, where)
-        names, check = self._names.check, self._kind.check
+    def check(self, value: Any, where: str) -> dict[str, Any]:
+        items, names, check = super().check(value, where), self._names.check, self._kind.check
         try:
-            return {names(name, where): check(item, where) for name, item in value.items()}
+            return {names(name, where): check(item, where) for name, item in items.items()}
         except RefusedError:  # checked again to find which one
-            for name, item in value.items():
+            for name, item in items.items():
                 names(name, f"a name in {where}")
                 check(item, f"{where}[{name!r}]")
             raise
-
-    def __str__(self) -> str:
-        return f"an object with up to {self._longest} names"
 
 
 class Fields(Kind[dict[str, Any]]):
     """An object with all of these names, any of the optional ones, and no others."""
 
-    def __init__(
-        self, fields: Mapping[str, Kind[Any]], optional: Mapping[str, Kind[Any]] | None = None
-    ) -> None:
-        self.fields = dict(fields)
-        self.optional = dict(optional or {})
+    def __init__(self, fields: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
+        self.fields = {name: kind_of(hint) for name, hint in fields.items()}
+        self.optional = {name: kind_of(hint) for name, hint in (optional or {}).items()}
         self._kinds = {**self.optional, **self.fields}
+        text = f"an object with {', '.join(self._kinds) or 'nothing'}"
+        super().__init__(text, lambda value: type(value) is dict)
 
     @override
     def check(self, value: Any, where: str) -> dict[str, Any]:
         """Missing optional names are missing in the result."""
-        if type(value) is not dict:
-            self.refuse(value, where)
+        items = super().check(value, where)
         for name in self.fields:
-            if name not in value:
+            if name not in items:
                 raise RefusedError(f"expected {where} with {name!r}, {self._kinds[name]}; got none.")
         fields, nested = {}, not where.startswith("the ")
-        for name, item in value.items():
+        for name, item in items.items():
             kind = self._kinds.get(name)
             if kind is None:
                 names = ", ".join(self._kinds) or "nothing"
@@ -259,36 +237,20 @@ class Fields(Kind[dict[str, Any]]):
                 fields[name] = kind.check(item, f"{where}[{name!r}]" if nested else name)
         return fields
 
-    def __str__(self) -> str:
-        return f"an object with {', '.join(self._kinds) or 'nothing'}"
 
-
-class _Field(NamedTuple):
-    """A declared field of a `Head`."""
-
-    kind: Kind[Any]
-    optional: bool = False
-    default: Any = None
-
-
-def field(kind: Kind[T]) -> T:
-    """A field that a head must have."""
-    return cast("T", _Field(kind))
-
-
-def optional(kind: Kind[T], *, default: D = None) -> T | D:  # type: ignore[assignment]
-    """A field that may be missing, which reads as `default`."""
-    return cast("T | D", _Field(kind, True, default))
-
-
-@dataclass_transform(kw_only_default=True, field_specifiers=(field, optional))
+@dataclass_transform(kw_only_default=True)
 class Head:
     """The fields of a call, of an answer, or of an object in one of them.
 
-    A subclass declares each field with its type and its kind, which mypy compares:
+    A subclass declares each field by its type, from which its kind follows (see `kind_of`). A field with a
+    default may be missing; if the default is None, that does not make null one of its values:
+
+        Name = Annotated[str, Text(100)]
 
         class Erase(Head):
-            table: str = field(Text())
+            table: Name
+            keys: list[int]
+            reason: Name | None = None
 
     A head is sent as exactly the fields that it was made with, in their order.
     """
@@ -302,14 +264,13 @@ class Head:
             if issubclass(base, Head):
                 required |= base.declaration.fields
                 may_miss |= base.declaration.optional
-        for name, declared in [item for item in vars(cls).items() if isinstance(item[1], _Field)]:
-            if declared.optional:
-                may_miss[name] = declared.kind
-                setattr(cls, name, declared.default)
+        hints = get_type_hints(cls, include_extras=True)
+        for name in cls.__annotations__:
+            if name in vars(cls):
+                may_miss[name] = kind_of(hints[name], null=vars(cls)[name] is not None)
             else:
                 may_miss.pop(name, None)
-                required[name] = declared.kind
-                delattr(cls, name)
+                required[name] = kind_of(hints[name])
         cls.declaration = Fields(required, may_miss)
 
     def __init__(self, **fields: Any) -> None:
@@ -333,51 +294,68 @@ class Struct(Kind[S]):
     def __init__(self, head: type[S]) -> None:
         self.head = head
         self.optional = head.declaration.optional
+        super().__init__(str(head.declaration), lambda value: True)
 
     @override
     def check(self, value: Any, where: str) -> S:
         return self.head(**self.head.declaration.check(value, where))
 
-    def __str__(self) -> str:
-        return str(self.head.declaration)
-
 
 class Variant(Kind[T_co | S_co]):
     """An object of one of two kinds: the first if it has a certain name, otherwise the second."""
 
-    def __init__(self, name: str, with_name: Kind[T_co], without: Kind[S_co]) -> None:
+    def __init__(self, name: str, with_name: Declared[T_co], without: Declared[S_co]) -> None:
         self._name = name
-        self._with = with_name
-        self._without = without
+        self._with, self._without = kind_of(with_name), kind_of(without)
+        super().__init__(f"{self._with}, or {self._without}", lambda value: type(value) is dict)
 
     @override
     def check(self, value: Any, where: str) -> T_co | S_co:
-        if type(value) is not dict:
-            self.refuse(value, where)
-        return (self._with if self._name in value else self._without).check(value, where)
-
-    def __str__(self) -> str:
-        return f"{self._with}, or {self._without}"
+        super().check(value, where)
+        kind: Kind[T_co | S_co] = self._with if self._name in value else self._without
+        return kind.check(value, where)
 
 
-class Plain(Kind[Any]):
-    """Any JSON value: for what a service passes on without looking into it.
+_BY_TYPE: dict[Any, Kind[Any]] = {Any: Plain(), bool: Boolean(), int: Integer(), float: Float(), str: Text()}
 
-    test: a condition that it must fulfil; text: its description for error messages.
+
+class Length(NamedTuple):
+    """The bounds of a list or an object in a declaration: `Annotated[list[Name], Length(64)]`."""
+
+    longest: int
+    shortest: int = 0
+
+
+def kind_of(hint: Any, *, null: bool = True, length: Sequence[int] = ()) -> Kind[Any]:
+    """The kind that a type declares; with null=False, that of `X | None` is the kind of X.
+
+    | type | kind |
+    |---|---|
+    | `Annotated[int, Integer(0, 9)]` | the kind in it |
+    | a `Head` | `Struct` |
+    | `bool`, `Any` | `Boolean`, `Plain` |
+    | `int`, `float`, `str` | `Integer()`, `Float()`, `Text()`, which have bounds, too |
+    | `X | None` | `Nullable` |
+    | `list[X]`, `Sequence[X]`, `tuple[X, Y]` | `ListOf`, `TupleOf` |
+    | `dict[N, X]`, `Mapping[N, X]` | `MapOf`, with names of N |
     """
-
-    def __init__(self, test: Callable[[Any], bool] | None = None, text: str = "anything") -> None:
-        self._test = test
-        self._text = text
-
-    @override
-    def check(self, value: Any, where: str) -> Any:
-        if self._test is not None and not self._test(value):
-            self.refuse(value, where)
-        return value
-
-    def __str__(self) -> str:
-        return self._text
+    if isinstance(hint, Kind):
+        return hint
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = args[1]
+        return bounds if isinstance(bounds, Kind) else kind_of(args[0], null=null, length=bounds)
+    if origin in (Union, types.UnionType):
+        (hint,) = (arg for arg in args if arg is not type(None))
+        return Nullable(hint) if null else kind_of(hint)
+    if origin in (list, Sequence):
+        return ListOf(args[0], *length)
+    if origin is tuple:
+        return TupleOf(*args)
+    if origin in (dict, Mapping):
+        names, values = args
+        return MapOf(values, length[0] if length else _MOST_NAMES, names)
+    return _BY_TYPE[hint] if hint in _BY_TYPE else Struct(hint)
 
 
 def shown(value: Any) -> str:
@@ -394,7 +372,7 @@ def shown(value: Any) -> str:
 # Declarations of calls: the head and arrays of a call and of its answer.
 #
 #     keys = ArrayKind("keys", "int64", "n")
-#     ERASE = Call("erase", Struct(Erase), [keys], answer=Struct(Rows))
+#     ERASE = Call("erase", Erase, [keys], answer=Rows)
 #
 # A service has one table of such declarations (`karvan.wire.server`) and checks every call against it before
 # any code of its own runs. Its clients call by the declaration, which checks the answer: a malicious service,
@@ -469,7 +447,7 @@ class OptionalArrays:
     arrays: Sequence[ArrayKind]
 
 
-Declared: TypeAlias = ArrayKind | ForEach | DescribedArrays | OptionalArrays
+Arrays: TypeAlias = ArrayKind | ForEach | DescribedArrays | OptionalArrays
 
 
 class _Joined:
@@ -485,35 +463,43 @@ class _Joined:
         raise AttributeError(name)
 
 
-_NOTHING: Any = Struct(Head)
+_NOTHING: Any = Head
 H = TypeVar("H", default=Head)
 A = TypeVar("A", default=Head)
 
 
-@dataclass(frozen=True)
 class Call(Generic[H, A]):
     """The declaration of a call.
 
-    rule: a check across several parts of a call; called with the checked head and the arrays.
-    answer: the head of the answer; answers: its arrays, whose functions look fields up in the answer's head
-    first and then in the call's head; answer_rule: as `rule`, for the answer.
+    head: the fields of the call, a `Head` or a kind; arrays: its arrays; answer and answers: the same of the
+    answer, whose functions look fields up in the answer's head first and then in the call's head. rule: a
+    check across several parts of a call; called with the checked head and the arrays. answer_rule: as `rule`,
+    for the answer.
     """
 
-    name: str
-    head: Kind[H] = _NOTHING
-    arrays: Sequence[Declared] = ()
-    answer: Kind[A] = _NOTHING
-    answers: Sequence[Declared] = ()
-    rule: Callable[[H, Sequence[Array]], None] | None = None
-    answer_rule: Callable[[A, Sequence[Array]], None] | None = None
+    def __init__(
+        self,
+        name: str,
+        head: Declared[H] = _NOTHING,
+        arrays: Sequence[Arrays] = (),
+        answer: Declared[A] = _NOTHING,
+        answers: Sequence[Arrays] = (),
+        rule: Callable[[H, Sequence[Array]], None] | None = None,
+        answer_rule: Callable[[A, Sequence[Array]], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.head: Kind[H] = kind_of(head)
+        self.answer: Kind[A] = kind_of(answer)
+        self._arrays, self._answers = arrays, answers
+        self._rule, self._answer_rule = rule, answer_rule
 
     def check(self, call: Message) -> H:
         """The checked head of a call without the wire's own fields; a RefusedError says what is wrong."""
         try:
             head = self.head.check(_without(call.head, _OF_CALLS), "the head")
-            _check_arrays(self.arrays, call.arrays, head)
-            if self.rule is not None:
-                self.rule(head, call.arrays)
+            _check_arrays(self._arrays, call.arrays, head)
+            if self._rule is not None:
+                self._rule(head, call.arrays)
         except RefusedError as error:
             raise RefusedError(f"{self.name}: {error}") from None
         return head
@@ -522,9 +508,9 @@ class Call(Generic[H, A]):
         """The checked answer to a call with that head; a RefusedError says what is wrong."""
         try:
             head = self.answer.check(_without(answer.head, _OF_ANSWERS), "the answer")
-            _check_arrays(self.answers, answer.arrays, _Joined(head, call_head))
-            if self.answer_rule is not None:
-                self.answer_rule(head, answer.arrays)
+            _check_arrays(self._answers, answer.arrays, _Joined(head, call_head))
+            if self._answer_rule is not None:
+                self._answer_rule(head, answer.arrays)
         except RefusedError as error:
             raise RefusedError(f"the answer to {self.name}: {error}") from None
         return Message(head, answer.arrays)
@@ -559,7 +545,7 @@ def _without(head: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in head.items() if name not in names}
 
 
-def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: Any) -> None:
+def _check_arrays(declared: Sequence[Arrays], arrays: Sequence[Array], head: Any) -> None:
     if any(isinstance(part, DescribedArrays) for part in declared):
         (array_type,) = declared
         assert isinstance(array_type, DescribedArrays)
@@ -575,7 +561,7 @@ def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: A
 
 
 def _expanded(
-    declared: Sequence[Declared], head: Any, received: int
+    declared: Sequence[Arrays], head: Any, received: int
 ) -> Iterator[tuple[ArrayKind, dict[str, int], str]]:
     """Each expected array, with the sizes known within its repetition, and its name."""
     common: dict[str, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import shlex
@@ -10,14 +9,11 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import pyarrow.flight as flight
+from typing import Any
 
 from karvan.job.address import UNIX, check_private, is_loopback
 from karvan.job.environment import JobEnvironment
 from karvan.system_limits import forbid_core_dumps
-from karvan.wire.errors import BusyError
 
 # The file that holds a job's token: read once, and checked when it is read.
 #
@@ -35,10 +31,7 @@ RECIPE = "`openssl rand -hex 32` makes one"
 
 def read_token(path: str | Path, name: str = "KARVAN_TOKEN_FILE") -> str:
     """The token in a file, without surrounding whitespace; `name`: the setting that names the file."""
-    with Path(path).open("rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        content = file.read(2 * MOST_CHARACTERS)  # a device or a large file must not fill memory
-    token = check_token(content, f"{name} expects", f"got {path}, which")
+    token, mode = token_in(path, name), stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o077:
         _log.warning(
             "The token file %s can be read or changed by other users (mode %03o); run: chmod 600 %s",
@@ -55,6 +48,13 @@ def read_token(path: str | Path, name: str = "KARVAN_TOKEN_FILE") -> str:
             RECIPE,
         )
     return token
+
+
+def token_in(path: str | Path, name: str) -> str:
+    """The token in a file, which may be open to others or easy to guess."""
+    with Path(path).open("rb") as file:
+        content = file.read(2 * MOST_CHARACTERS)  # a device or a large file must not fill memory
+    return check_token(content, f"{name} expects", f"got {path}, which")
 
 
 def check_token(content: bytes, expects: str, got: str) -> str:
@@ -89,7 +89,7 @@ def _problem(token: bytes) -> str:
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 HEADER = "authorization"
-_NO_TOKEN = "expected the job's token, got none or another"
+NO_TOKEN = "expected the job's token, got none or another"
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ class Security:
             name=job.tls_name,
         )
 
-    def server_options(self, watch: StreamWatch) -> dict[str, Any]:
-        """For a Flight server, which reports its streams to `watch`."""
-        options: dict[str, Any] = {"middleware": {"karvan-token": _CheckToken(self.token, watch)}}
+    def server_options(self) -> dict[str, Any]:
+        """For a Flight server."""
+        options: dict[str, Any] = {}
         if self.cert:
             options["tls_certificates"] = [(self.cert, self.key)]
         if self.mutual:
@@ -191,51 +191,3 @@ class Security:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that a caller sends."""
         return [(HEADER.encode(), f"Bearer {self.token}".encode())] if self.token else []
-
-
-class StreamWatch(Protocol):
-    """Gets reports of a service's streams before anything is read from them."""
-
-    def refused(self, caller: str, reason: str) -> None:
-        """A stream had a wrong token, or none."""
-
-    def stream_opened(self) -> None:
-        """A stream had the right one; a BusyError if there is no room for it."""
-
-    def stream_ended(self) -> None:
-        """It has ended."""
-
-
-class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses a stream before anything is read from it."""
-
-    def __init__(self, token: str, watch: StreamWatch) -> None:
-        super().__init__()
-        self._expected = f"Bearer {token}".encode() if token else b""
-        self._watch = watch
-
-    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> _OpenStream:
-        if self._expected:
-            tokens = next((values for name, values in headers.items() if name.lower() == HEADER), [])
-            received = tokens[0] if len(tokens) == 1 else b""
-            received = received.encode() if isinstance(received, str) else received
-            if not hmac.compare_digest(received, self._expected):
-                self._watch.refused("a caller", _NO_TOKEN)
-                raise flight.FlightUnauthenticatedError(_NO_TOKEN)
-        try:
-            self._watch.stream_opened()
-        except BusyError as error:
-            raise flight.FlightUnavailableError(str(error)) from error
-        return _OpenStream(self._watch)
-
-
-class _OpenStream(flight.ServerMiddleware):  # type: ignore[misc]
-    """A stream with the right token, until it ends."""
-
-    def __init__(self, watch: StreamWatch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def call_completed(self, exception: BaseException | None) -> None:
-        """Flight says that the stream has ended."""
-        self._watch.stream_ended()

@@ -9,6 +9,7 @@ except at its end, when a write in progress would crash the caller's process.
 from __future__ import annotations
 
 import gc
+import hmac
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, final
+from typing import Any, ClassVar, Generic, NamedTuple, final
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -27,14 +28,12 @@ from typing_extensions import TypeVar
 
 from karvan.activity import activity
 from karvan.clock import clock
+from karvan.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError, is_exhausted
 from karvan.job.address import binding, join_address, location, shut_connections
-from karvan.outages import is_exhausted
-from karvan.process_end import PreparedThread
-from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
-from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit
+from karvan.process_end import PreparedThread, close_at_exit, closed, finish_at_exit
 from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Array, Message, Packed, pack, read, write
 from karvan.wire.schema import Call, CallTable, Fields, Kind, hello_fields, shown
-from karvan.wire.security import Security
+from karvan.wire.security import HEADER, NO_TOKEN, Security
 
 # `Service`: the base of all services that answer calls.
 #
@@ -260,20 +259,6 @@ class Limits:
     sessions: int = 65536
 
 
-class AdmittedConnection(Protocol):
-    """A connection that can be ended to make room."""
-
-    @property
-    def unused(self) -> bool:
-        """Whether it has not made a call."""
-
-    def idle(self, now: float) -> float:
-        """Seconds without a call; 0 while one is running."""
-
-    def end(self) -> None:
-        """End its stream, without waiting."""
-
-
 class CallAdmission:
     """The callers of one service."""
 
@@ -281,7 +266,7 @@ class CallAdmission:
         self.limits = limits
         self._name = name
         self._lock = threading.Lock()
-        self._open: set[AdmittedConnection] = set()
+        self._open: set[ServerConnection] = set()
         self._streams = 0
         self._refusals = 0  # in this minute
         self._minute = clock.now()
@@ -299,7 +284,7 @@ class CallAdmission:
             self._streams -= 1
 
     @contextmanager
-    def admitted(self, connection: AdmittedConnection) -> Iterator[None]:
+    def admitted(self, connection: ServerConnection) -> Iterator[None]:
         """Room for a caller's connection, for as long as it lasts; a BusyError if there is none."""
         with self._lock:
             if len(self._open) >= self.limits.connections:
@@ -337,6 +322,41 @@ class CallAdmission:
         longest.end()
 
 
+class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses a stream before anything is read from it."""
+
+    def __init__(self, token: str, admission: CallAdmission) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode() if token else b""
+        self._admission = admission
+
+    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> _OpenStream:
+        if self._expected:
+            tokens = next((values for name, values in headers.items() if name.lower() == HEADER), [])
+            received = tokens[0] if len(tokens) == 1 else b""
+            received = received.encode() if isinstance(received, str) else received
+            if not hmac.compare_digest(received, self._expected):
+                self._admission.refused("a caller", NO_TOKEN)
+                raise flight.FlightUnauthenticatedError(NO_TOKEN)
+        try:
+            self._admission.stream_opened()
+        except BusyError as error:
+            raise flight.FlightUnavailableError(str(error)) from error
+        return _OpenStream(self._admission)
+
+
+class _OpenStream(flight.ServerMiddleware):  # type: ignore[misc]
+    """A stream with the right token, until it ends."""
+
+    def __init__(self, admission: CallAdmission) -> None:
+        super().__init__()
+        self._admission = admission
+
+    def call_completed(self, exception: BaseException | None) -> None:
+        """Flight says that the stream has ended."""
+        self._admission.stream_ended()
+
+
 # `ServerConnection`: a caller's two streams, as the service sees them.
 
 
@@ -347,8 +367,15 @@ class ServerConnection:
     """A caller's stream of answers, and how its connection is used."""
 
     def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
+        def seconds(name: str, usual: float) -> float:
+            value = hello.get(name)  # of the wire itself, so nothing has checked it
+            return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
+
         self.caller = caller
-        self._hello = hello  # with the fields that the wire itself has added
+        self.patience = seconds(
+            "patience", 4 * BUSY_EVERY
+        )  # of silence, then the connection counts as broken
+        self.deadline = seconds("deadline", USUAL_DEADLINE)  # for which the caller repeats a call
         self.session = Session()  # replaced by the caller's own once it is admitted
         self.ended = threading.Event()
         self.taken = False  # whether a thread reads its calls
@@ -357,16 +384,6 @@ class ServerConnection:
         self._since = 0.0  # when the running call started; 0: none is running
         self._opened = self._used = clock.now()
         self._calls = 0
-
-    @property
-    def patience(self) -> float:
-        """Seconds of silence after which the caller treats the connection as broken."""
-        return self._number("patience", 4 * BUSY_EVERY)
-
-    @property
-    def deadline(self) -> float:
-        """Seconds for which the caller repeats a call."""
-        return self._number("deadline", USUAL_DEADLINE)
 
     @property
     def unused(self) -> bool:
@@ -425,10 +442,6 @@ class ServerConnection:
             finally:
                 self._lock.release()
 
-    def _number(self, name: str, usual: float) -> float:
-        value: Any = self._hello.get(name)
-        return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
-
 
 # Errors of a service that its caller gets with the same class; others become a RuntimeError.
 REPORTED_ERRORS = {
@@ -469,7 +482,8 @@ class Server:
         try:
             with binding(host):
                 at = location(host, port, security.tls)
-                self._flight = _Flight(self, at, security.server_options(self.admission))
+                token = {"karvan-token": _CheckToken(security.token, self.admission)}
+                self._flight = _Flight(self, at, {"middleware": token, **security.server_options()})
         except (OSError, pa.ArrowException) as error:
             expected = f"{service.name} expected to listen at {join_address(host, port)}"
             raise ListenError(f"{expected}, got: {_text(error).partition(chr(10))[0][:200]}") from error
@@ -611,21 +625,18 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                 return pack(service.answer(call, connection.caller), most)
             except Exception as error:
                 service.note_failure(error)
-                kind, cause = type(error).__name__, None
-                if isinstance(error, MemoryError):
-                    kind = "MemoryError"
-                if kind not in REPORTED_ERRORS and isinstance(error, OSError):
-                    kind = "OSError"
-                if kind not in REPORTED_ERRORS:
+                kinds = [type(error), *(kind for kind in (MemoryError, OSError) if isinstance(error, kind))]
+                reported = [kind.__name__ for kind in kinds if kind.__name__ in REPORTED_ERRORS]
+                if not reported:
                     # Karvan's own errors, which know whether they are temporary, need no traceback.
                     stack = getattr(error, "temporary", None) is None
                     at = call.head.get("method")
                     _log.error("%s failed at %r: %s", service.name, at, _text(error), exc_info=stack)
-                    kind = "RuntimeError"
-                if kind == "OSError":  # its number decides whether the caller tries again
-                    cause = getattr(error, "errno", None)
-                failure = {"error": kind, "text": _text(error), "errno": cause}
-                return pack(Message({**failure, "temporary": getattr(error, "temporary", None)}))
+                kind = reported[0] if reported else "RuntimeError"
+                # The number of an OSError decides whether the caller tries again.
+                return pack(
+                    _failure(error, kind, errno=getattr(error, "errno", None) if kind == "OSError" else None)
+                )
 
         answer = connection.session.answer(number, received, do, within if type(within) is int else 0)
         if service.progresses:
@@ -654,8 +665,12 @@ def _is_name(value: Any) -> bool:
 
 def _refusal(error: Exception) -> Message:
     kind = BusyError if isinstance(error, BusyError) else RefusedError
+    return _failure(error, kind.__name__, fatal=True)
+
+
+def _failure(error: Exception, kind: str, **more: Any) -> Message:
     temporary = getattr(error, "temporary", None)
-    return Message({"error": kind.__name__, "text": _text(error), "fatal": True, "temporary": temporary})
+    return Message({"error": kind, "text": _text(error), **more, "temporary": temporary})
 
 
 def _text(error: Exception) -> str:

@@ -50,8 +50,8 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
-from karvan.outages import mark
-from karvan.protocol import work as protocol
+from karvan.errors import mark
+from karvan.protocol import master as protocol
 from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 from karvan.work.ledger import JobFailedError, Ledger, LedgerDiskError, LedgerError, NoTask
 from karvan.work.task import NO_WORK, Task, TaskKind, TaskLease, WorkSpec, is_of_process, process_of

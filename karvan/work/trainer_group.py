@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
+from karvan.errors import mark
 from karvan.files import read_object, replace_file
-from karvan.outages import mark
 from karvan.protocol import master as protocol
 from karvan.wire import Endpoint, Message, RefusedError, Request, Service, endpoints
 

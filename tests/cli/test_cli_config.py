@@ -6,9 +6,20 @@ from pathlib import Path
 import pytest
 
 import karvan as kv
-from karvan.cli.config.build_job import make_features, make_job, make_loss, make_metrics, make_model
-from karvan.cli.config.schema import Config, Model, Named, Table, convert, read_config
-from karvan.cli.errors import CommandError
+from karvan.cli.config import (
+    Config,
+    Model,
+    Named,
+    Table,
+    convert,
+    make_features,
+    make_job,
+    make_loss,
+    make_metrics,
+    make_model,
+    read_config,
+)
+from karvan.cli.output import CommandError
 from karvan.dense.communication import DenseCommunication
 from karvan.metrics.base import set_labels
 from karvan.settings import SettingsError, parse

@@ -109,7 +109,7 @@ def test_the_rest_of_a_day_can_be_dropped(run, config):
     given = ["--set", "train.max_steps=40", "--quiet", "--json", "-"]
     job = config.with_name("job.py")
     job.write_text(
-        "import karvan as kv\nfrom pathlib import Path\nfrom karvan.cli.config.target import Target\n"
+        "import karvan as kv\nfrom pathlib import Path\nfrom karvan.cli.target import Target\n"
         "class Stop(kv.callbacks.Callback):\n"
         "    def on_step_end(self, trainer, logs):\n"
         "        trainer.stop('enough')\n"

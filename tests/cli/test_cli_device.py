@@ -5,9 +5,8 @@ import torch
 
 import karvan as kv
 from karvan import distributed
-from karvan.cli.config.build_job import connect_tables, make_job, make_model
-from karvan.cli.config.schema import Config, Model
-from karvan.cli.errors import CommandError
+from karvan.cli.config import Config, Model, connect_tables, make_job, make_model
+from karvan.cli.output import CommandError
 
 MODEL = {"name": "DLRM", "numbers": ["price"], "ids": ["user"], "dim": 4}
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import karvan as kv
-from karvan.cli.config.target import Target
+from karvan.cli.target import Target
 
 CONFIG = """
 data: {{train: {folder}/train.parquet, eval: {folder}/eval.parquet, batch_size: 64, shuffle: 500}}

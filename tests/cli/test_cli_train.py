@@ -14,7 +14,7 @@ import yaml
 from forked_programs import ForkedProgram
 
 import karvan as kv
-from karvan.cli.config.target import Target
+from karvan.cli.target import Target
 
 JOBS = ["config.yaml", "job.py"]
 

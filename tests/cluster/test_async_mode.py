@@ -15,7 +15,7 @@ import karvan as kv
 from karvan import distributed
 from karvan.dense.remote import DenseServerProxy
 from karvan.discovery.registry import Registry
-from karvan.job.sync_modes import ASYNC, HYBRID, SYNC, DenseSettings, choose_dense, choose_mode
+from karvan.job.environment import ASYNC, HYBRID, SYNC, DenseSettings, choose_dense, choose_mode
 from karvan.wire import Client, RefusedError
 
 SGD = {"name": "SGD", "options": {"lr": 0.5}}

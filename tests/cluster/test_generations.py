@@ -11,7 +11,7 @@ from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.cluster.loader.epoch_service import EpochService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.cluster.role_process import Generations
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Membership
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, RefusedError, Server
 

@@ -13,7 +13,7 @@ import karvan as kv
 from karvan.cluster.loader.context import read_share
 from karvan.cluster.loader.epoch_service import EpochService
 from karvan.data import DataError, synthetic
-from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
+from karvan.errors import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.wire import RefusedError, Security, Server, WireError
 
 ROWS, BATCH = 103, 5

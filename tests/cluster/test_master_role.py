@@ -11,8 +11,7 @@ from free_ports import free_port
 from wire_helpers import wait_for
 
 from karvan.data.work_client import WorkClient
-from karvan.discovery.directory import Directory
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Directory, Membership
 from karvan.work.task import TaskKind, WorkSpec
 
 SPEC = WorkSpec((("f", 10),), 3)

@@ -13,7 +13,7 @@ from role_loaders import Loaders, close_all
 
 import karvan as kv
 from karvan.activity import Activity, activity
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Membership
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, Message, Server, Service, WireError
 

@@ -21,12 +21,10 @@ from support_paths import support_path
 import karvan as kv
 from karvan.cluster.role_process import RoleSettings, factory_of
 from karvan.data.task_records import may_be_of_a_record
-from karvan.discovery.directory import Directory
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Directory, Membership
 from karvan.discovery.registry import Registry
-from karvan.exit_codes import FAILED, TEMPORARY
+from karvan.errors import FAILED, TEMPORARY, is_out_of_memory, is_temporary
 from karvan.job.roles import role_of
-from karvan.outages import is_out_of_memory, is_temporary
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
 PROGRAM = support_path("cluster/echo_role.py")

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from rows import RECORDS, write
 
 import karvan as kv
-from karvan.batch_slicing import join_batches, split_batch
 from karvan.cluster.batch_messages import pack, unpack
 from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats.recordio import RecordIOWriter
 from karvan.data.in_memory import json_rows, record_batches
-from karvan.ragged import Batch, NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.ragged import Batch, NestedRagged, OptionalRagged, OptionalText, Ragged, join_batches, split_batch
 
 # Column, its type, its values, and what a batch of all of them has.
 CASES = [

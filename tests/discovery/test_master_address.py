@@ -7,8 +7,7 @@ import pytest
 
 from karvan.cluster.role_process import Generations
 from karvan.data.work_client import WorkClient
-from karvan.discovery.directory import Directory
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Directory, Membership
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic import GroupClient
 from karvan.distributed.wire_store import WireStore

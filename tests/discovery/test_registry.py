@@ -11,15 +11,14 @@ import pytest
 from forked_programs import ForkedProgram, run_forked
 from free_ports import free_port, unanswered_address
 
-from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Directory, Membership, StaticDirectory, directory_from_environment
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
 from karvan.wire import RefusedError, Security, WireError
 
 MEMBER = """
 import sys, threading
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Membership
 Membership(sys.argv[1], "parameter-server", 0, sys.argv[2], beat=0.1)
 print("there", flush=True)
 threading.Event().wait()
@@ -137,7 +136,7 @@ def test_members_register_again_with_a_registry_that_was_restarted():
 
 FAILING = """
 import logging, sys
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Membership
 logging.basicConfig(level="WARNING")
 Membership(sys.argv[1], "trainer", 0, "h:1", beat=0.001)
 raise KeyError("the real error")

@@ -5,8 +5,7 @@ import contextlib
 import pytest
 from neighbour import needs_root, run_as_neighbour
 
-from karvan.discovery.directory import Directory
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Directory, Membership
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, RefusedError
 

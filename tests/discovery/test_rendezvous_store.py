@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from karvan.discovery.registry import Registry
-from karvan.discovery.rendezvous import RendezvousStore, StoreBounds
+from karvan.discovery.registry import Registry, RendezvousStore, StoreBounds
 from karvan.distributed.wire_store import WireStore
 from karvan.wire import Client, RefusedError, Security
 

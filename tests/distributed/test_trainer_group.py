@@ -19,7 +19,7 @@ from small_disk import small_disk
 from support_paths import support_path
 from wire_helpers import wait_for
 
-from karvan import exit_codes
+from karvan import errors
 from karvan.discovery.registry import Registry
 from karvan.distributed.collectives import CollectiveChannel, RankError
 from karvan.distributed.elastic import ElasticGroup, GroupClient, ordered_sum
@@ -241,7 +241,7 @@ def test_a_member_that_falls_silent_is_gone_also_while_it_waits_for_the_next_rou
     assert one.join(1).members == (0,)
     with pytest.raises(RefusedError, match="continued without two") as refused:
         two.watch(1)
-    assert exit_codes.code_of(refused.value) == exit_codes.TEMPORARY
+    assert errors.code_of(refused.value) == errors.TEMPORARY
 
 
 def test_a_master_that_nobody_reached_blames_none_of_them(silences):

@@ -8,9 +8,8 @@ from many_features import many_features
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from karvan import ids, kernels
-from karvan.batch_slicing import values_of
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import OptionalRagged, Ragged
+from karvan.ragged import OptionalRagged, Ragged, values_of
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels run on the GPU: see tests/gpu/test_features_gpu.py"

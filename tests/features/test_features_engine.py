@@ -15,10 +15,9 @@ from many_features import alone, many_features
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from karvan import _native
-from karvan.batch_slicing import values_of
 from karvan.embedding import EmbeddingEngine, Table
 from karvan.features import ElementOp, Feature, FeatureEngine
-from karvan.ragged import Batch, Ragged
+from karvan.ragged import Batch, Ragged, values_of
 
 
 def batch_of(size=4):

@@ -7,13 +7,12 @@ from feature_helpers import nested, run, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.batch_slicing import as_offsets
 from karvan.features import Feature
 from karvan.features.ops.cross import cross_lists
 from karvan.features.ops.strings import Truncate, truncate
 from karvan.kernels.cross import combinations
 from karvan.kernels.rows import check_offsets, dense_rows, slices
-from karvan.ragged import Ragged
+from karvan.ragged import Ragged, as_offsets
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.float32, torch.float64]

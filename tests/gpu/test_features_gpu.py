@@ -14,9 +14,8 @@ from slow_hashes import MASK, signed, slow_farm, slow_murmur
 
 import karvan.native
 from karvan import ids
-from karvan.batch_slicing import values_of
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import Ragged
+from karvan.ragged import Ragged, values_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_core = pytest.mark.skipif(not karvan.native.is_built(), reason="compares with the native core")

@@ -246,8 +246,7 @@ def test_a_config_trains_tables_on_the_gpu(tmp_path):
     pytest.importorskip("typer")
     from cli_helpers import write_clicks, write_jobs
 
-    from karvan.cli.config.build_job import make_job
-    from karvan.cli.config.schema import read_config
+    from karvan.cli.config import make_job, read_config
 
     kv.disconnect()
     write_clicks(tmp_path)

@@ -8,9 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.job.address import is_loopback
-from karvan.job.environment import LAUNCHED, JobEnvironment, ServerLoss, names, set_variables, variable
+from karvan.job.environment import (
+    ASYNC,
+    HYBRID,
+    LAUNCHED,
+    MODES,
+    SYNC,
+    DenseSettings,
+    JobEnvironment,
+    ServerLoss,
+    names,
+    set_variables,
+    variable,
+)
 from karvan.job.roles import Role, all_roles, start_order
-from karvan.job.sync_modes import ASYNC, HYBRID, MODES, SYNC, DenseSettings
 
 WORD = st.text("abc./:-_ä", min_size=1)
 NUMBER = st.integers(0, 2**31)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.cli.main import main
-from karvan.monitor.plot_page import plot_page
-from karvan.monitor.run_history import read_runs
+from karvan.monitor.plot_page import plot_page, read_runs
 
 
 class Page(HTMLParser):

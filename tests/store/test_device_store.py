@@ -8,7 +8,7 @@ from device_conformance import DeviceConformance
 from store_kinds import StoreKind, make_cuda
 
 import karvan as kv
-from karvan.native.rules import RULES
+from karvan.native import RULES
 from karvan.store.cuda import updates
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan import _native
-from karvan.native.rules import FLOATS, RULES
+from karvan.native import FLOATS, RULES
 from karvan.store import LookupProgram, Rule
 from karvan.store.messages import rule_from_json, rule_to_json
 from karvan.store.types import RULE_NUMBERS, FeatureSpec

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from train_helpers import batches, trainer
 
 import karvan as kv
-from karvan.notebook import html_table, in_notebook
+from karvan.display import html_table, in_notebook
 
 SETUP = """
 import sys

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from karvan.wire.schema import (
     ForEach,
     Head,
     Integer,
+    Length,
     ListOf,
     MapOf,
     Nullable,
@@ -30,8 +33,7 @@ from karvan.wire.schema import (
     TupleOf,
     Variant,
     expect_array,
-    field,
-    optional,
+    kind_of,
     table_of,
 )
 
@@ -93,19 +95,52 @@ def test_a_refusal_says_where_and_shows_little():
         Integer().check(10**5000, "n")
 
 
+@pytest.mark.parametrize(
+    ("hint", "kind"),
+    [
+        (int, Integer()),
+        (float, Float()),
+        (str, Text()),
+        (bool, Boolean()),
+        (Any, Plain()),
+        (Annotated[int, Integer(1, 3)], Integer(1, 3)),
+        (Annotated[int, Integer(1, 3)] | None, Nullable(Integer(1, 3))),
+        (list[str], ListOf(Text())),
+        (Annotated[Sequence[int], Length(5, 2)], ListOf(Integer(), 5, 2)),
+        (tuple[int, bool], TupleOf(Integer(), Boolean())),
+        (dict[str, int], MapOf(Integer())),
+        (Annotated[Mapping[str, int], Length(3)], MapOf(Integer(), 3)),
+    ],
+)
+def test_a_kind_follows_from_a_type(hint, kind):
+    assert (type(kind_of(hint)), str(kind_of(hint))) == (type(kind), str(kind))
+
+
+def test_a_field_that_may_be_missing_is_not_null_unless_it_says_so():
+    class Missing(Head):
+        plain: int | None = None
+        nullable: Annotated[int | None, Nullable(int)] = None
+
+    kind = Struct(Missing)
+    assert kind.check({}, "the head").plain is None
+    assert kind.check({"nullable": None}, "the head").nullable is None
+    with pytest.raises(RefusedError, match=r"expected plain to be a whole number .* got null"):
+        kind.check({"plain": None}, "the head")
+
+
 class Part(Head):
-    name: str = field(Text())
-    size: int | None = optional(Integer())
+    name: str
+    size: int | None = None
 
 
 class Whole(Head):
-    parts: list[Part] = field(ListOf(Struct(Part)))
-    mode: str = optional(OneOf("a", "b"), default="a")
+    parts: list[Part]
+    mode: Annotated[str, OneOf("a", "b")] = "a"
 
 
 class Extended(Whole):
-    last: Part = field(Struct(Part))
-    mode: str = field(OneOf("c"))
+    last: Part
+    mode: Annotated[str, OneOf("c")]
 
 
 def test_a_head_has_its_fields_and_is_sent_as_it_was_made():
@@ -140,31 +175,31 @@ VECTORS = ArrayKind("vectors", ("float32", "uint16"), "n", lambda head: head.dim
 
 
 class Put(Head):
-    dim: int = field(Integer(1, 64))
+    dim: Annotated[int, Integer(1, 64)]
 
 
 class Rows(Head):
-    rows: int = field(Integer())
+    rows: int
 
 
 class Tables(Head):
-    tables: list[str] = field(ListOf(Text()))
-    extra: bool = field(Boolean())
+    tables: list[str]
+    extra: bool
 
 
 class Get(Head):
-    n: int = field(Integer())
+    n: int
 
 
 class Dim(Head):
-    dim: int = field(Integer(1))
+    dim: Annotated[int, Integer(1)]
 
 
 CALLS = table_of(
-    Call("put", Struct(Put), [KEYS, VECTORS], answer=Struct(Rows)),
+    Call("put", Put, [KEYS, VECTORS], answer=Rows),
     Call(
         "many",
-        Struct(Tables),
+        Tables,
         [
             ForEach(lambda head: len(head.tables), [KEYS, ArrayKind("counts", "uint32", "n")]),
             OptionalArrays(lambda head: head.extra, [ArrayKind("extra", "bool", ANY, 2)]),
@@ -173,9 +208,9 @@ CALLS = table_of(
     Call("described", arrays=[DescribedArrays(2)], rule=lambda head, arrays: _no_floats(arrays)),
     Call(
         "get",
-        Struct(Get),
+        Get,
         (),
-        Struct(Dim),
+        Dim,
         [
             ArrayKind("vectors", "float32", lambda told: told.n, lambda told: told.dim),
         ],

@@ -12,7 +12,7 @@ import trustme
 from wire_helpers import Counting
 
 from karvan.wire import Client, RefusedError, Security, Server, WireError
-from karvan.wire import security as module
+from karvan.wire import server as module
 
 DEADLINE = 0.4  # seconds, of calls that are to fail for want of an answer
 

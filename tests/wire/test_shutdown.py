@@ -9,7 +9,7 @@ from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import Client, ListenError, Message, RefusedError, Server, Service, WireError
-from karvan.wire.schema import Head, Struct, Text, field
+from karvan.wire.schema import Head, Struct
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_what_is_done_after_a_call_is_told_of_failures():
 
 
 class Who(Head):
-    who: str = field(Text())
+    who: str
 
 
 class Choosy(Service):

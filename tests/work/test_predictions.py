@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from karvan.protocol.work import BEGIN_PREDICTION, LEASE_TASKS
+from karvan.protocol.master import BEGIN_PREDICTION, LEASE_TASKS
 from karvan.wire import Client, Server
 from karvan.work.ledger import Ledger, NoTask
 from karvan.work.service import WorkService

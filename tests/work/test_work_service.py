@@ -17,8 +17,8 @@ from wire_helpers import wait_for
 
 from karvan.activity import activity
 from karvan.data.work_client import WorkClient
-from karvan.outages import is_temporary
-from karvan.protocol.work import ACKNOWLEDGE_RECORDS, FAIL_TASK, LEASE_TASKS, TAKE_POSITION
+from karvan.errors import is_temporary
+from karvan.protocol.master import ACKNOWLEDGE_RECORDS, FAIL_TASK, LEASE_TASKS, TAKE_POSITION
 from karvan.wire import Client, RefusedError, Server
 from karvan.work.ledger import Ledger, LedgerFile
 from karvan.work.service import WorkService

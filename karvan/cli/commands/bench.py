@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import typer
+from typer import Option
 
-from karvan.cli.errors import OK, CommandError, no_url
-from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
+from karvan.cli.output import (
+    JSON_PATH,
+    OK,
+    CommandError,
+    bytes_text,
+    console,
+    disk_rate,
+    no_url,
+    print_table,
+    write_json,
+)
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
 
@@ -27,10 +40,10 @@ class Measured:
 
 
 def bench(
-    quick: bool = typer.Option(
+    quick: bool = Option(
         False, "--quick", help="Smaller tables and shorter runs: seconds instead of half a minute."
     ),
-    folder: Path | None = typer.Option(
+    folder: Path | None = Option(
         None, callback=no_url, help="Where files are read and written; by default a temporary folder."
     ),
     json_path: str | None = JSON_PATH,
@@ -70,7 +83,6 @@ def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
     import torch
 
     import karvan as kv
-    from karvan.cli.output import disk_rate, exhaust, seconds_to, steps_per_second
 
     seconds = 0.5 if quick else 3.0
     rows = 20_000 if quick else 500_000  # of each table
@@ -107,49 +119,33 @@ def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
         dense_optimizer.step()
         dense_optimizer.zero_grad()
 
-    results = [
-        Measured(
-            "sparse step",
-            _BATCH * steps_per_second(sparse, seconds=seconds),
-            "samples/s",
-            f"26 ids, {26 * rows:,} rows; look up, pool, backward, Adagrad",
-        ),
-        Measured(
-            "dense step",
-            _BATCH * steps_per_second(dense, seconds=seconds),
-            "samples/s",
-            f"DLRM's nets of {sum(p.numel() for p in parameters):,} parameters, Adam; a GPU is faster",
-        ),
-    ]
+    results: list[Measured] = []
+
+    def add(part: str, rate: float, unit: str, remark: str) -> None:
+        results.append(Measured(part, rate, unit, remark))
+
+    remark = f"26 ids, {26 * rows:,} rows; look up, pool, backward, Adagrad"
+    add("sparse step", _BATCH * _steps_per_second(sparse, seconds=seconds), "samples/s", remark)
+    remark = f"DLRM's nets of {sum(p.numel() for p in parameters):,} parameters, Adam; a GPU is faster"
+    add("dense step", _BATCH * _steps_per_second(dense, seconds=seconds), "samples/s", remark)
     count = 50_000 if quick else 500_000
     kv.data.synthetic.ClickLog(seed=0, users=10_000, items=10_000).write(folder / "log", count, files=2)
 
     def read() -> None:
-        exhaust(kv.data.read(str(folder / "log"), _BATCH))
+        for _ in kv.data.read(str(folder / "log"), _BATCH):
+            pass
 
     read()  # once, so that the files are in memory
-    results.append(
-        Measured(
-            "reading Parquet",
-            count / min(seconds_to(read) for _ in range(2)),
-            "samples/s",
-            "11 columns, files in memory",
-        )
-    )
+    rate = count / min(_seconds_to(read) for _ in range(2))
+    add("reading Parquet", rate, "samples/s", "11 columns, files in memory")
     size = sum(table.bytes for table in engine.tables())
     target = folder / "checkpoint"
-    duration = seconds_to(lambda: kv.checkpoint.save(target, {}, engine))
+    duration = _seconds_to(lambda: kv.checkpoint.save(target, {}, engine))
     written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     disk = disk_rate(folder, min(max(written, 16 << 20), 256 << 20))
-    results.append(
-        Measured(
-            "checkpoint",
-            written / duration / 1e6,
-            "MB/s",
-            f"{bytes_text(written)} of {bytes_text(size)} tables; training continues",
-        )
-    )
-    results.append(Measured("disk", disk / 1e6, "MB/s", "written and flushed: what a checkpoint can reach"))
+    remark = f"{bytes_text(written)} of {bytes_text(size)} tables; training continues"
+    add("checkpoint", written / duration / 1e6, "MB/s", remark)
+    add("disk", disk / 1e6, "MB/s", "written and flushed: what a checkpoint can reach")
     return results
 
 
@@ -168,3 +164,26 @@ def _batch(names: list[str], numbers: list[str], rows: int, random: Any) -> Any:
     columns |= {name: torch.randn(_BATCH, generator=random) for name in numbers}
     columns["label"] = (torch.rand(_BATCH, generator=random) < 0.2).float()
     return kv.Batch(columns)
+
+
+def _steps_per_second(step: Callable[[int], None], *, seconds: float, least: int = 5) -> float:
+    """How often a step runs in a second, by the median of its times; the first two are not counted."""
+    times: list[float] = []
+    end = 0.0
+    for number in cycle(range(1024)):
+        begin = time.perf_counter()
+        step(number)
+        now = time.perf_counter()
+        times.append(now - begin)
+        if len(times) == 2:
+            end = now + seconds
+        if len(times) >= least + 2 and now > end:
+            return 1 / median(times[2:])
+    raise AssertionError("unreachable: the loop does not end")
+
+
+def _seconds_to(run: Callable[[], object]) -> float:
+    """How many seconds a call takes."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
-from karvan.cli.errors import FAILED, OK, STOPPED, CommandError, no_url
-from karvan.cli.output import JSON_PATH, bytes_text, console, print_table, write_json
+from karvan.cli.output import (
+    FAILED,
+    JSON_PATH,
+    OK,
+    STOPPED,
+    CommandError,
+    bytes_text,
+    console,
+    no_url,
+    print_table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import karvan as kv
@@ -41,25 +51,23 @@ class Clicks:
 
 
 def demo(
-    rows: int | None = typer.Option(
+    rows: int | None = Option(
         None,
         min=10_000,
         help=f"Samples in the click log; by default {_ROWS:,}, with --data {_ROWS_OF_DATA:,}.",
     ),
-    folder: Path | None = typer.Option(
+    folder: Path | None = Option(
         None,
         callback=no_url,
         help=f"Where the run is saved; by default {_FOLDER}, where the next demo replaces it.",
-        show_default=False,
     ),
-    data: Path | None = typer.Option(
+    data: Path | None = Option(
         None,
         metavar="FOLDER",
         callback=no_url,
         help="Write a click log to FOLDER/train and FOLDER/eval, and train nothing.",
-        show_default=False,
     ),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
+    quiet: bool = Option(False, "--quiet", "-q", help="No progress."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Train on a click log with millions of ids, and compare with the best AUC.

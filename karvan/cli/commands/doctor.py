@@ -1,4 +1,4 @@
-"""`karvan doctor`: what is installed, what this machine has, what is slow on it and what to do about it."""
+"""`karvan version`; and `karvan doctor`: what this machine has, what is slow on it, and what to do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,41 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import typer
+from typer import Option
 
-from karvan.cli.commands.version import installed
-from karvan.cli.errors import FAILED, OK
-from karvan.cli.output import JSON_PATH, bytes_text, console, write_json
+import karvan
+from karvan.cli.output import FAILED, JSON_PATH, OK, bytes_text, console, disk_rate, write_json
 from karvan.system_limits import available_memory, limits
+
+# Looked up without importing them.
+_SHOWN = ("torch", "numpy", "pyarrow")
+
+
+def version(json_path: str | None = JSON_PATH) -> int:
+    """Show the versions of Karvan, Python and main packages.
+
+    \b
+    Examples:
+      karvan version
+      karvan version --json -
+    """
+    versions = {"karvan": karvan.__version__, "python": platform.python_version()}
+    versions |= {name: installed(name) or "not installed" for name in _SHOWN}
+    if not write_json(json_path, versions):
+        print(
+            "karvan",
+            ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(versions.items())[1:])]),
+        )
+    return OK
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 
@@ -47,9 +76,14 @@ class Finding:
     value: str
     advice: str = ""
 
+    @classmethod
+    def judged(cls, what: str, value: str, state: str, advice: str, when: object) -> Finding:
+        """A finding that is ok, unless there is a reason for this state and this advice."""
+        return cls(what, state, value, advice) if when else cls(what, "ok", value)
+
 
 def doctor(
-    folder: Path = typer.Option(Path(), help="Where runs are written: its disk is measured."),
+    folder: Path = Option(Path(), help="Where runs are written: its disk is measured."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Check this machine: what is installed, what is slow and why, what is missing and how to get it.
@@ -102,14 +136,13 @@ def _platform(folder: Path) -> Iterator[Finding]:
     machine, (libc, version) = platform.machine(), platform.libc_ver()
     text = f"{platform.system()} {machine}, {libc or 'no glibc'} {version}".strip()
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    advice = ""
     if machine not in ("x86_64", "aarch64"):
-        yield Finding("platform", "optional", text, "Karvan is tested on x86_64 and aarch64 only.")
+        advice = "Karvan is tested on x86_64 and aarch64 only."
     elif libc != "glibc" or numbers < _GLIBC:
         needed = ".".join(map(str, _GLIBC))
         advice = f"Wheels of torch need glibc {needed} or later. Use a newer system, or an image with glibc."
-        yield Finding("platform", "optional", text, advice)
-    else:
-        yield Finding("platform", "ok", text)
+    yield Finding.judged("platform", text, "optional", advice, when=advice)
     yield Finding("python", "ok", platform.python_version())
 
 
@@ -122,18 +155,14 @@ def _packages(folder: Path) -> Iterator[Finding]:
         elif _numbers(version) < _numbers(least):
             advice = f"Karvan needs at least {least}: pip install '{name}>={least}'"
             yield Finding(name, "missing", version, advice)
-        elif name == "torch" and _numbers(version)[:2] > _numbers(_NEWEST_TORCH):
-            yield Finding(name, "ok", version, f"Karvan is tested with torch {least} to {_NEWEST_TORCH}.")
         else:
-            yield Finding(name, "ok", version)
+            is_newer = name == "torch" and _numbers(version)[:2] > _numbers(_NEWEST_TORCH)
+            advice = f"Karvan is tested with torch {least} to {_NEWEST_TORCH}." if is_newer else ""
+            yield Finding(name, "ok", version, advice)
     for name, (purpose, how) in _EXTRAS.items():
         version = installed(name)
-        yield Finding(
-            name,
-            "ok" if version else "optional",
-            version or "not installed",
-            "" if version else f"For {purpose}: {how}",
-        )
+        missing, advice = "not installed", f"For {purpose}: {how}"
+        yield Finding.judged(name, version or missing, "optional", advice, when=version is None)
 
 
 def _needed_versions() -> dict[str, str]:
@@ -158,18 +187,14 @@ def _native(folder: Path) -> Iterator[Finding]:
             advice = "This system's glibc is older than the wheel's: build from the source, pip install PATH"
         yield Finding("native core", "missing", str(error), advice)
         return
-    used, best = _native.kernels(), _native.kernel_names()[0]
-    if used != best:
-        yield Finding("kernels", "slow", used, f"This CPU can run '{best}', but others were selected.")
+    used, names = _native.kernels(), _native.kernel_names()
+    if used != names[0]:
+        yield Finding("kernels", "slow", used, f"This CPU can run '{names[0]}', but others were selected.")
     elif used == "plain" and platform.machine() == "x86_64":
-        yield Finding(
-            "kernels",
-            "slow",
-            used,
-            "This CPU has neither AVX2 nor AVX-512. Karvan's faster kernels need one of them.",
-        )
+        advice = "This CPU has neither AVX2 nor AVX-512. Karvan's faster kernels need one of them."
+        yield Finding("kernels", "slow", used, advice)
     else:
-        yield Finding("kernels", "ok", f"{used} (of {', '.join(_native.kernel_names())})")
+        yield Finding("kernels", "ok", f"{used} (of {', '.join(names)})")
 
 
 def _cores(folder: Path) -> Iterator[Finding]:
@@ -187,14 +212,10 @@ def _cores(folder: Path) -> Iterator[Finding]:
         ("torch threads", torch.get_num_threads(), "torch.set_num_threads or OMP_NUM_THREADS"),
         ("karvan threads", get_num_threads(), "kv.set_num_threads"),
     ):
+        why = f"There are {allowed} cores"
         if count > allowed:
-            yield Finding(
-                what, "slow", str(count), f"More threads than cores ({allowed}) wait for each other: {how}."
-            )
-        elif count < allowed:
-            yield Finding(what, "slow", str(count), f"There are {allowed} cores: {how}.")
-        else:
-            yield Finding(what, "ok", str(count))
+            why = f"More threads than cores ({allowed}) wait for each other"
+        yield Finding.judged(what, str(count), "slow", f"{why}: {how}.", when=count != allowed)
 
 
 def _cpu_limit() -> float | None:
@@ -209,15 +230,10 @@ def _cpu_limit() -> float | None:
 def _bf16(folder: Path) -> Iterator[Finding]:
     from karvan.train.precision import fast_bf16
 
-    if fast_bf16():
-        yield Finding("bf16 on the CPU", "ok", "native instructions")
-    else:
-        yield Finding(
-            "bf16 on the CPU",
-            "slow",
-            "no native instructions",
-            "precision='bf16' is not faster usable than fp32; use fp32.",
-        )
+    is_fast = fast_bf16()
+    value = "native instructions" if is_fast else "no native instructions"
+    advice = "precision='bf16' is not faster usable than fp32; use fp32."
+    yield Finding.judged("bf16 on the CPU", value, "slow", advice, when=not is_fast)
 
 
 def _gpu(folder: Path) -> Iterator[Finding]:
@@ -233,16 +249,11 @@ def _gpu(folder: Path) -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        yield Finding(
-            f"GPU {number}",
-            "ok",
-            f"{about.name}, compute capability {about.major}.{about.minor}, "
-            f"{bytes_text(free)} of {bytes_text(total)} free",
-        )
-    if triton:
-        yield Finding("Triton", "ok", triton)
-    else:
-        yield Finding("Triton", "optional", why, f"pip install triton. {_ON_GPU}")
+        memory = f"{bytes_text(free)} of {bytes_text(total)} free"
+        text = f"{about.name}, compute capability {about.major}.{about.minor}, {memory}"
+        yield Finding(f"GPU {number}", "ok", text)
+    advice = f"pip install triton. {_ON_GPU}"
+    yield Finding.judged("Triton", triton or why, "optional", advice, when=not triton)
 
 
 _ON_GPU = 'Tables on a GPU, kv.connect("cuda"), need a GPU, a torch that is built with CUDA, and Triton.'
@@ -262,14 +273,12 @@ def _shared_memory(folder: Path) -> Iterator[Finding]:
         total = shutil.disk_usage("/dev/shm").total
     except OSError:
         total = 0
-    if total < 2**30:
-        advice = (
-            "Several GPUs of a machine (NCCL) and DataLoaders of torch with workers share memory there: "
-            "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm as root."
-        )
-        yield Finding("/dev/shm", "slow", bytes_text(total) if total else "not there", advice)
-    else:
-        yield Finding("/dev/shm", "ok", bytes_text(total))
+    advice = (
+        "Several GPUs of a machine (NCCL) and DataLoaders of torch with workers share memory there: "
+        "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm as root."
+    )
+    value = bytes_text(total) if total else "not there"
+    yield Finding.judged("/dev/shm", value, "slow", advice, when=total < 2**30)
 
 
 def _huge_pages(folder: Path) -> Iterator[Finding]:
@@ -277,81 +286,46 @@ def _huge_pages(folder: Path) -> Iterator[Finding]:
     try:
         chosen = path.read_text().split("[")[1].split("]")[0]
     except (OSError, IndexError):
-        yield Finding(
-            "huge pages", "optional", "unknown", "Large tables are faster with transparent huge pages."
-        )
+        advice = "Large tables are faster with transparent huge pages."
+        yield Finding("huge pages", "optional", "unknown", advice)
         return
-    if chosen == "never":
-        yield Finding(
-            "huge pages",
-            "slow",
-            chosen,
-            f"Lookups in large tables miss the TLB; as root: echo madvise > {path}",
-        )
-    else:
-        yield Finding("huge pages", "ok", chosen)
+    advice = f"Lookups in large tables miss the TLB; as root: echo madvise > {path}"
+    yield Finding.judged("huge pages", chosen, "slow", advice, when=chosen == "never")
 
 
 def _limits(folder: Path) -> Iterator[Finding]:
     for limit in limits():
-        if limit.enough:
-            yield Finding(limit.name, "ok", limit.text(limit.hard))
-        else:
-            yield Finding(limit.name, "missing", limit.text(limit.hard), limit.advice)
+        value = limit.text(limit.hard)
+        yield Finding.judged(limit.name, value, "missing", limit.advice, when=not limit.enough)
 
 
 def _memory(folder: Path) -> Iterator[Finding]:
-    values = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        values[name] = int(rest.split()[0]) * 1024
-    total, free = values["MemTotal"], available_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = available_memory()
     row = 162  # bytes of a row of dim 16 with Adagrad, index included
     text = f"{bytes_text(free)} of {bytes_text(total)} free"
     if free < 2**30:
-        yield Finding(
-            "memory",
-            "slow",
-            text,
-            "Little memory is left; tables that do not fit make the system swap or kill processes.",
-        )
+        advice = "Little memory is left; tables that do not fit make the system swap or kill processes."
+        yield Finding("memory", "slow", text, advice)
     else:
         yield Finding("memory", "ok", f"{text}: about {free // row / 1e6:,.0f} M rows of dim 16 with Adagrad")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
-    from karvan.cli.output import disk_rate
-
+    what = f"disk at {folder}"
     if not folder.is_dir():
-        yield Finding(f"disk at {folder}", "missing", "no such folder", "Make it, or give another --folder.")
+        yield Finding(what, "missing", "no such folder", "Make it, or give another --folder.")
         return
     try:
         rate = disk_rate(folder)
     except OSError as error:
-        yield Finding(f"disk at {folder}", "missing", str(error), "Checkpoints cannot be written there.")
+        yield Finding(what, "missing", str(error), "Checkpoints cannot be written there.")
         return
-    text = f"{rate / 1e6:,.0f} MB/s written"
-    if rate < 50e6:
-        yield Finding(
-            f"disk at {folder}",
-            "slow",
-            text,
-            "Checkpoints are slow; put runs on a faster disk, or save deltas.",
-        )
-    else:
-        yield Finding(f"disk at {folder}", "ok", text)
+    advice = "Checkpoints are slow; put runs on a faster disk, or save deltas."
+    yield Finding.judged(what, f"{rate / 1e6:,.0f} MB/s written", "slow", advice, when=rate < 50e6)
 
 
 _CHECKS: list[Callable[[Path], Iterator[Finding]]] = [
-    _platform,
-    _packages,
-    _native,
-    _cores,
-    _bf16,
-    _gpu,
-    _shared_memory,
-    _huge_pages,
-    _limits,
-    _memory,
-    _disk,
+    *(_platform, _packages, _native, _cores, _bf16, _gpu),
+    *(_shared_memory, _huge_pages, _limits, _memory, _disk),
 ]

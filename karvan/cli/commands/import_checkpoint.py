@@ -5,69 +5,67 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
-from karvan.cli.errors import OK, CommandError, folder_of, no_url
-from karvan.cli.output import JSON_PATH, console, print_table, progress, write_json
+from karvan.cli.output import (
+    JSON_PATH,
+    OK,
+    CommandError,
+    console,
+    folder_of,
+    no_url,
+    print_table,
+    progress,
+    write_json,
+)
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
     from karvan.checkpoint import ImportReport
-    from karvan.cli.output import ProgressSteps
 
 _SYSTEMS = ("recis", "persia")
 _OPTIMIZERS = ("adam", "adagrad", "adagrad_by_row")
 
 
 def import_checkpoint(
-    source: Path = typer.Argument(
+    source: Path = Argument(
         metavar="SOURCE",
         help="The checkpoint's folder; of RecIS also its output_dir: its newest.",
-        show_default=False,
         callback=no_url,
     ),
-    target: str = typer.Argument(
-        metavar="TARGET", help="The checkpoint to write: a folder or a URL that is new.", show_default=False
-    ),
-    system: str = typer.Option(
-        ..., "--from", metavar="SYSTEM", help="What has saved it: recis or persia.", show_default=False
-    ),
-    embedding_config: Path | None = typer.Option(
+    target: str = Argument(metavar="TARGET", help="The checkpoint to write: a folder or a URL that is new."),
+    system: str = Option(..., "--from", metavar="SYSTEM", help="What has saved it: recis or persia."),
+    embedding_config: Path | None = Option(
         None,
         metavar="FILE",
         help="persia: the job's embedding_config.yml, which says how ids are divided into tables.",
-        show_default=False,
         callback=no_url,
     ),
-    optimizer: str | None = typer.Option(
+    optimizer: str | None = Option(
         None,
         metavar="NAME",
         help="persia: adam, adagrad or adagrad_by_row; by default found by the size of rows.",
-        show_default=False,
     ),
-    betas: tuple[float, float] | None = typer.Option(
+    betas: tuple[float, float] | None = Option(
         None,
         metavar="BETA1 BETA2",
         help="recis: the betas of the sparse Adam, to find its number of steps; by default 0.9 0.999.",
-        show_default=False,
     ),
-    optimizer_state: bool = typer.Option(
+    optimizer_state: bool = Option(
         True,
         "--optimizer-state/--no-optimizer-state",
         help="Import the optimizer state of rows; otherwise it starts from its initial values.",
     ),
-    dense_prefix: str | None = typer.Option(
+    dense_prefix: str | None = Option(
         None,
         metavar="PREFIX",
         help="A prefix for the names of dense tensors; by default none for recis, 'net.' for persia.",
-        show_default=False,
     ),
-    step: int | None = typer.Option(
+    step: int | None = Option(
         None,
         min=0,
         max=2**32 - 1,
         help="The checkpoint's step; by default the step of RecIS, and 0 for PERSIA.",
-        show_default=False,
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
@@ -104,15 +102,18 @@ def import_checkpoint(
         raise CommandError(f"--betas expects two numbers between 0 and 1, got {betas[0]:g} {betas[1]:g}.")
     path = folder_of(target)
     with progress("Importing", "bytes") as steps:
-        show = _Progress(steps)
+
+        def show(done: int, total: int) -> None:
+            steps.expect(total)
+            steps.add(done)
+
         if system == "recis":
             report = import_recis(
-                source,
-                path,
-                optimizer_state=optimizer_state,
+                *(source, path),
                 betas=betas or (0.9, 0.999),
                 dense_prefix=dense_prefix or "",
                 step=step,
+                optimizer_state=optimizer_state,
                 progress=show,
             )
         elif embedding_config is None:
@@ -122,29 +123,16 @@ def import_checkpoint(
             )
         else:
             report = import_persia(
-                source,
-                path,
-                embedding_config,
+                *(source, path, embedding_config),
                 optimizer=optimizer,
-                optimizer_state=optimizer_state,
                 dense_prefix="net." if dense_prefix is None else dense_prefix,
                 step=step or 0,
+                optimizer_state=optimizer_state,
                 progress=show,
             )
     if not write_json(json_path, report):
         _show(report)
     return OK
-
-
-class _Progress:
-    """Shows the bytes that have been read."""
-
-    def __init__(self, steps: ProgressSteps) -> None:
-        self._steps = steps
-
-    def __call__(self, done: int, total: int) -> None:
-        self._steps.expect(total)
-        self._steps.add(done)
 
 
 def _show(report: ImportReport) -> None:

@@ -5,36 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
-from karvan.cli.errors import DAMAGED, OK, CommandError, folder_of
 from karvan.cli.output import (
+    DAMAGED,
     JSON_PATH,
+    OK,
+    CommandError,
     bytes_text,
     console,
+    folder_of,
     number_text,
     print_table,
     progress,
     write_json,
 )
-from karvan.durations import ago_text
+from karvan.display import ago_text
 from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
-    from karvan.checkpoint import KeyRow, Summary
+    from karvan.checkpoint import Summary
 
 
 def inspect(
-    path: str = typer.Argument(
-        metavar="PATH", help="A checkpoint, or a run's folder: its newest.", show_default=False
-    ),
-    key: tuple[str, str] | None = typer.Option(
-        None, metavar="TABLE KEY", help="Show one key's row.", show_default=False
-    ),
-    verify: bool = typer.Option(
+    path: str = Argument(metavar="PATH", help="A checkpoint, or a run's folder: its newest."),
+    key: tuple[str, str] | None = Option(None, metavar="TABLE KEY", help="Show one key's row."),
+    verify: bool = Option(
         False, "--verify", help="Check every file; for a run's folder, the files of all checkpoints."
     ),
-    top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
+    top: int = Option(5, min=0, help="How many of the hottest keys to show."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Show the tables of a checkpoint, or one key's row.
@@ -105,15 +104,11 @@ def show_summary(summary: Summary) -> None:
         out.print(f"{table.name}: {table.optimizer or 'no optimizer'}{used}", markup=False)
     out.print(f"dense: {summary.dense_tensors} tensors, {bytes_text(summary.dense_bytes)}")
     if summary.not_whole:
-        print_table(
-            "Incomplete, damaged or set aside",
-            ["folder", "step", "condition", "problem"],
-            [
-                [other.path.name, f"{other.step:,}", other.condition, other.problem]
-                for other in summary.not_whole
-            ],
-            right=["step"],
-        )
+        columns = ["folder", "step", "condition", "problem"]
+        rows = [
+            [part.path.name, f"{part.step:,}", part.condition, part.problem] for part in summary.not_whole
+        ]
+        print_table("Incomplete, damaged or set aside", columns, rows, right=["step"])
 
 
 def _verify(path: Path, json_path: str | None) -> int:
@@ -137,11 +132,8 @@ def _verify(path: Path, json_path: str | None) -> int:
     if write_json(json_path, result):
         pass
     elif damaged:
-        print_table(
-            f"Damaged: {len(damaged)}",
-            ["file", "problem"],
-            [[shown(step.path), step.problem] for step in damaged],
-        )
+        rows = [[shown(step.path), step.problem] for step in damaged]
+        print_table(f"Damaged: {len(damaged)}", ["file", "problem"], rows)
     else:
         console().print(f"{shown(path)}: {len(paths)} files, all intact.", markup=False)
     return DAMAGED if damaged else OK
@@ -154,17 +146,12 @@ def _row(path: Path, table: str, key: int, json_path: str | None) -> int:
     if row is None:
         raise CommandError(f"{shown(path)}: table '{table}' has no row for key {key}.", DAMAGED)
     if not write_json(json_path, row):
-        _show_row(row)
+        used = f"used {row.count:,} times, last in step {row.last_step:,}"
+        console().print(f"{row.table} {row.key}: {used}", markup=False)
+        for name, values in (("vector", row.vector), ("state", row.state)):
+            text = " ".join(f"{value:.5g}" for value in values) or "none"
+            console().print(f"{name}: {text}", markup=False)
     return OK
-
-
-def _show_row(row: KeyRow) -> None:
-    out = console()
-    out.print(
-        f"{row.table} {row.key}: used {row.count:,} times, last in step {row.last_step:,}", markup=False
-    )
-    for name, values in (("vector", row.vector), ("state", row.state)):
-        out.print(f"{name}: {' '.join(f'{value:.5g}' for value in values) or 'none'}", markup=False)
 
 
 def _number(text: str) -> int:

@@ -1,35 +1,207 @@
-"""`karvan status`, `karvan logs`, `karvan scale` and `karvan stop`: launched jobs of this user."""
+"""`karvan launch` runs a job of several roles; `status`, `logs`, `scale` and `stop` are for jobs that run."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
-from karvan.cli.config.target import pairs
-from karvan.cli.errors import DAMAGED, FAILED, OK, TEMPORARY, CommandError
-from karvan.cli.output import JSON_PATH, print_table, write_json
-from karvan.durations import ago_text, duration_text
+from karvan.cli.output import (
+    DAMAGED,
+    FAILED,
+    INTERRUPTED,
+    JSON_PATH,
+    OK,
+    TEMPORARY,
+    TERMINATED,
+    CommandError,
+    print_table,
+    refusing,
+    write_json,
+)
+from karvan.cli.target import pairs
+from karvan.display import ago_text, duration_text
+from karvan.job.checkpoint_url import shown, url_of
+from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from karvan.launch.job_client import JobClient
+    from karvan.launch.job_spec import JobSpec
+    from karvan.launch.role_programs import Commands
+    from karvan.launch.supervisor import Timing
 
-_JOB = typer.Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.", show_default=False)
+
+def launch(
+    target: Path | None = Argument(
+        None, metavar="JOB.yaml", help="The description of the job; see --example."
+    ),
+    settings: list[str] = Option([], "--set", metavar="NAME=VALUE", help="Override a key: roles.trainers=4."),
+    check: bool = Option(False, "--check", help="Show the roles and their commands; start nothing."),
+    detach: bool = Option(
+        False, "--detach", help="Leave the job running, and return once all its processes have started."
+    ),
+    engine: str = Option(
+        "local", metavar="local|ray", help="Where roles run: this machine, or the nodes of a Ray cluster."
+    ),
+    address: str | None = Option(
+        None,
+        metavar="ADDRESS",
+        help="The Ray cluster: auto or host:port, or RAY_ADDRESS; without one, the job starts its own here.",
+    ),
+    example: bool = Option(False, "--example", help="Print a job to start from."),
+) -> int:
+    """Run a job of several processes, or resume it.
+
+    A job has trainers and parameter servers, and optionally embedding workers and loaders.
+
+    A process that dies is restarted; after the death of a trainer or a parameter server the job resumes from
+    the newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a
+    second Ctrl-C kills them. The same command resumes the job. Ctrl-Z suspends all roles, `fg` resumes them.
+    The job itself is run by a master, a process of its own, which is restarted where it was if it dies. With
+    --detach the job needs this command no more: see `karvan status`, `karvan logs` and `karvan stop`. All of
+    it is on this machine, or, with --engine ray, on the nodes of the cluster, also the master.
+
+    \b
+    Examples:
+      karvan demo --data out/clicks            # data
+      karvan train --example > my.yaml         # what trainers run
+      karvan launch --example > job.yaml
+      karvan launch job.yaml
+      karvan launch job.yaml --check
+      karvan launch job.yaml --set roles.trainers=4 --set staleness=8
+      karvan launch job.yaml --detach
+      karvan launch job.yaml --engine ray --address auto
+
+    \b
+    Exit codes: 0 all trainers are done, 1 too many deaths,
+    2 or 3 a role ended with it, 75 a temporary failure outlasted
+    all restarts, 130 Ctrl-C, 143 SIGTERM.
+    """
+    if example:
+        print(resources.files("karvan.launch").joinpath("example.yaml").read_text(), end="")
+        return OK
+    if target is None:
+        raise CommandError("Expected a JOB.yaml, got nothing; --example prints one to start from.")
+    changes = pairs(settings)
+
+    from karvan.job.environment import warn_of_misspelled
+    from karvan.launch.engines.choice import check_engine
+    from karvan.launch.job_spec import read_spec
+    from karvan.launch.role_commands import commands_of
+    from karvan.wire.security import token_in
+
+    warn_of_misspelled(os.environ)
+    spec = read_spec(target, changes)
+    for path in spec.files():
+        if not path.is_file():
+            raise CommandError(f"{target}: there is no file {path}.{_how_to_get(path, spec)}", DAMAGED)
+    if spec.system == "persia":
+        spec = _with_its_configuration(spec)
+    if spec.token_file is not None:  # a bad token is reported before anything starts, by the job's own key
+        with refusing(ValueError):
+            token_in(spec.token_file, "token_file")
+    if engine == "ray":
+        address = address or os.environ.get("RAY_ADDRESS") or None
+    with refusing(ValueError):
+        check_engine(engine, spec, address)
+    commands = commands_of(spec)
+    if check:
+        _show_commands(spec, commands)
+        return OK
+    require_limits(sum(spec.of_role(role).replicas for role in commands))
+    code = follow(spec, commands, detach=detach, engine=engine, address=address)
+    if code in (INTERRUPTED, TERMINATED):
+        print(_how_to_resume(spec.checkpoints, shlex.join(["karvan", *sys.argv[1:]])), file=sys.stderr)
+    return code
+
+
+def _how_to_resume(checkpoints: Path | None, command: str) -> str:
+    """What a job that was stopped has saved, and how to go on."""
+    if checkpoints is None:
+        return f"The job was stopped. It has no folder of checkpoints, so {command} starts again."
+    if url_of(checkpoints) is not None:
+        where = f"Its checkpoints are at {shown(checkpoints)}"
+    elif newest := max(checkpoints.glob("step-*"), default=None):
+        where = f"Its newest checkpoint is {newest}"
+    else:
+        where = "Nothing was saved yet"
+    return f"The job was stopped. {where}.\nTo resume: {command}"
+
+
+def _how_to_get(path: Path, spec: JobSpec) -> str:
+    if path != spec.entry:
+        return ""
+    if path.suffix == ".py":
+        return " It is the job's entry: the program that trainers run."
+    return (
+        f" It is the job's entry, a config. To write one: karvan train --example > {shlex.quote(str(path))}"
+    )
+
+
+def follow(
+    spec: JobSpec,
+    commands: Commands,
+    timing: Timing | None = None,
+    *,
+    detach: bool = False,
+    engine: str = "local",
+    address: str | None = None,
+) -> int:
+    """Start a job, and follow it to its end, or until it runs if it is detached; returns its exit code."""
+    from karvan.launch.launcher import Launcher
+    from karvan.launch.run_folder import RunFolderError
+
+    with refusing(RunFolderError):
+        launcher = Launcher(spec, commands, timing=timing, detach=detach, engine=engine, address=address)
+        outcome = launcher.run()
+    if outcome is None:
+        print(
+            f"Job {spec.name} runs. Follow it: karvan logs {spec.name} --follow. See it: karvan status "
+            f"{spec.name}. Stop it: karvan stop {spec.name}."
+        )
+        return OK
+    if outcome.failure is not None:
+        raise CommandError(outcome.failure, outcome.code)
+    return outcome.code
+
+
+def _with_its_configuration(spec: JobSpec) -> JobSpec:
+    """A job of PERSIA with the limits of its global_config.yml; a wrong file is an error before it starts."""
+    from karvan.compat.persia.config import EMBEDDING_CONFIG, read_slots, with_global_config
+    from karvan.compat.unsupported import UnsupportedError
+
+    with refusing(UnsupportedError):
+        read_slots(spec.roles.trainers.env.get(EMBEDDING_CONFIG))
+        return with_global_config(spec)
+
+
+def _show_commands(spec: JobSpec, commands: Commands) -> None:
+    print_table(
+        f"Job {spec.name}: mode {spec.mode}, staleness {spec.staleness}, wire {spec.wire}",
+        ["role", "replicas", "command"],
+        [(role, spec.of_role(role).replicas, shlex.join(command)) for role, command in commands.items()],
+        right=["replicas"],
+    )
+
+
+_JOB = Argument(metavar="JOB", help="The job's name, or the path of its job.yaml.")
 _POLL = 0.1  # seconds
 _HIDDEN = 50  # lines; a master says a few for programs
 
 
 def status(
-    job: str | None = typer.Argument(
-        None, metavar="[JOB]", help="The job's name, or the path of its job.yaml.", show_default=False
-    ),
+    job: str | None = Argument(None, metavar="[JOB]", help="The job's name, or the path of its job.yaml."),
     json_path: str | None = JSON_PATH,
 ) -> int:
     """Show the processes of a launched job and how far it is; without JOB, all jobs of this user.
@@ -69,13 +241,9 @@ def status(
 
 def logs(
     job: str = _JOB,
-    process: str | None = typer.Argument(
-        None, metavar="[ROLE-INDEX]", help="One process, such as trainer-0.", show_default=False
-    ),
-    follow: bool = typer.Option(False, "--follow", "-f", help="Show new lines until the job ends."),
-    tail: int | None = typer.Option(
-        None, min=0, metavar="N", help="Only the last N lines.", show_default=False
-    ),
+    process: str | None = Argument(None, metavar="[ROLE-INDEX]", help="One process, such as trainer-0."),
+    follow: bool = Option(False, "--follow", "-f", help="Show new lines until the job ends."),
+    tail: int | None = Option(None, min=0, metavar="N", help="Only the last N lines."),
 ) -> int:
     """Show the log of a launched job, all processes together or one of them.
 
@@ -116,7 +284,7 @@ def logs(
 
 def scale(
     job: str = _JOB,
-    roles: list[str] = typer.Argument(metavar="ROLE=NUMBER", help="trainers=4.", show_default=False),
+    roles: list[str] = Argument(metavar="ROLE=NUMBER", help="trainers=4."),
 ) -> int:
     """Change the number of trainers of a launched job while it runs.
 
@@ -144,7 +312,7 @@ def scale(
 
 def stop(
     job: str = _JOB,
-    now: bool = typer.Option(False, "--now", help="Kill all processes at once; nothing is saved."),
+    now: bool = Option(False, "--now", help="Kill all processes at once; nothing is saved."),
 ) -> int:
     """Stop a launched job, and wait for its end. Trainers save a checkpoint first.
 
@@ -181,18 +349,13 @@ def _known(job: str) -> Iterator[JobClient]:
     from karvan.launch.job_client import JobClient, MasterAwayError, RefusedByJobError, UnknownJobError
     from karvan.launch.run_folder import DamagedRunFolderError, RunFolderError
 
-    try:
+    with (
+        refusing(RunFolderError, code=FAILED),
+        refusing(RefusedByJobError),
+        refusing(MasterAwayError, code=TEMPORARY),
+        refusing(DamagedRunFolderError, UnknownJobError, code=DAMAGED),
+    ):
         yield JobClient(job)
-    except DamagedRunFolderError as error:
-        raise CommandError(str(error), DAMAGED) from error
-    except UnknownJobError as error:
-        raise CommandError(str(error), DAMAGED) from error
-    except MasterAwayError as error:
-        raise CommandError(str(error), TEMPORARY) from error
-    except RefusedByJobError as error:
-        raise CommandError(str(error)) from error
-    except RunFolderError as error:
-        raise CommandError(str(error), FAILED) from error
 
 
 def _end_text(outcome: dict[str, Any] | None) -> str:

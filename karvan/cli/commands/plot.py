@@ -5,27 +5,23 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-import typer
+from typer import Argument, Option
 
-from karvan.cli.errors import DAMAGED, OK, CommandError, folder_of
-from karvan.cli.output import console
+from karvan.cli.output import DAMAGED, OK, CommandError, console, folder_of, refusing
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import shown, url_of
 
 
 def plot(
-    runs: list[str] = typer.Argument(
-        metavar="RUN...", help="Run folders, or log files (CSV or JSON lines).", show_default=False
-    ),
-    output: Path | None = typer.Option(
+    runs: list[str] = Argument(metavar="RUN...", help="Run folders, or log files (CSV or JSON lines)."),
+    output: Path | None = Option(
         None,
         "--output",
         "-o",
         metavar="FILE",
         help="The page to write; by default plot.html in the first run's folder.",
-        show_default=False,
     ),
-    open_page: bool = typer.Option(False, "--open", help="Open the page in a browser."),
+    open_page: bool = Option(False, "--open", help="Open the page in a browser."),
 ) -> int:
     """Draw the loss and metrics of runs as charts in an HTML file.
 
@@ -41,14 +37,11 @@ def plot(
       karvan plot out/run out/other -o compare.html
       karvan plot log.csv --open
     """
-    from karvan.monitor.plot_page import plot_page
-    from karvan.monitor.run_history import HistoryError, read_runs
+    from karvan.monitor.plot_page import HistoryError, plot_page, read_runs
 
     folders = [_history_of(run) for run in runs]
-    try:
+    with refusing(HistoryError, code=DAMAGED):
         histories = read_runs(folders)
-    except HistoryError as error:
-        raise CommandError(str(error), DAMAGED) from error
     target = output or _beside(folders[0])
     _write(target, plot_page(histories))
     reports = sum(len(run.entries) for run in histories)
@@ -67,7 +60,7 @@ def _history_of(run: str) -> Path:
         return path
     from karvan.checkpoint.files import explained, fetch
     from karvan.checkpoint.survey import is_step_name
-    from karvan.monitor.run_history import FILE
+    from karvan.monitor.plot_page import FILE
 
     folder = path.parent if is_step_name(path.name) else path
     with explained(folder):

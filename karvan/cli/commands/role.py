@@ -6,65 +6,50 @@ import os
 from pathlib import Path
 
 import typer
+from typer import Argument, Option
 
-from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
+from karvan.cli.output import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
 from karvan.job.environment import set_variables, variable
 from karvan.system_limits import require_limits
 
 
 def role(
-    name: str = typer.Argument(
-        ..., metavar="NAME", help="parameter-server, embedding-worker, loader or master."
-    ),
-    index: int | None = typer.Option(None, help="The index of this process, from 0.", show_default=False),
-    count: int | None = typer.Option(
-        None, help="How many processes of this role the job has.", show_default=False
-    ),
-    host: str | None = typer.Option(
+    context: typer.Context,
+    name: str = Argument(..., metavar="NAME", help="parameter-server, embedding-worker, loader or master."),
+    index: int | None = Option(None, help="The index of this process, from 0."),
+    count: int | None = Option(None, help="How many processes of this role the job has."),
+    host: str | None = Option(
         None,
         help="The address to listen on, by default 127.0.0.1; unix:/PATH is a socket file in a private "
         "folder; others need TLS and a token.",
-        show_default=False,
     ),
-    port: int | None = typer.Option(None, help="The port; 0, the default, is any.", show_default=False),
-    advertise: str | None = typer.Option(
-        None, metavar="HOST", help="The host name under which other processes reach it.", show_default=False
+    port: int | None = Option(None, help="The port; 0, the default, is any."),
+    advertise: str | None = Option(
+        None, metavar="HOST", help="The host name under which other processes reach it."
     ),
-    registry: str | None = typer.Option(
-        None, metavar="ADDRESS", help="The job's registry, host:port or unix:/PATH.", show_default=False
+    registry: str | None = Option(
+        None, metavar="ADDRESS", help="The job's registry, host:port or unix:/PATH."
     ),
-    threads: int | None = typer.Option(
-        None, help="Threads for lookups and updates; by default all cores.", show_default=False
+    threads: int | None = Option(None, help="Threads for lookups and updates; by default all cores."),
+    generation: int | None = Option(None, help="The generation of the job; by default 0."),
+    checkpoints: str | None = Option(
+        None, metavar="FOLDER", help="Where a parameter server may save; where a master has its ledger."
     ),
-    generation: int | None = typer.Option(
-        None, help="The generation of the job; by default 0.", show_default=False
-    ),
-    checkpoints: str | None = typer.Option(
-        None,
-        metavar="FOLDER",
-        help="Where a parameter server may save; where a master has its ledger.",
-        show_default=False,
-    ),
-    capacity: int | None = typer.Option(
+    capacity: int | None = Option(
         None,
         metavar="ROWS",
         help=(
             "How many rows a parameter server holds over all tables; beyond that, the least recently "
             "used rows are evicted."
         ),
-        show_default=False,
     ),
-    token_file: Path | None = typer.Option(
-        None, help="A file with the token that callers must present.", show_default=False
-    ),
-    tls_cert: Path | None = typer.Option(None, help="The certificate, in PEM.", show_default=False),
-    tls_key: Path | None = typer.Option(None, help="Its key.", show_default=False),
-    tls_ca: Path | None = typer.Option(None, help="The authority that signed it.", show_default=False),
-    tls_mutual: bool | None = typer.Option(
-        None, "--tls-mutual", help="Callers need a certificate as well.", show_default=False
-    ),
-    tls_name: str | None = typer.Option(
-        None, metavar="HOST", help="The name in certificates, if it is not the address.", show_default=False
+    token_file: Path | None = Option(None, help="A file with the token that callers must present."),
+    tls_cert: Path | None = Option(None, help="The certificate, in PEM."),
+    tls_key: Path | None = Option(None, help="Its key."),
+    tls_ca: Path | None = Option(None, help="The authority that signed it."),
+    tls_mutual: bool | None = Option(None, "--tls-mutual", help="Callers need a certificate as well."),
+    tls_name: str | None = Option(
+        None, metavar="HOST", help="The name in certificates, if it is not the address."
     ),
 ) -> int:
     """Run one process of a job until SIGTERM or Ctrl-C.
@@ -79,24 +64,7 @@ def role(
       karvan role parameter-server --registry 127.0.0.1:6000
       karvan role master --port 6000 --checkpoints out/run
     """
-    options = {
-        "index": index,
-        "count": count,
-        "host": host,
-        "port": port,
-        "advertise": advertise,
-        "registry": registry,
-        "threads": threads,
-        "generation": generation,
-        "checkpoints": checkpoints,
-        "capacity": capacity,
-        "token_file": token_file,
-        "tls_cert": tls_cert,
-        "tls_key": tls_key,
-        "tls_ca": tls_ca,
-        "tls_mutual": tls_mutual,
-        "tls_name": tls_name,
-    }
+    options = {option: value for option, value in context.params.items() if option != "name"}
     if registry is not None:
         os.environ.pop(variable("master_address_file"), None)  # of another registry
     set_variables(os.environ, options)  # so that all parts of the role see the same settings

@@ -7,10 +7,10 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-import typer
+from typer import Argument, Option
 
-from karvan.cli.errors import FAILED, OK, CommandError
-from karvan.exit_codes import code_of_program
+from karvan.cli.output import FAILED, OK, CommandError
+from karvan.errors import code_of_program
 from karvan.job.environment import JobEnvironment
 
 # What follows PROGRAM is the program's own.
@@ -18,18 +18,10 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def run(
-    program: Path = typer.Argument(
-        metavar="PROGRAM", help="A Python file, or a command of the system.", show_default=False
-    ),
-    arguments: list[str] = typer.Argument(
-        None, metavar="ARGUMENTS...", help="Those of the program.", show_default=False
-    ),
-    system: str = typer.Option(
-        ...,
-        "--as",
-        metavar="SYSTEM",
-        help="What it is written for: recis, persia or elasticdl.",
-        show_default=False,
+    program: Path = Argument(metavar="PROGRAM", help="A Python file, or a command of the system."),
+    arguments: list[str] = Argument(None, metavar="ARGUMENTS...", help="Those of the program."),
+    system: str = Option(
+        ..., "--as", metavar="SYSTEM", help="What it is written for: recis, persia or elasticdl."
     ),
 ) -> int:
     """Run a program that is written for another system.

@@ -10,12 +10,22 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
-from karvan.cli.config.target import Target, pairs
-from karvan.cli.errors import INTERRUPTED, OK, STOPPED, CommandError
-from karvan.cli.feature_fitting import fit_features
-from karvan.cli.output import JSON_PATH, console, number_text, print_table, write_json
+from karvan.cli.output import (
+    INTERRUPTED,
+    JSON_PATH,
+    OK,
+    STOPPED,
+    CommandError,
+    CountedBatches,
+    console,
+    number_text,
+    print_table,
+    progress,
+    write_json,
+)
+from karvan.cli.target import DEVICE, target_of
 from karvan.job.checkpoint_url import shown
 from karvan.system_limits import require_limits
 
@@ -24,45 +34,39 @@ if TYPE_CHECKING:
 
 
 def train(
-    target: Path | None = typer.Argument(
-        None,
-        metavar="FILE.py|CONFIG.yaml",
-        help="A Python file with a function job(), or a config.",
-        show_default=False,
+    target: Path | None = Argument(
+        None, metavar="FILE.py|CONFIG.yaml", help="A Python file with a function job(), or a config."
     ),
-    settings: list[str] = typer.Option(
+    settings: list[str] = Option(
         [],
         "--set",
         metavar="NAME=VALUE",
         help="A parameter of job(), or a key of the config: train.clip_norm=1.",
     ),
-    epochs: int | None = typer.Option(None, min=1, help="Train for this many epochs."),
-    max_steps: int | None = typer.Option(None, min=1, help="Train for at most this many optimizer steps."),
-    eval_every: int | None = typer.Option(None, min=1, help="Evaluate every this many steps."),
-    folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
-    precision: str | None = typer.Option(None, help="fp32, bf16, fp16 or auto."),
-    device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
-    resume: bool = typer.Option(
-        True, "--resume/--no-resume", help="Resume from the folder's newest checkpoint."
-    ),
-    resume_from: str | None = typer.Option(
+    epochs: int | None = Option(None, min=1, help="Train for this many epochs."),
+    max_steps: int | None = Option(None, min=1, help="Train for at most this many optimizer steps."),
+    eval_every: int | None = Option(None, min=1, help="Evaluate every this many steps."),
+    folder: str | None = Option(None, help="The run's folder, for checkpoints."),
+    precision: str | None = Option(None, help="fp32, bf16, fp16 or auto."),
+    device: str | None = DEVICE,
+    resume: bool = Option(True, "--resume/--no-resume", help="Resume from the folder's newest checkpoint."),
+    resume_from: str | None = Option(
         None,
         "--resume-from",
         metavar="STEP",
         help="Continue from this checkpoint of the folder; later ones are set aside.",
-        show_default=False,
     ),
-    drop_unfinished: bool = typer.Option(
+    drop_unfinished: bool = Option(
         False, "--drop-unfinished", help="Use new data although the previous data was not finished."
     ),
-    new_settings: bool = typer.Option(
+    new_settings: bool = Option(
         False,
         "--new-settings",
         help="Optimizers continue with the learning rates and settings of this command.",
     ),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
+    quiet: bool = Option(False, "--quiet", "-q", help="No progress."),
     json_path: str | None = JSON_PATH,
-    example: bool = typer.Option(False, "--example", help="Print a config to start from."),
+    example: bool = Option(False, "--example", help="Print a config to start from."),
 ) -> int:
     """Train a model, or continue where the last run stopped.
 
@@ -90,10 +94,7 @@ def train(
     from karvan.train import reset_termination
 
     reset_termination()  # each command starts afresh, even if several run in one process
-    options = {"folder": folder, "precision": precision, "device": device}
-    job = Target(
-        target, pairs(settings), {name: text for name, text in options.items() if text is not None}
-    ).job()
+    job = target_of(target, settings, folder=folder, precision=precision, device=device).job()
     changes: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
     job.trainer.resume_hint = f"To resume: {_command_to_resume(sys.argv[1:])}"
@@ -201,3 +202,30 @@ def _show(result: kv.train.FitResult) -> None:
             right=["training", "evaluation"],
         )
     sys.stdout.flush()
+
+
+def fit_features(job: kv.TrainingJob, *, quiet: bool) -> None:
+    """Fit the engines of a job that lack statistics: that of its data first, then those in its model.
+
+    Each takes one pass over the training data. A job that resumes from a checkpoint takes its statistics from
+    there and needs no fit.
+    """
+    from karvan import distributed
+    from karvan.features import FeatureEngine
+
+    data, quiet = job.data, quiet or distributed.current().rank != 0
+    for engine in (getattr(data, "transform", None), *job.trainer.model.modules()):
+        if not isinstance(engine, FeatureEngine) or not engine.unfitted:
+            continue
+        names, single_pass = ", ".join(engine.unfitted), getattr(data, "single_pass", None)
+        if single_pass is None:
+            raise CommandError(
+                f"FeatureEngine '{engine.name}' has no statistics yet for {names}. Expected data of "
+                f"kv.data.read, to find them in one pass, got {type(data).__name__}: call "
+                "engine.fit(batches) in job()."
+            )
+        batches = single_pass(transformed=engine is not getattr(data, "transform", None))
+        with progress("Fitting features", "samples", quiet=quiet) as steps:
+            engine.fit(CountedBatches(batches, steps))
+        if not quiet:
+            console(stderr=True).print(f"Fitted {names} to the training data.", markup=False)

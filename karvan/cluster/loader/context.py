@@ -46,7 +46,7 @@ from karvan.data import Loader, SharedData, read
 from karvan.data.columns.declarations import column_from_settings
 from karvan.data.columns.kinds import ColumnKind
 from karvan.data.read import is_leased
-from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
+from karvan.errors import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.wire import Service

@@ -30,19 +30,17 @@ import numpy as np
 from typing_extensions import override
 
 from karvan import distributed
-from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.format import state_tree
+from karvan.checkpoint import CheckpointError, state_tree
+from karvan.checkpoint.checkpoint import COLUMNS, KEY, has_state, name_of
 from karvan.checkpoint.recovery import resume
-from karvan.checkpoint.transforms import COLUMNS, KEY, has_state, name_of
 from karvan.cluster.batch_messages import pack
 from karvan.data.columns.kinds import ColumnKind
-from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
+from karvan.errors import DAMAGED, FAILED, TEMPORARY, code_of, mark
 from karvan.features import FeatureEngine
 from karvan.job.checkpoint_url import local_path
-from karvan.outages import mark
 from karvan.protocol.loader import NoAnswerYet, Statistics, Whole
 from karvan.ragged import REFERENCE, Batch, IdsReference
-from karvan.train.state.transforms import replace_statistics
+from karvan.train.dataset import replace_statistics
 from karvan.wire import Message, RefusedError, Request, Service, WireError
 from karvan.wire.schema import Head
 

@@ -28,9 +28,9 @@ from typing_extensions import override
 from karvan.cluster.parameter_server.checkpointing import Restored, UpdateCounts
 from karvan.cluster.parameter_server.dense_parameters import AnswerWindow, DenseService, settings_of
 from karvan.cluster.parameter_server.row_updates import HeldLookup, Pass, RowUpdates, WholePush, settle
-from karvan.dense.tensors import dense_tensor
+from karvan.dense.steps import dense_tensor
 from karvan.dense.wire_format import tensors_of
-from karvan.outages import mark
+from karvan.errors import mark
 from karvan.protocol import parameter_server as protocol
 from karvan.store.messages import floats, from_wire, to_wire
 from karvan.store.types import Keys, LookupContext

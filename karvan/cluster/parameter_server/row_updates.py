@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from karvan import native
 from karvan.activity import TRAINERS, activity
-from karvan.native import _native, output_buffers
+from karvan.native import _native
 from karvan.protocol import parameter_server as protocol
 from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
 from karvan.store.memory import MemoryTable
@@ -595,7 +596,7 @@ def scaled(gradients: Vectors, scale: float) -> Vectors:
     """Gradients times scale, in float32, as a trainer would send them."""
     if scale == 1.0:
         return gradients
-    result: Vectors = output_buffers.empty(len(gradients)).numpy()
+    result: Vectors = native.empty(len(gradients)).numpy()
     return np.multiply(gradients, np.float32(scale), out=result)
 
 

@@ -32,9 +32,9 @@ from karvan.cluster.parameter_server.row_updates import (
     SingleUpdates,
 )
 from karvan.cluster.role_process import OLDER_RUN, Generations, RoleSettings, RunService, generations_of
+from karvan.errors import is_out_of_memory, is_temporary, mark
 from karvan.job.checkpoint_url import local_path
-from karvan.job.sync_modes import MODES
-from karvan.outages import is_out_of_memory, is_temporary, mark
+from karvan.job.environment import MODES
 from karvan.protocol import parameter_server as protocol
 from karvan.protocol.values import DeclaredTable
 from karvan.wire import Caller, Endpoint, Message, RefusedError, Request, Service, endpoints

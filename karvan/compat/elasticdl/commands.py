@@ -40,7 +40,7 @@ from karvan.compat.elasticdl.contract import (
 from karvan.compat.elasticdl.readers import account_variables
 from karvan.compat.elasticdl.training import checkpoint_folder
 from karvan.compat.programs import environment
-from karvan.exit_codes import OK
+from karvan.errors import OK
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.launcher import Launcher
 from karvan.launch.role_programs import commands_of

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from karvan.argument_checks import listed
-from karvan.batch_slicing import values_of
 from karvan.compat.elasticdl.contract import ContractError, table_name
 from karvan.compat.unsupported import UnsupportedError, require_default
 from karvan.embedding import EmbeddingEngine, Table, init, optim
@@ -33,7 +32,7 @@ from karvan.features import Feature, FeatureEngine
 from karvan.features.ops.base import is_text as has_text
 from karvan.features.ops.base import with_values
 from karvan.features.ops.fitted import words_from_file
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, values_of
 
 _NAMES: dict[str, init.Initialiser] = {
     "uniform": init.Uniform(-0.05, 0.05),

@@ -20,8 +20,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from karvan.data.errors import DataError, located, reason
+from karvan.errors import is_temporary
 from karvan.job.checkpoint_url import split_query
-from karvan.outages import is_temporary
 
 # Lists folders of any file system.
 #

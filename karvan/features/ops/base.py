@@ -17,8 +17,19 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, join_rows, offsets_from, rows_of, split_rows, values_of
-from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.ragged import (
+    Entry,
+    NestedRagged,
+    OptionalRagged,
+    OptionalText,
+    Ragged,
+    as_offsets,
+    join_rows,
+    offsets_from,
+    rows_of,
+    split_rows,
+    values_of,
+)
 
 # The layout of entries, and operations along their samples.
 #

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from karvan import ids, kernels
-from karvan.batch_slicing import as_offsets, offsets_from, rows_of, values_of
 from karvan.features.ops.base import RowOp, as_ragged, check_rows, describe, expect_ids, row_numbers
-from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
+from karvan.ragged import (
+    Entry,
+    NestedRagged,
+    OptionalRagged,
+    Ragged,
+    as_offsets,
+    offsets_from,
+    rows_of,
+    values_of,
+)
 
 
 def _check_columns(entries: tuple[Entry, ...], nested: bool = False) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import (
     RowOp,
     describe,
@@ -20,10 +19,11 @@ from karvan.features.ops.base import (
     row_numbers,
     strings_of,
 )
-from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged, as_offsets, offsets_from, values_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 _INT64 = torch.iinfo(torch.int64)
 _SAFE = 18  # digits that always fit into 64 bits

@@ -23,10 +23,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan import ids
-from karvan.batch_slicing import as_offsets, values_of
 from karvan.features.ops.base import Op, as_text, describe, expect_ids, expect_numbers, is_text
 from karvan.features.ops.ids import StringOp, items_of
-from karvan.ragged import Entry, Ragged
+from karvan.ragged import Entry, Ragged, as_offsets, values_of
 
 
 class RunningStatistics(ABC):

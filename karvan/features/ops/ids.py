@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from karvan import ids
-from karvan.batch_slicing import as_offsets, join_rows, values_of
 from karvan.features.ops.base import (
     ChainStep,
     ElementOp,
@@ -26,7 +25,7 @@ from karvan.features.ops.base import (
     strings_of,
     with_values,
 )
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, join_rows, values_of
 
 SIGN = 1 << 63
 

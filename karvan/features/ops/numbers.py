@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, values_of
 from karvan.features.ops.base import (
     DERIVED,
     ElementOp,
@@ -32,7 +31,7 @@ from karvan.features.ops.base import (
 )
 from karvan.features.ops.fitted import FittedOp, Moments, RunningStatistics
 from karvan.native import _native
-from karvan.ragged import Entry, OptionalRagged, Ragged
+from karvan.ragged import Entry, OptionalRagged, Ragged, as_offsets, values_of
 
 _WORTH_POOLING = 32_768  # values; from this size on, an allocator fetches memory from the system each time
 INT64 = torch.iinfo(torch.int64)

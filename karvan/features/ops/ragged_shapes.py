@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import (
     Number,
     RowOp,
@@ -24,7 +23,7 @@ from karvan.features.ops.base import (
     row_positions,
     sole,
 )
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, offsets_from, values_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.batch_slicing import as_offsets, offsets_from
 from karvan.features.ops.base import (
     ElementOp,
     GroupRowOp,
@@ -28,7 +27,7 @@ from karvan.features.ops.base import (
     sole,
     spread,
 )
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged, as_offsets, offsets_from
 
 
 class CaseOp(ElementOp):

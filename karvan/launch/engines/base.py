@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from karvan.exit_codes import TEMPORARY
+from karvan.errors import TEMPORARY
 from karvan.job.roles import Role, start_order
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.native.rules import RULES
+from karvan.native import RULES
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch_ids import LookupBuffers
 from karvan.store.cuda.kernels import fields, update

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from karvan import native
 from karvan.distributed.parameter_servers import Servers
-from karvan.native import _native, output_buffers
+from karvan.native import _native
 from karvan.protocol.parameter_server import PULL, PUSH
 from karvan.store import messages
 from karvan.store.messages import cut, floats, from_wire, to_wire, words
@@ -72,7 +73,7 @@ class ServerLookup(PendingLookup):
     @override
     def finish(self) -> None:
         sizes = floats(self.requested, self.dims)
-        vectors = output_buffers.empty(sum(sizes))
+        vectors = native.empty(sum(sizes))
         flat, at = vectors.numpy(), 0
         for reply, size in zip(self.replies, sizes, strict=True):
             array = reply.wait().arrays[0]
@@ -84,7 +85,7 @@ class ServerLookup(PendingLookup):
     def pack(self, gradients: _native.Gradients, scale: float, complete: bool) -> tuple[torch.Tensor, ...]:
         """Gradients times scale for each server, in the order of its keys; see `partial_gradients`."""
         sizes = floats(self.requested, self.dims)
-        sent = output_buffers.empty(sum(sizes))
+        sent = native.empty(sum(sizes))
         if complete:
             self.route.pack_gradients(gradients, scale, sent.data_ptr())
         else:

@@ -15,8 +15,7 @@ from support_paths import support_path
 
 import karvan as kv
 from karvan.distributed.connection import Connection, ConnectionSettings
-from karvan.job.environment import ServerLoss
-from karvan.job.sync_modes import ASYNC, DenseSettings
+from karvan.job.environment import ASYNC, DenseSettings, ServerLoss
 from karvan.train.group_steps import committed_step
 from karvan.train.leased_work import Agreement, Contribution
 from karvan.wire import RefusedError

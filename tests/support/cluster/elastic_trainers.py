@@ -13,7 +13,7 @@ from sharded_programs import FEATURES, global_batch, loss_of, optimizer_of, part
 
 import karvan as kv
 from karvan.distributed.connection import Connection, ConnectionSettings
-from karvan.job.sync_modes import MODES
+from karvan.job.environment import MODES
 from karvan.store.remote.store import RemoteStore
 
 

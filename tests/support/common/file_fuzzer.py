@@ -23,8 +23,8 @@ from checkpoint_helpers import Model
 from mutations import copied, mutated
 
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, summary
-from karvan.cli.config.schema import read_config
-from karvan.cli.errors import CommandError
+from karvan.cli.config import read_config
+from karvan.cli.output import CommandError
 from karvan.launch.engines.choice import check_engine
 from karvan.launch.job_spec import read_spec
 from karvan.launch.role_programs import commands_of

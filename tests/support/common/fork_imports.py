@@ -22,7 +22,7 @@ _MODULES = [
     "karvan.train.losses",
     "karvan.train.trainer",
     "karvan.data",
-    "karvan.cli.commands.launch",
+    "karvan.cli.commands.jobs",
     "karvan.cli.commands.role",
     "karvan.cluster.loader.context",
     "karvan.cluster.embedding_worker.service",

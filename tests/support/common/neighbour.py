@@ -15,7 +15,7 @@ import os, socket, sys, time
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, Message, RefusedError, Security, WireError
 from karvan.discovery.directory import Directory
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Membership
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from karvan.cli.commands.launch import follow
-from karvan.cli.errors import CommandError, print_error
+from karvan.cli.commands.jobs import follow
+from karvan.cli.output import CommandError, print_error
 from karvan.launch.health import Timing
 from karvan.launch.job_spec import read_spec
 from karvan.launch.role_programs import commands_of

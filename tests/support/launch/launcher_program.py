@@ -9,8 +9,8 @@ from pathlib import Path
 from launch_helpers import QUICK, small_commands
 from support_paths import support_path
 
-from karvan.cli.commands.launch import follow
-from karvan.cli.errors import CommandError, print_error
+from karvan.cli.commands.jobs import follow
+from karvan.cli.output import CommandError, print_error
 from karvan.job.roles import start_order
 from karvan.launch.job_spec import read_spec
 

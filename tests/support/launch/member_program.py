@@ -10,7 +10,7 @@ import sys
 import time
 
 from karvan.activity import activity
-from karvan.discovery.membership import Membership
+from karvan.discovery.directory import Membership
 from karvan.wire import Security
 
 folder = sys.argv[1]

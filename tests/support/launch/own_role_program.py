@@ -23,19 +23,19 @@ from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_programs import commands_of
 from karvan.launch.supervisor import Supervisor
 from karvan.wire import Client, Endpoint, Message, Service, WireError, endpoints
-from karvan.wire.schema import Call, Head, Integer, Struct, field, table_of
+from karvan.wire.schema import Call, Head, table_of
 
 
 class Add(Head):
-    left: int = field(Integer())
-    right: int = field(Integer())
+    left: int
+    right: int
 
 
 class Sum(Head):
-    sum: int = field(Integer())
+    sum: int
 
 
-ADD = Call("add", Struct(Add), answer=Struct(Sum))
+ADD = Call("add", Add, answer=Sum)
 END = Call("end")
 
 

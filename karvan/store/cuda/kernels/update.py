@@ -6,7 +6,7 @@ The rules are those of csrc/kernels/apply.inc. A row whose gradient is not finit
 import triton
 import triton.language as tl
 
-from karvan.native.rules import RULES
+from karvan.native import RULES
 from karvan.store.cuda.kernels.fields import (
     BLOCK,
     COUNTERS,

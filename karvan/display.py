@@ -1,4 +1,4 @@
-"""What a notebook shows: small tables in HTML, and displays that change in place.
+"""How things are shown to people: durations, and a notebook's tables and displays that change in place.
 
 The HTML sets neither colours nor fonts, so that it looks right in light and dark themes and on other pages.
 """
@@ -7,9 +7,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import UTC, datetime
 from html import escape
 from itertools import islice
 from typing import Any, TypeVar
+
+# Durations and times as people say them: "42 s", "3 min 05 s", "2 h 05 min", "3 days ago".
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in at most two units."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02} h"
+
+
+def ago_text(time: str, now: datetime | None = None) -> str:
+    """How long ago an ISO time was; text that is no time, such as that of a damaged file, stays as it is."""
+    try:
+        then = datetime.fromisoformat(time)
+    except ValueError:
+        return time
+    if then.tzinfo is None:
+        then = then.astimezone()
+    seconds = ((now or datetime.now(UTC)) - then).total_seconds()
+    for unit, name in ((_DAY, "day"), (_HOUR, "hour"), (_MINUTE, "minute")):
+        if (count := int(seconds // unit)) >= 1:
+            return f"{count} {name}{'s' * (count != 1)} ago"
+    return "just now" if seconds < 5 else f"{int(seconds)} seconds ago"
+
 
 MANY = 30  # rows that a table shows
 _LONG = 100  # letters of a cell

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from karvan.cli.errors import DAMAGED, FAILED, CommandError
+from typer import Argument, Option
+
+from karvan.cli.output import DAMAGED, FAILED, CommandError
 
 if TYPE_CHECKING:
     import karvan as kv
+
+# Arguments and options of several commands.
+TRAINED = Argument(metavar="FILE.py|CONFIG.yaml", help="What was trained.")
+SETTINGS = Option([], "--set", metavar="NAME=VALUE", help="As for train.")
+DEVICE = Option(None, help="cpu, cuda, cuda:1, …")
 
 EXAMPLE_DATA = "out/clicks"  # what `karvan train --example` reads
 # The key of a config for an option of the command line.
@@ -57,8 +64,7 @@ class Target:
         if self.path.suffix == ".py":
             return self._of_file()
         if self.path.suffix in (".yaml", ".yml"):
-            from karvan.cli.config.build_job import make_job
-            from karvan.cli.config.schema import read_config
+            from karvan.cli.config import make_job, read_config
 
             overrides = {_IN_CONFIG[name]: text for name, text in self.options.items()}
             return make_job(read_config(self.path, {**self.settings, **overrides}), training=training)
@@ -77,6 +83,12 @@ class Target:
                 f"job() of {self.path} must return a kv.TrainingJob, got {type(job).__name__}."
             )
         return job
+
+
+def target_of(path: Path, settings: Sequence[str], **options: str | None) -> Target:
+    """The target of a command, with its --set and those of its options that are given."""
+    given = {name: text for name, text in options.items() if text is not None}
+    return Target(path, pairs(settings), given)
 
 
 def pairs(settings: Sequence[str]) -> dict[str, str]:
@@ -112,7 +124,7 @@ def _job_function(path: Path) -> Callable[..., Any]:
 def _arguments(
     path: Path, function: Callable[..., Any], settings: Mapping[str, str], options: Mapping[str, str]
 ) -> dict[str, Any]:
-    from karvan.cli.config.schema import convert
+    from karvan.cli.config import convert
 
     signature = inspect.signature(function)
     try:

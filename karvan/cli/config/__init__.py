@@ -1,1 +1,0 @@
-"""From a FILE.py or CONFIG.yaml to a training job."""
