@@ -8,8 +8,8 @@ from os import PathLike
 from typing import Any
 
 from karvan.distributed import CollectiveChannel, RankError
+from karvan.errors import is_temporary
 from karvan.job.checkpoint_url import shown
-from karvan.outages import is_temporary
 
 
 class CheckpointError(RuntimeError):

@@ -42,7 +42,7 @@ from karvan.settings import (
     problem_text,
     read_settings,
 )
-from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from karvan.train.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 
 class Named(BaseModel):

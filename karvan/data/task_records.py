@@ -27,8 +27,7 @@ from karvan.data.retry import RetryingSource
 from karvan.data.source import Split
 from karvan.data.work_client import WorkClient
 from karvan.distributed import RankError
-from karvan.exit_codes import is_ours, origin_of
-from karvan.outages import is_out_of_memory, is_temporary
+from karvan.errors import is_ours, is_out_of_memory, is_temporary, origin_of
 from karvan.ragged import Batch
 from karvan.wire import RefusedError
 from karvan.work.ledger import JobFailedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from karvan import distributed
-from karvan.distributed.settings import require_gpu
+from karvan.distributed.connection import require_gpu
 from karvan.store.base import LocalTable, SharedStore, Store, StoredTable
 from karvan.store.memory import MemoryStore
 from karvan.store.messages import hashes_of

@@ -26,6 +26,7 @@ from karvan.train.device_placement import device_of, make_placement, target_devi
 from karvan.train.epoch import Accumulation
 from karvan.train.evaluation import Evaluator, ModelSetup
 from karvan.train.feed import prefetch_of
+from karvan.train.loggers import LoggerGroup
 from karvan.train.losses import Check, no_check
 from karvan.train.optimizer_step import (
     DenseOptimizer,
@@ -41,10 +42,9 @@ from karvan.train.optimizer_step import (
 )
 from karvan.train.precision import make_precision
 from karvan.train.preflight import check_connection, check_trained
-from karvan.train.reporting.loggers import LoggerGroup
-from karvan.train.reporting.progress import NoProgress
-from karvan.train.reporting.results import ReportWindow, TrainingCounts
-from karvan.train.state.saving import NoSaver
+from karvan.train.progress import NoProgress
+from karvan.train.results import ReportWindow, TrainingCounts
+from karvan.train.saving import NoSaver
 from karvan.train.step_routine import StepRoutine
 from karvan.train.stopping import StopRequest
 from karvan.train.types import Loss, MetricLike, same

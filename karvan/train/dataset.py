@@ -37,15 +37,15 @@ from torch import nn
 
 from karvan import distributed
 from karvan.checkpoint import Checkpoint
-from karvan.checkpoint.format.state_tree import decode, pack
-from karvan.checkpoint.transforms import COLUMNS, KEY, Transform, has_state, name_of
+from karvan.checkpoint.checkpoint import COLUMNS, KEY, Transform, has_state, name_of
+from karvan.checkpoint.state_tree import decode, pack
 from karvan.data.columns.kinds import ColumnKind, require_equal
 from karvan.data.identity import Identity
 from karvan.distributed import CollectiveChannel, Connection
 from karvan.features import FeatureEngine
 
 if TYPE_CHECKING:
-    from karvan.data.streaming.time_windows import Window, Windows
+    from karvan.data.streams import Window, Windows
     from karvan.train.results import TrainingCounts
 
 

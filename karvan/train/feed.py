@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data import merge
-from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.data.loading.pipeline import start
+from karvan.data.task_records import TakenRecords, records_done
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 from karvan.train.types import FEATURES, LABEL, Pair, Positioned, as_batch, same, samples_of

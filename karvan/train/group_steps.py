@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from karvan.data.leasing.record_search import blaming
+from karvan.data.task_records import blaming
 from karvan.dense.steps import all_finite
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.elastic import ordered_sum
@@ -26,7 +26,7 @@ from karvan.metrics.base import Metric
 from karvan.train.data_parallel import flat_gradients, set_gradients
 from karvan.train.feed import FedBatch
 from karvan.train.leased_work import Agreement, FitSteps, LeasedFit, StepBatch
-from karvan.train.state.gathering import gather_state, require_merge, seed_random
+from karvan.train.results import gather_state, require_merge, seed_random
 from karvan.train.types import MetricLike
 
 

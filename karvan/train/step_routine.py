@@ -27,7 +27,7 @@ from karvan.train.types import Loss, Losses
 if TYPE_CHECKING:
     from karvan.train.epoch import Accumulation, Epoch
     from karvan.train.feed import FedBatch
-    from karvan.train.reporting.results import TrainingCounts
+    from karvan.train.results import TrainingCounts
 
 
 @dataclass

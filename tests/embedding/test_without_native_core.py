@@ -12,8 +12,9 @@ import torch
 from dict_store import DictStore
 
 import karvan as kv
+from karvan import native
 from karvan.embedding import HashStack
-from karvan.native import NativeCoreError, core
+from karvan.native import NativeCoreError
 from karvan.ragged import IndexedRows
 from karvan.store import MemoryStore
 
@@ -43,7 +44,7 @@ def test_whatever_needs_the_native_core_says_so(printed):
 
 
 def test_a_native_core_that_cannot_be_loaded_says_why():
-    missing = core._MissingCore(ImportError("libstdc++.so.6: version `GLIBCXX_3.4.32' not found"))
+    missing = native._MissingCore(ImportError("libstdc++.so.6: version `GLIBCXX_3.4.32' not found"))
     with pytest.raises(NativeCoreError, match=r"cannot be loaded here \(libstdc\+\+.so.6: version"):
         _ = missing.Table
 

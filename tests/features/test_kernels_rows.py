@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from karvan.features import Feature
 from karvan.features.ops.cross import cross_lists
 from karvan.features.ops.strings import Truncate, truncate
-from karvan.kernels.cross import combinations
+from karvan.kernels.ids import combinations
 from karvan.kernels.rows import check_offsets, dense_rows, slices
 from karvan.ragged import Ragged, as_offsets
 

@@ -89,7 +89,7 @@ def predict(
       karvan predict my.yaml --columns user,item --sigmoid --out predictions.csv
       karvan predict my.yaml --data 'new/*.parquet' --out - | head
     """
-    from karvan.train.prediction_files import record_batch
+    from karvan.train.evaluation import record_batch
 
     trained = target_of(target, settings, eval_data=data, device=device)
     with _open_table(out) as table:  # a wrong --out is an error before anything is read
@@ -127,7 +127,7 @@ def _restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
     Without a path it is that of the job's own run.
     """
     from karvan.checkpoint import CheckpointError, find
-    from karvan.train.state.transforms import Transforms
+    from karvan.train.dataset import Transforms
 
     folder = path if path is not None else job.trainer.saver.folder
     if folder is None:
@@ -151,7 +151,7 @@ def _restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
 
 
 def _restore_transform(data: Any, checkpoint: kv.checkpoint.Checkpoint, state: Mapping[str, Any]) -> None:
-    from karvan.checkpoint.transforms import KEY, has_state, load_transforms, name_of
+    from karvan.checkpoint.checkpoint import KEY, has_state, load_transforms, name_of
 
     transform = getattr(data, "transform", None)
     unfitted = getattr(transform, "unfitted", ())

@@ -98,7 +98,7 @@ def launch(
     from karvan.job.environment import warn_of_misspelled
     from karvan.launch.engines.choice import check_engine
     from karvan.launch.job_spec import read_spec
-    from karvan.launch.role_commands import commands_of
+    from karvan.launch.role_programs import commands_of
     from karvan.wire.security import token_in
 
     warn_of_misspelled(os.environ)

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from karvan.argument_checks import listed
 from karvan.compat.unsupported import UsageError
 from karvan.train.callbacks import Callback, TrainerView
-from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.results import FitResult, StepLogs
 
 
 class Mode:

@@ -23,7 +23,7 @@ from karvan.compat.recis.nn import filtered
 from karvan.compat.recis.utils import Logger
 from karvan.compat.unsupported import UnsupportedError, require_default, require_defaults
 from karvan.train.callbacks import Callback, TrainerView
-from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.results import FitResult, StepLogs
 
 __all__ = [
     "ClipGradNormHook",

@@ -15,13 +15,12 @@ import pyarrow as pa
 import torch
 
 from karvan.argument_checks import check_counts, check_integers, is_integer
-from karvan.batch_slicing import join_batches, split_batch, with_optional_values
 from karvan.data.columns.kinds import ColumnKind, kinds_of
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.retry import RETRY_SECONDS, Patience, check_retry_seconds, retrying
 from karvan.data.source import Part, Source
-from karvan.ragged import Batch, Entry
+from karvan.ragged import Batch, Entry, join_batches, split_batch, with_optional_values
 
 # From records to batches: steps that run once for many batches, and steps that run for each.
 #

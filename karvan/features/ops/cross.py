@@ -79,7 +79,7 @@ class Cross(RowOp):
         """On a GPU each cross of lists by itself: to split joined rows would wait for the GPU once more."""
         if not _needs_sizes(arguments[0]):
             return super().run_group(ops, arguments)
-        from karvan.kernels.cross import combinations as by_kernels
+        from karvan.kernels.ids import combinations as by_kernels
 
         columns = [[_lists_of(entry) for entry in entries] for entries in arguments]
         crosses = zip(arguments, cross_lists(columns, by_kernels), strict=True)
@@ -225,7 +225,7 @@ def murmur_words(words: Tensor) -> Tensor:
     """MurmurHash64A of each row of 64-bit words, by a kernel on a GPU, in torch's arithmetic elsewhere."""
     count, width = words.shape
     if kernels.on_gpu(words):
-        from karvan.kernels.hashing import murmur_words as hash_words
+        from karvan.kernels.ids import murmur_words as hash_words
 
         return hash_words(words)
     if words.is_cpu:

@@ -29,8 +29,8 @@ from typing_extensions import override
 
 from karvan.distributed import Connection
 from karvan.distributed.parameter_servers import StepCommits
+from karvan.errors import is_temporary
 from karvan.native import _native
-from karvan.outages import is_temporary
 from karvan.protocol import parameter_server as protocol
 from karvan.ragged import IdsReference
 from karvan.store.base import SharedStore

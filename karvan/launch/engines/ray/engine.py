@@ -22,7 +22,7 @@ from ray import exceptions
 from typing_extensions import override
 
 from karvan.clock import clock
-from karvan.exit_codes import USAGE
+from karvan.errors import USAGE
 from karvan.job.environment import variable
 from karvan.job.roles import Role, all_roles
 from karvan.launch.engines.base import Ended, Handle, Needs, Process
