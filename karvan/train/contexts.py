@@ -35,11 +35,11 @@ from karvan.job.checkpoint_url import local_path
 from karvan.label_columns import refuse_missing, required_values
 from karvan.owner import Ownership
 from karvan.train import dataset, train_state
-from karvan.train.assembly import ModelSetup, TrainingSetup, make_model_setup, make_training_setup
+from karvan.train.assembly import TrainingSetup, make_model_setup, make_training_setup
 from karvan.train.dataset import FinishedData, Transforms, with_newest
 from karvan.train.device_placement import make_placement
 from karvan.train.epoch import Epoch
-from karvan.train.evaluation import evaluating
+from karvan.train.evaluation import ModelSetup, evaluating
 from karvan.train.feed import FedBatch, Feed
 from karvan.train.optimizer_step import DenseOptimizer, OptimizerStepSettings, Patterns, engines_of
 from karvan.train.preflight import check_data

@@ -36,10 +36,10 @@ from karvan.system_limits import require_limits
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from karvan.launch.health import Timing
     from karvan.launch.job_client import JobClient
     from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_programs import Commands
-    from karvan.launch.supervisor import Timing
 
 
 def launch(
