@@ -6,13 +6,14 @@ import ast
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from karvan import distributed
 from karvan.checkpoint import CheckpointError, Checkpoints, Pending, find
@@ -28,16 +29,15 @@ Call = dict[str, Any]  # the name of a method, and its arguments
 
 
 class JointCalls:
-    """Calls methods by name on all trainers, if one of them asks for it."""
-
-    def __init__(self, methods: Mapping[str, Callable[..., object]]) -> None:
-        self._methods = methods
+    """Calls methods by name on all trainers, if one of them asks for it: `name` is the method `_name`."""
 
     def make(self, method: str, **arguments: Any) -> None:
         """Have all trainers call a method, this one included; arguments are JSON values."""
         call = {"method": method, "arguments": arguments}
         channel = distributed.current().main
-        self._make(call if channel.world_size == 1 else self._agree(call))
+        agreed = call if channel.world_size == 1 else self._agree(call)
+        assert agreed is not None
+        self._make(agreed)
 
     def join(self) -> None:
         """Make the calls that other trainers ask for; all trainers come here equally often."""
@@ -45,9 +45,8 @@ class JointCalls:
         while channel.world_size > 1 and (call := self._agree(None)) is not None:
             self._make(call)
 
-    def _make(self, call: Call | None) -> None:
-        assert call is not None
-        self._methods[call["method"]](**call["arguments"])
+    def _make(self, call: Call) -> None:
+        getattr(self, f"_{call['method']}")(**call["arguments"])
 
     def _agree(self, mine: Call | None) -> Call | None:
         """The call that trainers ask for; None if there is none. A collective."""
@@ -79,7 +78,7 @@ _PLAIN = (
 )
 
 
-class Dumps:
+class Dumps(JointCalls):
     """Saves and loads a model with its rows, and the state of its training if a `TrainContext` trains it.
 
     Contexts that evaluate the rows of another one share its dumps. Each method is called on all trainers.
@@ -90,27 +89,12 @@ class Dumps:
         self._embedded = embedded
         self._pending: Pending | None = None  # a dump in flight
         self._folders: dict[str, Checkpoints] = {}
-        self._calls = JointCalls(
-            {
-                "dump_checkpoint": self._dump_training,
-                "dump_model": self._dump_model,
-                "dump_embedding": lambda folder, blocking: self._save(folder, {}, blocking),
-                "load_checkpoint": lambda folder: self._context.load(folder),
-                "load_model": self._load_model,
-                "load_embedding": lambda folder: find(folder).load(self._embedded),
-                "clear_embeddings": self._clear,
-            }
-        )
 
+    @override
     def make(self, method: str, **arguments: Any) -> None:
-        """Call one of these methods on all trainers."""
         if isinstance(self._context, TrainContext) and self._context.in_step:
             raise RuntimeError(f"{method} was called in the middle of a step: expected it after backward.")
-        self._calls.make(method, **arguments)
-
-    def join(self) -> None:
-        """Make the calls that other trainers ask for."""
-        self._calls.join()
+        super().make(method, **arguments)
 
     def wait(self) -> None:
         """Wait until what was dumped is written."""
@@ -131,7 +115,7 @@ class Dumps:
             except ValueError as error:
                 raise CheckpointError(path, f"the program dumps there, but {error}") from None
 
-    def _dump_training(self, folder: str, blocking: bool, script: str | None) -> None:
+    def _dump_checkpoint(self, folder: str, blocking: bool, script: str | None) -> None:
         self.wait()
         self._write_script(folder, script)
         self._pending = self._context.save(self.checkpoints(folder), block=blocking)
@@ -139,6 +123,9 @@ class Dumps:
     def _dump_model(self, folder: str, blocking: bool, script: str | None) -> None:
         self._write_script(folder, script)
         self._save(folder, {"model": self._embedded.state_dict()}, blocking)
+
+    def _dump_embedding(self, folder: str, blocking: bool) -> None:
+        self._save(folder, {}, blocking)
 
     def _write_script(self, folder: str, name: str | None) -> None:
         """Write the net as TorchScript beside the checkpoints; all ranks make it, and raise its error."""
@@ -161,10 +148,16 @@ class Dumps:
             self._folders[folder] = Checkpoints(folder, writers=writers)
         return self._folders[folder]
 
+    def _load_checkpoint(self, folder: str) -> None:
+        self._context.load(folder)
+
+    def _load_embedding(self, folder: str) -> None:
+        find(folder).load(self._embedded)
+
     def _load_model(self, folder: str) -> None:
         self._embedded.load_state_dict(find(folder).load(self._embedded)["model"])
 
-    def _clear(self) -> None:
+    def _clear_embeddings(self) -> None:
         if isinstance(self._context, TrainContext):
             self._context.clear()
             return

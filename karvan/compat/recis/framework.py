@@ -138,15 +138,12 @@ class ProgramModel:
     def computing(self, data: ProgramData) -> Iterator[None]:
         """Within it, batches of this data reach the model as samples."""
         self._data = data
-        hooks = [
-            self._model.register_forward_pre_hook(self._before),
-            self._model.register_forward_hook(self._after),
-        ]
+        before = self._model.register_forward_pre_hook(self._before)
+        after = self._model.register_forward_hook(self._after)
         try:
-            yield
+            with before, after:  # which are removed at its end
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
             self._data = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -254,32 +251,17 @@ class TrainingArguments:
         """How many steps of optimizers so many batches make, rounded up."""
         return None if batches is None else -(-batches // self.gradient_accumulation_steps)
 
-    def checkpoints(self) -> Checkpoints:
-        """Where checkpoints are saved."""
-        return Checkpoints(
-            self.output_dir, keep_last=self.max_to_keep, writers=self.save_concurrency_per_rank
-        )
-
 
 _LOOPS = (
     *("_train_step", "_train_loop", "_train_loop_internal", "_train_loop_by_window"),
     *("_eval_loop", "_eval_loop_internal", "_eval_loop_by_window"),
-    *(
-        "_train_eval_loop",
-        "_train_eval_loop_by_window",
-        "get_new_window_iter",
-        "sync_exit_flag",
-        "init_hooks",
-    ),
+    *("_train_eval_loop", "_train_eval_loop_by_window"),
+    *("get_new_window_iter", "sync_exit_flag", "init_hooks"),
 )
 _SAVERS = ("build_saver", "init_saver", "build_checkpoint_manager", "restore")
 _SAVES = "give TrainingArguments output_dir, save_steps, max_to_keep and model_bank."
-_METHODS = {
-    **dict.fromkeys(
-        _LOOPS, "compute the loss in the model's forward, use hooks, or write a loop by kv.TrainContext."
-    ),
-    **dict.fromkeys(_SAVERS, _SAVES),
-}
+_COMPUTES = "compute the loss in the model's forward, use hooks, or write a loop by kv.TrainContext."
+_METHODS = {**dict.fromkeys(_LOOPS, _COMPUTES), **dict.fromkeys(_SAVERS, _SAVES)}
 _ATTRIBUTES = {
     **_METHODS,
     **dict.fromkeys(("saver", "checkpoint_manager"), _SAVES),
@@ -316,9 +298,8 @@ class Trainer:
     ) -> None:
         require_default("Trainer ddp_broadcast_buffers", ddp_broadcast_buffers, True, "leave it out.")
         for name, value in kwargs.items():
-            instead = (
-                "give TrainingArguments mixed_precision." if name == "mixed_precision" else "leave it out."
-            )
+            in_arguments = name == "mixed_precision"
+            instead = f"give TrainingArguments {name}." if in_arguments else "leave it out."
             raise UnsupportedError(f"Trainer {name}={value!r}", instead)
         require_default("Trainer saver", saver, None, "give TrainingArguments output_dir and save_steps.")
         connect_ranks()
@@ -350,7 +331,9 @@ class Trainer:
             find_unused_parameters=ddp_find_unused_parameters,
             callbacks=[self._calls],
             progress="none",
-            checkpoints=args.checkpoints(),
+            checkpoints=Checkpoints(
+                args.output_dir, keep_last=args.max_to_keep, writers=args.save_concurrency_per_rank
+            ),
             checkpoint_every=args.optimizer_steps(args.save_steps),
             checkpoint_seconds=None,
             **options,

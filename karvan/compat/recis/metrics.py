@@ -5,7 +5,6 @@ Metrics count all batches since their reset: of an evaluation, the newest number
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,15 +146,9 @@ def evaluated_metrics(means: Mapping[str, float]) -> dict[str, Any]:
 def restore_metrics(before: Mapping[str, Any]) -> None:
     """Numbers that have become NaN are as before, or gone: those of a batch without samples."""
     for name, value in list(_metrics.items()):
-        if _is_nan(value):
+        if isinstance(value, float | Tensor) and torch.as_tensor(value).isnan().any():
             del _metrics[name]
             _metrics.update({name: before[name]} if name in before else {})
-
-
-def _is_nan(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(value.isnan().any())
-    return isinstance(value, float) and math.isnan(value)
 
 
 def get_log_metrics() -> dict[str, Any]:

@@ -279,5 +279,5 @@ def _start(start: Callable[..., Any], kind: str, chosen: Mapping[str, str]) -> s
 
 def _tensors(state: Mapping[str, Any], *parts: str) -> dict[str, Tensor]:
     """The tensors by name in the first of some parts of a checkpoint's state that is there."""
-    values = next((state[part] for part in parts if part in state), {})
+    values: Mapping[str, Any] = next((state[part] for part in parts if part in state), {})
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
