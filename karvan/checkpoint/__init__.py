@@ -8,6 +8,7 @@ The `state` of a checkpoint is any tree of dicts (with keys of str or int), list
 and tensors, such as a `state_dict()`. The model's tables are saved in addition to it.
 """
 
+from karvan.argument_checks import publish
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.foreign.persia import import_persia
@@ -18,7 +19,6 @@ from karvan.checkpoint.manager import Checkpoints, find, resume_at, save, start
 from karvan.checkpoint.pending_save import Pending
 from karvan.checkpoint.survey import Survey, is_imported, survey
 from karvan.checkpoint.warm_start import WarmStart, warm_start
-from karvan.public_names import publish
 
 __all__ = [
     "Checkpoints",

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from karvan.argument_checks import publish
 from karvan.data import synthetic
 from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
 from karvan.data.columns.decoder import Decoder
@@ -22,7 +23,6 @@ from karvan.data.streaming.kafka import KafkaReader, KafkaSource
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.data.streaming.record_batches import json_rows, record_batches
 from karvan.data.streaming.time_windows import Window, Windows
-from karvan.public_names import publish
 
 if TYPE_CHECKING:
     from karvan.cluster.streams.loader_stream import from_loaders
