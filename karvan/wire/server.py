@@ -368,7 +368,7 @@ class ServerConnection:
 
     def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
         def seconds(name: str, usual: float) -> float:
-            value = hello.get(name)  # of the wire itself, so nothing has checked it
+            value: Any = hello.get(name)  # of the wire itself, so nothing has checked it
             return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
 
         self.caller = caller
