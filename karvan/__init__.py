@@ -9,7 +9,7 @@ if sys.platform != "linux":
         "elsewhere a Linux container, such as Docker's python:3.12-slim."
     )
 
-from karvan.public_names import publish
+from karvan.argument_checks import publish
 
 if TYPE_CHECKING:
     from karvan import checkpoint, data, ids, metrics, models, presets, train

@@ -26,11 +26,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
-
-if TYPE_CHECKING:
-    from karvan.settings import SettingsError
-
+from typing import TypeVar
 
 # Outages: temporary failures of disks, networks and ports.
 #
@@ -108,6 +104,8 @@ def is_exhausted(error: BaseException) -> bool:
 OK, FAILED, USAGE, DAMAGED, TEMPORARY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 3, 75, 130, 141, 143
 _PACKAGE = str(Path(__file__).parent)
 _CHECKS = (ValueError, TypeError, KeyError, NotImplementedError)  # raised for wrong arguments
+_MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_SETTINGS, _OWNER = "karvan.settings.SettingsError", "karvan.owner.OwnerError"
 
 
 class _Training:
@@ -123,17 +121,18 @@ def note_training() -> None:
 
 def code_of(error: BaseException) -> int:
     """The exit code of an error."""
-    if _is_of_data(error) or isinstance(error, OSError) or _is(error, "karvan.distributed", "RankError"):
-        if _is(error, "karvan.distributed", "RankError") or is_temporary(error):
+    if _is(error, "karvan.distributed.RankError"):
+        return TEMPORARY
+    is_of_data = _is_of_data(error)
+    if is_of_data or isinstance(error, OSError):
+        if is_temporary(error):
             return TEMPORARY
-        return DAMAGED if _is_of_data(error) or _is_missing(error) else FAILED
-    if _is_of_settings(error):
-        return DAMAGED if error.unreadable else USAGE
-    if _is_of_owner(error):
+        return DAMAGED if is_of_data or isinstance(error, _MISSING) else FAILED
+    if _is(error, _SETTINGS):
+        return DAMAGED if getattr(error, "unreadable", False) else USAGE
+    if _is(error, _OWNER):
         return USAGE
-    if _is(error, "karvan.train", "TerminatedError"):
-        return TERMINATED
-    return FAILED
+    return TERMINATED if _is(error, "karvan.train.TerminatedError") else FAILED
 
 
 def code_of_program(error: BaseException) -> int:
@@ -159,9 +158,7 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
 
     hint: the option that shows the traceback.
     """
-    explained = (
-        _is_of_settings(error) or _is_of_owner(error) or _is(error, "karvan.system_limits", "LimitError")
-    )
+    explained = _is(error, _SETTINGS, _OWNER, "karvan.system_limits.LimitError")
     if code_of(error) in (DAMAGED, TEMPORARY) or explained:
         return plain(error)
     kind = type(error).__name__
@@ -179,27 +176,18 @@ def plain(error: BaseException) -> str:
     return str(error).strip()
 
 
-def _is_missing(error: BaseException) -> bool:
-    return isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError)
-
-
 def _is_of_data(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and isinstance(getattr(error, "temporary", None), bool):
         return True  # another process of the job could not read its data
-    return _is(error, "karvan.checkpoint", "CheckpointError") or _is(error, "karvan.data", "DataError")
+    return _is(error, "karvan.checkpoint.CheckpointError", "karvan.data.DataError")
 
 
-def _is_of_settings(error: BaseException) -> TypeGuard[SettingsError]:
-    return _is(error, "karvan.settings", "SettingsError")
-
-
-def _is_of_owner(error: BaseException) -> bool:
-    return _is(error, "karvan.owner", "OwnerError")
-
-
-def _is(error: BaseException, module: str, name: str) -> bool:
-    # A class whose module is not imported cannot be that of the error.
-    return module in sys.modules and isinstance(error, getattr(sys.modules[module], name, ()))
+def _is(error: BaseException, *classes: str) -> bool:
+    """Whether it is of one of these classes; one whose module is not imported cannot be that of the error."""
+    for module, _, name in (path.rpartition(".") for path in classes):
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name, ())):
+            return True
+    return False
 
 
 def _is_of_package(filename: str) -> bool:

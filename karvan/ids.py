@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from karvan import kernels
-from karvan.argument_checks import check_integers, is_integer
+from karvan.argument_checks import check_integers, is_integer, publish
 from karvan.native import _native
-from karvan.public_names import publish
 
 __all__ = [
     "farm",

@@ -8,6 +8,7 @@ The `state` of a checkpoint is any tree of dicts (with keys of str or int), list
 and tensors, such as a `state_dict()`. The model's tables are saved in addition to it.
 """
 
+from karvan.argument_checks import publish
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.foreign_persia import import_persia
@@ -28,7 +29,6 @@ from karvan.checkpoint.survey import (
 )
 from karvan.checkpoint.warm_start import WarmStart, warm_start
 from karvan.checkpoint.writer import Pending
-from karvan.public_names import publish
 
 __all__ = [
     "Checkpoints",

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from karvan.argument_checks import publish
 from karvan.data import synthetic
 from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
 from karvan.data.columns.decoder import Decoder
@@ -20,10 +21,10 @@ from karvan.data.loading.rank_shares import merge
 from karvan.data.read import read
 from karvan.data.source import Part, Source, Split
 from karvan.data.streams import Stream, Window, Windows
-from karvan.public_names import publish
 
 if TYPE_CHECKING:
     from karvan.cluster.loader_stream import from_loaders
+
 
 __all__ = [
     "read",

@@ -34,8 +34,8 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet
 
+from karvan.argument_checks import publish
 from karvan.data.source import Part, Split
-from karvan.public_names import publish
 
 __all__ = ["ClickLog", "ClickLogSource", "Written", "expected_auc"]
 

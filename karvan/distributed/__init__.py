@@ -6,9 +6,9 @@
 A `CollectiveChannel` belongs to one thread of each rank, so that threads never mix up their messages.
 """
 
+from karvan.argument_checks import publish
 from karvan.distributed.collectives import CollectiveChannel, RankError
 from karvan.distributed.connection import Connection, connect, current, disconnect
-from karvan.public_names import publish
 
 __all__ = ["CollectiveChannel", "Connection", "RankError", "connect", "current", "disconnect"]
 

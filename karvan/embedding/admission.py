@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from karvan.public_names import publish
+from karvan.argument_checks import publish
 
 __all__ = ["Always", "MinCount", "Probability", "ReadOnly", "Admission"]
 

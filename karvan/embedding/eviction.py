@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from karvan.public_names import publish
+from karvan.argument_checks import publish
 
 __all__ = ["Never", "LRU", "LFU", "TTL", "Age", "Norm", "Eviction"]
 

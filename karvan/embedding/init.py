@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from karvan.public_names import publish
+from karvan.argument_checks import publish
 
 __all__ = [
     "Uniform",

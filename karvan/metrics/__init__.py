@@ -1,5 +1,6 @@
 """Metrics, updated batch by batch and merged over ranks: `metrics={"auc": kv.metrics.AUC()}` of a Trainer."""
 
+from karvan.argument_checks import publish
 from karvan.metrics.base import (
     Accuracy,
     BinaryCrossEntropy,
@@ -12,7 +13,6 @@ from karvan.metrics.base import (
     State,
 )
 from karvan.metrics.ranking import AUC, GAUC, NDCG, HitRate
-from karvan.public_names import publish
 
 __all__ = [
     "AUC",

@@ -3,6 +3,7 @@
 They return logits.
 """
 
+from karvan.argument_checks import publish
 from karvan.models.dcn import DCN
 from karvan.models.deepfm import DeepFM
 from karvan.models.din import DIN
@@ -10,7 +11,6 @@ from karvan.models.dlrm import DLRM
 from karvan.models.mmoe import MMoE
 from karvan.models.parts import pairwise_dots
 from karvan.models.wide_deep import WideDeep
-from karvan.public_names import publish
 
 __all__ = ["DLRM", "DeepFM", "DCN", "DIN", "WideDeep", "MMoE", "pairwise_dots"]
 

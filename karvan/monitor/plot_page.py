@@ -178,11 +178,6 @@ _MANY_TABLES = 8  # more lines than that are hard to tell apart
 _WORDS = {"train": "training", "eval": "evaluation"}
 
 
-def page_data(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """All data that the page draws."""
-    return {"runs": [_run(run) for run in runs], "charts": make_charts(runs)}
-
-
 def make_charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     """The charts, in the order of the page.
 
@@ -333,7 +328,7 @@ def plot_page(runs: Sequence[RunHistory]) -> str:
         script=_part("plot_page.js"),
         table=final_numbers(runs),
         paths=escape(", ".join(str(run.path) for run in runs)),
-        data=_embedded(page_data(runs)),
+        data=_embedded({"runs": [_run(run) for run in runs], "charts": make_charts(runs)}),
     )
 
 
@@ -353,7 +348,8 @@ def final_numbers(runs: Sequence[RunHistory]) -> str:
     ]
     for kind, word in (("eval", "evaluation"), ("train", "training")):
         for name in value_names(runs):
-            label = f"{_label(name)} ({word})" if _in_both(runs, name) else _label(name)
+            kinds = {entry.kind for run in runs for entry in run.entries if name in entry.values}
+            label = f"{_label(name)} ({word})" if len(kinds) > 1 else _label(name)
             rows.append((label, [_last(run, kind, name) for run in runs]))
     head = _row("th", ["", *(run.name for run in runs)])
     body = "".join(_row("td", [label, *cells]) for label, cells in rows if any(cells))
@@ -373,11 +369,6 @@ def _part(name: str) -> str:
 def _row(tag: str, cells: Iterable[str]) -> str:
     first, *others = cells
     return f"<tr><th>{escape(first)}</th>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in others)}</tr>"
-
-
-def _in_both(runs: Sequence[RunHistory], name: str) -> bool:
-    kinds = {entry.kind for run in runs for entry in run.entries if name in entry.values}
-    return len(kinds) > 1
 
 
 def _label(name: str) -> str:

@@ -4,8 +4,8 @@ A program that moves to Karvan gets the numbers that it had. Each function makes
 or `kv.init` make, with other defaults; all their options can be given.
 """
 
+from karvan.argument_checks import publish
 from karvan.presets import persia, recis
-from karvan.public_names import publish
 
 __all__ = ["persia", "recis"]
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from karvan.argument_checks import publish
 from karvan.embedding import Table, init
 from karvan.embedding.admission import Always, Probability
 from karvan.embedding.optim import SGD, Adagrad, Adam
 from karvan.embedding.optim.base import Targets
-from karvan.public_names import publish
 
 __all__ = ["table", "adagrad", "adam", "sgd", "INITIAL_RANGE", "INITIAL_ACCUMULATOR", "WEIGHT_BOUND"]
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from karvan.argument_checks import publish
 from karvan.embedding import Table
 from karvan.embedding.eviction import Age
 from karvan.embedding.init import Constant, TruncatedNormal, XavierNormal, XavierUniform
-from karvan.public_names import publish
 
 __all__ = ["table", "global_step_filter", "truncated_normal", "xavier_uniform", "xavier_normal"]
 

@@ -165,9 +165,7 @@ class LoadDenseState(OfModel):
 
 
 def _check_tensors(head: DenseGradients, arrays: Sequence[Array]) -> None:
-    names = [name for name, _ in head.tensors]
-    if len(set(names)) != len(names):
-        expect_distinct("the tensors", names)
+    expect_distinct("the tensors", [name for name, _ in head.tensors])
 
 
 PULL_DENSE = Call(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from karvan.public_names import publish
+from karvan.argument_checks import publish
 
 if TYPE_CHECKING:
     from karvan.dense.communication import PowerSGD

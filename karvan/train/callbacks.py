@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from karvan.argument_checks import publish
 from karvan.dense.steps import LocalDense
 from karvan.distributed import Connection
-from karvan.public_names import publish
 from karvan.train.results import FitResult, StepLogs
 from karvan.train.types import Loss, MetricLike, Prediction
 

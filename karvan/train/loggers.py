@@ -16,11 +16,11 @@ from typing import IO, Any
 
 from typing_extensions import override
 
+from karvan.argument_checks import publish
 from karvan.checkpoint.files import fetch, upload
 from karvan.checkpoint.manager import HISTORY
 from karvan.files import replace_file
 from karvan.job.checkpoint_url import plain_path, shown
-from karvan.public_names import publish
 from karvan.train.results import Report
 
 __all__ = ["TensorBoardLogger", "CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup"]

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from karvan.argument_checks import listed
+from karvan.argument_checks import listed, publish
 from karvan.label_columns import check_weights, label_columns, one_each
-from karvan.public_names import publish
 from karvan.ragged import Ragged
 from karvan.train.types import AnyBatch, Losses, Output
 

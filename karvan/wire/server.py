@@ -368,14 +368,13 @@ class ServerConnection:
 
     def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
         def seconds(name: str, usual: float) -> float:
-            value = hello.get(name)  # of the wire itself, so nothing has checked it
+            value: Any = hello.get(name)  # of the wire itself, so nothing has checked it
             return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual
 
         self.caller = caller
-        self.patience = seconds(
-            "patience", 4 * BUSY_EVERY
-        )  # of silence, then the connection counts as broken
-        self.deadline = seconds("deadline", USUAL_DEADLINE)  # for which the caller repeats a call
+        # Seconds of silence after which the connection counts as broken, and for which a call is repeated.
+        self.patience = seconds("patience", 4 * BUSY_EVERY)
+        self.deadline = seconds("deadline", USUAL_DEADLINE)
         self.session = Session()  # replaced by the caller's own once it is admitted
         self.ended = threading.Event()
         self.taken = False  # whether a thread reads its calls

@@ -12,10 +12,10 @@ import pyarrow as pa
 import torch
 from pyarrow import fs
 
+from karvan.argument_checks import publish
 from karvan.data.columns.declarations import Column, Fixed
 from karvan.data.formats.csv import CsvSource
 from karvan.data.formats.paths import PathLike, find
-from karvan.public_names import publish
 
 __all__ = ["IDS", "INTEGERS", "LABEL", "columns", "open_logs", "schema"]
 
