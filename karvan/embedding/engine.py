@@ -425,27 +425,23 @@ class EmbeddingEngine(nn.Module):
                 )
             return Inputs([Output(table) for table in self.features.values()], reference)
         inputs: list[FeatureInput] = []
+        device = self.store.device
         for feature, table in self.features.items():
-            entry = batch.get(feature)
+            entry, name = batch.get(feature), self._names[feature]
             if entry is None and table.missing == "empty":
                 entry = absent_ids(batch)
-            if entry is None and feature in batch:
-                raise TypeError(
-                    f"Feature '{feature}' of table '{self._names[feature]}' is None in the batch."
-                )
             if entry is None:
-                raise KeyError(
-                    f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "
-                    f"which has: {listed(feature, batch)}"
-                )
+                title = f"Feature '{feature}' of table '{name}'"
+                if feature in batch:
+                    raise TypeError(f"{title} is None in the batch.")
+                raise KeyError(f"{title} is not in the batch, which has: {listed(feature, batch)}")
             if feature in self._unseen:
                 self._look_for_padding(feature, entry)
-            input_ = FeatureInput(feature, self._names[feature], table, entry, self.store.device)
+            input_ = FeatureInput(feature, name, table, entry, device)
             if inputs and input_.rows != inputs[0].rows:
-                first = next(iter(self.features))
                 raise ValueError(
-                    f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].rows} "
-                    f"samples like feature '{first}', got {input_.rows}."
+                    f"Feature '{feature}' of table '{name}': expected {inputs[0].rows} samples like feature "
+                    f"'{next(iter(self.features))}', got {input_.rows}."
                 )
             inputs.append(input_)
         return Inputs(inputs)

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from karvan.argument_checks import publish
 
@@ -55,7 +56,20 @@ class Never(Eviction):
 
 
 @dataclass(frozen=True)
-class LRU(Eviction):
+class _Capacity(Eviction):
+    capacity: int
+    _kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _require_positive(self, capacity=self.capacity)
+
+    def native(self) -> tuple[str, float, int]:
+        """Return the rule for the native core."""
+        return self._kind, float(self.capacity), 1
+
+
+@dataclass(frozen=True)
+class LRU(_Capacity):
     """At most `capacity` rows: the least recently used rows are removed.
 
     Of rows that were last used at the same step, those with fewer uses go first. With a capacity of 65,536 or
@@ -74,18 +88,11 @@ class LRU(Eviction):
         [8, 9]
     """
 
-    capacity: int
-
-    def __post_init__(self) -> None:
-        _require_positive(self, capacity=self.capacity)
-
-    def native(self) -> tuple[str, float, int]:
-        """Return the rule for the native core."""
-        return "lru", float(self.capacity), 1
+    _kind = "lru"
 
 
 @dataclass(frozen=True)
-class LFU(Eviction):
+class LFU(_Capacity):
     """At most `capacity` rows: the least frequently used rows are removed.
 
     Of rows with equal uses, those that were not used for longer go first. With a capacity of 65,536 or more,
@@ -98,14 +105,7 @@ class LFU(Eviction):
         >>> table = kv.Table(dim=16, evict=kv.eviction.LFU(capacity=1_000_000))
     """
 
-    capacity: int
-
-    def __post_init__(self) -> None:
-        _require_positive(self, capacity=self.capacity)
-
-    def native(self) -> tuple[str, float, int]:
-        """Return the rule for the native core."""
-        return "lfu", float(self.capacity), 1
+    _kind = "lfu"
 
 
 @dataclass(frozen=True)

@@ -340,23 +340,20 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 _POSITIVE = ("clip_value", "clip_norm", "weight_bound")
 _NOT_NEGATIVE = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "beta", "l1", "l2")
-_SHARES = ("momentum", "decay")
+# What settings must be: their names, the condition, and how errors say it.
+_RANGES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
+    (_POSITIVE, lambda value: value is None or value > 0, "must be above 0 or None"),
+    (_NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "must be finite and not negative"),
+    (("momentum", "decay"), lambda value: 0 <= value <= 1, "must lie between 0 and 1"),
+    (("betas",), lambda betas: all(0 <= beta < 1 for beta in betas), "must lie in [0, 1)"),
+)
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    for name in _POSITIVE:
-        value = settings.get(name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0 or None, got {value}.")
-    for name in _NOT_NEGATIVE:
-        if name in settings and not 0 <= settings[name] < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {settings[name]}.")
-    for name in _SHARES:
-        if name in settings and not 0 <= settings[name] <= 1:
-            raise ValueError(f"{name} must lie between 0 and 1, got {settings[name]}.")
-    for beta in settings.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas must lie in [0, 1), got {settings['betas']}.")
+    for names, holds, text in _RANGES:
+        for name in names:
+            if name in settings and not holds(settings[name]):
+                raise ValueError(f"{name} {text}, got {settings[name]}.")
 
 
 def _groups(params: Targets) -> list[Group]:

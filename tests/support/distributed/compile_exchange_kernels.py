@@ -17,7 +17,7 @@ POINTERS = {
         *("run_rows", "present", "run_pieces", "long_runs"),
     ],
     "*fp32": ["factors", "partial"],
-    "i32": ["feature_count", "ranks", "slots", "count", "size", "part_count", "programs"],
+    "i32": ["feature_count", "ranks", "slots", "count", "size", "part_count"],
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names}
 CONSTANTS = {name: [True, False] for name in ["MAPPED", "GIVEN", "PARTIAL", "ALIGNED", "LONG"]}

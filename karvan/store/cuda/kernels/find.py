@@ -196,16 +196,9 @@ def take_rows(arena, wanted):
 
 @triton.jit
 def insert_rows(
-    tables,
+    memory,
+    fresh,
     table,
-    counters,
-    arena,
-    chunks,
-    work,
-    fresh_rows,
-    fresh_tables,
-    pending,
-    pending_places,
     spare,
     slot,
     hashes,
@@ -216,9 +209,12 @@ def insert_rows(
 ):
     """Give rows to hashes of one table, where `wanted`; returns the rows that this program inserted.
 
-    slot: where to look for a place, for each hash.
-    The other lanes wait for another program: their positions are added to `pending`.
+    memory: tables, counters of tables and of the arena, chunks, and counters of the lookup. fresh: lists of
+    new rows and their tables, and of pending positions and places. slot: where to look for a place, for each
+    hash. The other lanes wait for another program: their positions are added to `pending`.
     """
+    tables, counters, arena, chunks, work = memory
+    fresh_rows, fresh_tables, pending, pending_places = fresh
     of_table = tables + table * TABLE_FIELDS
     index = tl.load(of_table + INDEX)
     mask = tl.load(of_table + MASK)
@@ -311,25 +307,10 @@ def find_rows(
         lacking = tl.sum(lacks.to(tl.int32), axis=0)
         if lacking > 0:
             if tl.load(of_table + ADMITS) == 1:
-                row += insert_rows(
-                    tables,
-                    table,
-                    counters,
-                    arena,
-                    chunks,
-                    work,
-                    fresh_rows,
-                    fresh_tables,
-                    pending,
-                    pending_places,
-                    spare + (position % SPARE_LANES).to(tl.int64) * 16,
-                    slot,
-                    hashes,
-                    position,
-                    lacks,
-                    SHIFT,
-                    STRIDE,
-                )
+                memory = (tables, counters, arena, chunks, work)
+                fresh = (fresh_rows, fresh_tables, pending, pending_places)
+                lanes = spare + (position % SPARE_LANES).to(tl.int64) * 16
+                row += insert_rows(memory, fresh, table, lanes, slot, hashes, position, lacks, SHIFT, STRIDE)
             else:
                 at = tl.atomic_add(work + MISSING, lacking) + tl.cumsum(lacks.to(tl.int32), axis=0) - 1
                 tl.store(missing + at, position, mask=lacks)
@@ -493,23 +474,9 @@ def insert_admitted(
     place = tl.load(places + number, mask=valid, other=0)
     wanted = valid & (tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=0) == 1)
     if tl.max(wanted.to(tl.int32), axis=0) > 0:
-        row = insert_rows(
-            tables,
-            table,
-            counters,
-            arena,
-            chunks,
-            work,
-            fresh_rows,
-            fresh_tables,
-            pending,
-            pending_places,
-            spare + (number % SPARE_LANES).to(tl.int64) * 16,
-            first_slot(tl.load(tables + table * TABLE_FIELDS + MASK), hashes),
-            hashes,
-            position,
-            wanted,
-            SHIFT,
-            STRIDE,
-        )
+        memory = (tables, counters, arena, chunks, work)
+        fresh = (fresh_rows, fresh_tables, pending, pending_places)
+        lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
+        slot = first_slot(tl.load(tables + table * TABLE_FIELDS + MASK), hashes)
+        row = insert_rows(memory, fresh, table, lanes, slot, hashes, position, wanted, SHIFT, STRIDE)
         tl.store(rows + position, row.to(tl.int32), mask=wanted & (row > 0))

@@ -245,11 +245,7 @@ def head_number(head, FIELD: tl.constexpr, NONE: tl.constexpr):
 
 @triton.jit
 def sum_positions(
-    order,
-    features,
-    feature_of,
-    out_rows,
-    factors,
+    reads,
     first,
     count,
     column,
@@ -259,7 +255,11 @@ def sum_positions(
     MAPPED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Sums of the gradients of positions order[first : first + count] for each run, (runs, columns)."""
+    """Sums of the gradients of positions order[first : first + count] for each run, (runs, columns).
+
+    reads: the order of positions, the features, those of positions, and their output rows and factors.
+    """
+    order, features, feature_of, out_rows, factors = reads
     total = tl.zeros([first.shape[0], column.shape[0]], tl.float32)
     some = tl.arange(0, TOGETHER)[None, :]
     for j in range(0, tl.max(count, axis=0), TOGETHER):
@@ -309,6 +309,7 @@ def sum_pieces(
     ALIGNED: tl.constexpr,
 ):
     """The sum of each piece of a long run."""
+    reads = (order, features, feature_of, out_rows, factors)
     count = tl.load(work + PIECES)
     column = tl.arange(0, COLUMNS)
     for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
@@ -316,21 +317,7 @@ def sum_pieces(
         valid = number < count
         first = tl.load(piece_starts + number, mask=valid, other=0)
         size = tl.load(piece_ends + number, mask=valid, other=0) - first
-        total = sum_positions(
-            order,
-            features,
-            feature_of,
-            out_rows,
-            factors,
-            first,
-            size,
-            column,
-            head,
-            DIM,
-            TOGETHER,
-            MAPPED,
-            ALIGNED,
-        )
+        total = sum_positions(reads, first, size, column, head, DIM, TOGETHER, MAPPED, ALIGNED)
         tl.store(
             partial + number[:, None].to(tl.int64) * DIM + column[None, :],
             total,
@@ -387,6 +374,7 @@ def write_sums(
     Ranks send these sums to the ranks that own the rows.
     """
     count = tl.load(work + (LONG_RUNS if LONG else UNIQUE))
+    reads = (order, features, feature_of, out_rows, factors)
     column = tl.arange(0, COLUMNS)
     for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
         number = start + tl.arange(0, GROUP)
@@ -402,21 +390,7 @@ def write_sums(
         if LONG:
             total = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
         else:
-            total = sum_positions(
-                order,
-                features,
-                feature_of,
-                out_rows,
-                factors,
-                first,
-                size,
-                column,
-                head,
-                DIM,
-                TOGETHER,
-                MAPPED,
-                ALIGNED,
-            )
+            total = sum_positions(reads, first, size, column, head, DIM, TOGETHER, MAPPED, ALIGNED)
         address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
         mask = valid[:, None] & (column < DIM)[None, :]
         tl.store(floats(address, column[None, :], 16), total, mask=mask)

@@ -82,9 +82,7 @@ def read_state(
 def apply_rule(
     rule,
     vector,
-    first,
-    second,
-    third,
+    states,
     gradient,
     address,
     column,
@@ -94,7 +92,11 @@ def apply_rule(
     RULE: tl.constexpr,
     LIMITS: tl.constexpr,
 ):
-    """The new vectors of rows (n, columns) by the numbers `rule` (n, 1); writes their state at `address`."""
+    """The new vectors of rows (n, columns) by the numbers `rule` (n, 1); writes their state at `address`.
+
+    states: what `read_state` returned.
+    """
+    first, second, third = states
     state = floats(address, column, 16 if VECTOR % 16 == 0 else 4)
     second_state = floats(address + 4 * DIM, column, 16 if (VECTOR + 4 * DIM) % 16 == 0 else 4)
     lr = tl.load(rule + LR)
@@ -201,6 +203,7 @@ def update_rows(
     """
     count = tl.load(work + (LONG_RUNS if LONG else UNIQUE))
     count = tl.where(head_number(head, FOUND_INF, 0.0) == 0.0, count, 0)
+    reads = (order, features, feature_of, out_rows, factors)
     column = tl.arange(0, COLUMNS)
     inside = (column < DIM)[None, :]
     for start in range(tl.program_id(0) * GROUP, count, tl.num_programs(0) * GROUP):
@@ -224,28 +227,12 @@ def update_rows(
         rule = (rules + slot * RULE_FIELDS)[:, None]
         mask = valid[:, None] & inside
         vector = read_vector(address, column[None, :], mask, TYPE)
-        state, second, third = read_state(
-            address + VECTOR, column[None, :], mask, DIM, VECTOR, STATE, ROW_STATE
-        )
+        states = read_state(address + VECTOR, column[None, :], mask, DIM, VECTOR, STATE, ROW_STATE)
         size = tl.where(valid, size, 0)
         if LONG:
             gradient = sum_of_pieces(partial, run_pieces, number, size, column, DIM, TOGETHER)
         else:
-            gradient = sum_positions(
-                order,
-                features,
-                feature_of,
-                out_rows,
-                factors,
-                first,
-                size,
-                column,
-                head,
-                DIM,
-                TOGETHER,
-                MAPPED,
-                ALIGNED,
-            )
+            gradient = sum_positions(reads, first, size, column, head, DIM, TOGETHER, MAPPED, ALIGNED)
         wrong = tl.max(tl.where(gradient * 0.0 == 0.0, 0, 1), axis=1) > 0
         bad = valid & wrong
         if tl.max(bad.to(tl.int32), axis=0) > 0:
@@ -255,21 +242,8 @@ def update_rows(
             tl.atomic_add(counters + table * COUNTERS + SKIPPED, tl.full(table.shape, 1, tl.int64), mask=bad)
         valid = valid & ~wrong
         mask = valid[:, None] & inside
-        fresh = apply_rule(
-            rule,
-            vector,
-            state,
-            second,
-            third,
-            gradient,
-            address + VECTOR,
-            column[None, :],
-            mask,
-            DIM,
-            VECTOR,
-            RULE,
-            LIMITS,
-        )
+        place, at = address + VECTOR, column[None, :]
+        fresh = apply_rule(rule, vector, states, gradient, place, at, mask, DIM, VECTOR, RULE, LIMITS)
         if TYPE == 0:
             write_rounded(address, column[None, :], fresh, 0, mask, TYPE)
         else:
