@@ -22,7 +22,6 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
-from karvan.dense.steps import AsyncPolicy, Policy, SyncPolicy
 from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
 from karvan.job.sync_modes import DenseSettings
 from karvan.protocol import parameter_server as protocol
@@ -54,7 +53,7 @@ class DenseService:
         with self._lock:
             self._settings = settings
             for number, model in list(self._models.items()):
-                renewed = DenseParameters(policy_of(settings))
+                renewed = DenseParameters(settings)
                 if model.ready:
                     renewed.load_state(model.state())
                 self._models[number] = renewed
@@ -90,7 +89,7 @@ class DenseService:
             if number not in self._models:
                 if len(self._models) >= _MOST_MODELS:
                     raise RefusedError(f"expected up to {_MOST_MODELS} models, got one more.")
-                self._models[number] = DenseParameters(policy_of(self._settings))
+                self._models[number] = DenseParameters(self._settings)
             return self._models[number]
 
     def _pull(self, call: Request[protocol.PullDense]) -> Message:
@@ -144,13 +143,6 @@ def settings_of(hello: RunHello) -> DenseSettings:
             "expected lr_staleness, grads_to_wait, tolerance and pull_every, "
             f"got {str(settings)[:100]}: {error}"
         ) from error
-
-
-def policy_of(settings: DenseSettings) -> Policy:
-    """The policy that settings ask for."""
-    if settings.rejects:
-        return SyncPolicy(settings.together, settings.tolerance or 0)
-    return AsyncPolicy(settings.lr_staleness)
 
 
 def _text(settings: DenseSettings) -> str:
