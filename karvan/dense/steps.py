@@ -1,11 +1,11 @@
-"""Steps of dense parameters: checks of their tensors, when servers make steps, and `LocalDense`."""
+"""Steps of dense parameters: checks of their tensors, answers to a push, and `LocalDense`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -121,47 +121,6 @@ class Answer:
     applied: bool
     staleness: int = 0
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class AsyncPolicy:
-    """Every push is a step; staleness_modulation divides its learning rate by max(1, staleness)."""
-
-    staleness_modulation: bool = False
-    grads_to_wait: ClassVar[int] = 1
-
-    def rejects(self, staleness: int) -> bool:
-        """Whether gradients are too far behind: never."""
-        return False
-
-    def slowed(self, rate: float, staleness: int) -> float:
-        """The learning rate for gradients so far behind."""
-        return rate / max(1, staleness) if self.staleness_modulation else rate
-
-
-@dataclass(frozen=True)
-class SyncPolicy:
-    """grads_to_wait pushes make a step; those more than `tolerance` versions behind are rejected."""
-
-    grads_to_wait: int = 1
-    tolerance: int = 0
-
-    def __post_init__(self) -> None:
-        if self.grads_to_wait < 1:
-            raise ValueError(f"grads_to_wait must be at least 1, got {self.grads_to_wait}.")
-        if self.tolerance < 0:
-            raise ValueError(f"tolerance must not be negative, got {self.tolerance}.")
-
-    def rejects(self, staleness: int) -> bool:
-        """Whether gradients are too far behind."""
-        return staleness > self.tolerance
-
-    def slowed(self, rate: float, staleness: int) -> float:
-        """The learning rate for gradients so far behind: the same."""
-        return rate
-
-
-Policy: TypeAlias = AsyncPolicy | SyncPolicy
 
 
 @dataclass

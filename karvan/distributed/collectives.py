@@ -112,7 +112,8 @@ def closing_ports() -> Iterator[None]:
     """
     before = set(_links())
     yield
-    if _connects_late():
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").strip().lower()
+    if lazy in ("1", "true", "yes", "on", "y", "t"):
         _log.warning("Ports of gloo stay open: with TORCH_GLOO_LAZY_INIT, ranks connect later.")
         return
     try:
@@ -171,10 +172,6 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         yield socket_
     finally:
         socket_.detach()
-
-
-def _connects_late() -> bool:
-    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 class RankError(RuntimeError):

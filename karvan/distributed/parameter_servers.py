@@ -22,17 +22,6 @@ from karvan.wire.schema import A, Call
 _AHEAD = 64  # commits that a server may not have been sent yet, before they are sent by themselves
 
 
-class Progress(NamedTuple):
-    """How far a server is: its last committed step, the ack of that, and what is staged.
-
-    staged: step, member and sequence of each push.
-    """
-
-    committed: int | None
-    ack: Any
-    staged: list[tuple[int, int, int]]
-
-
 class StagedPart(Protocol):
     """A push that servers hold, or will hold; see `karvan.store.remote.staged_updates`."""
 
@@ -208,10 +197,9 @@ class StepCommits:
         self.flush()
         self._call(protocol.ABANDON, {"member": member})
 
-    def progress(self) -> list[Progress]:
-        """How far each server is."""
-        answers = [answer.head for answer in self._call(protocol.PROGRESS, {})]
-        return [Progress(answer.committed, answer.ack, answer.staged) for answer in answers]
+    def progress(self) -> list[protocol.ProgressAnswer]:
+        """How far each server is: its last committed step, the ack of that, and what is staged."""
+        return [answer.head for answer in self._call(protocol.PROGRESS, {})]
 
     def _call(self, call: Call[Any, A], head: Mapping[str, Any]) -> list[Message[A]]:
         """The answers of all servers, after this member's earlier lookups and pushes."""

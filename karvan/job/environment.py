@@ -282,6 +282,14 @@ class DenseSettings:
         """How many pushes make a step."""
         return self.grads_to_wait or 1
 
+    def refuses(self, staleness: int) -> bool:
+        """Whether a push is too many versions behind."""
+        return self.rejects and staleness > (self.tolerance or 0)
+
+    def slowed(self, rate: float, staleness: int) -> float:
+        """The learning rate for a push so many versions behind."""
+        return rate / max(1, staleness) if self.lr_staleness else rate
+
 
 @dataclass(frozen=True)
 class SyncMode:

@@ -138,16 +138,12 @@ class OwnSteps(FitSteps):
         self.left_metrics = []
         channel = self._group.channel
         agreement = Agreement.gather(channel, 0, self._contribution(save=save))
-        if len({contribution.leaves for contribution in agreement.contributions}) == 2:
-            self.left_metrics = self._gather_left(agreement)
+        leaves = [contribution.leaves for contribution in agreement.contributions]
+        if len({*leaves}) == 2:  # the states of metrics of those that leave go to the others
+            mine = self._parts.metric_states() if leaves[channel.rank] else {}
+            self.left_metrics = list(compress(gather_state(channel, mine), leaves))
         tally = channel.gather_json(self.commits.ask().counts if channel.rank == 0 else None)[0]
         return {"agreement": agreement.as_json(), "tally": tally, "world": channel.world_size}
-
-    def _gather_left(self, agreement: Agreement) -> list[Any]:
-        """The states of metrics of those that leave; a collective."""
-        leaves = [contribution.leaves for contribution in agreement.contributions]
-        mine = self._parts.metric_states() if leaves[self._group.rank] else {}
-        return list(compress(gather_state(self._group.channel, mine), leaves))
 
     def _complete(self) -> None:
         """All batches of this trainer are committed everywhere, and the master knows their records."""

@@ -7,8 +7,8 @@ import torch
 from dense_helpers import MAKERS, backward, batches, make_model, make_servers, new_state, same
 
 from karvan.dense.remote import AsyncDense, split_state
-from karvan.dense.steps import SyncPolicy
 from karvan.dense.wire_format import describe
+from karvan.job.sync_modes import DenseSettings
 
 
 def join(dense, model, optimizer, servers):
@@ -48,7 +48,7 @@ def test_schedulers_and_hooks_see_steps_that_were_accepted(recwarn):
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    servers = make_servers(1, SyncPolicy(1))
+    servers = make_servers(1, DenseSettings(grads_to_wait=1))
     dense = AsyncDense(model, optimizer, servers, trainer="a")
     join(dense, model, optimizer, servers)
     backward(model, batches(1)[0])
@@ -87,7 +87,7 @@ def test_all_trainers_begin_with_the_first_ones_parameters_frozen_ones_too():
 
 
 def test_a_rejected_push_is_retried_on_fresh_parameters():
-    servers = make_servers(2, SyncPolicy(grads_to_wait=1))
+    servers = make_servers(2, DenseSettings(grads_to_wait=1))
     (one, fast), (two, slow) = (_trainer(servers, name) for name in "ab")
     plain = make_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -110,7 +110,7 @@ def test_a_rejected_push_is_retried_on_fresh_parameters():
 
 
 def test_a_push_that_some_servers_reject_is_applied_once_by_each():
-    servers = make_servers(2, SyncPolicy(grads_to_wait=1))
+    servers = make_servers(2, DenseSettings(grads_to_wait=1))
     model, dense = _trainer(servers, "a")
     servers[1].push_gradients({}, 0, trainer="b", sequence=0)
     batch = batches(1)[0]

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
-from karvan.dense.steps import AsyncPolicy, SyncPolicy
 from karvan.dense.wire_format import describe
+from karvan.job.sync_modes import DenseSettings
 
 
 def test_pull_gives_parameters_only_if_the_callers_are_older():
@@ -37,7 +37,7 @@ def test_pull_gives_parameters_only_if_the_callers_are_older():
 
 def test_what_is_pushed_may_be_written_to_afterwards():
     values = torch.ones(2)
-    server = DenseParameters(SyncPolicy(2))
+    server = DenseParameters(DenseSettings(grads_to_wait=2))
     start_with(server, {"w": values})
     gradient = np.ones(2, dtype=np.float32)
     values.fill_(9)
@@ -71,7 +71,7 @@ def test_async_every_push_is_a_step():
 
 
 def test_async_learning_rate_is_divided_by_staleness_for_that_step():
-    server = one_server(AsyncPolicy(staleness_modulation=True))
+    server = one_server(DenseSettings(lr_staleness=True))
     push(server, 8, 0, sequence=0)  # staleness 0
     push(server, 8, 0, sequence=1)  # 1
     push(server, 8, 0, sequence=2)  # 2
@@ -90,7 +90,7 @@ def test_a_push_of_no_gradient_leaves_the_parameter_alone_as_torch_does():
 
 
 def test_sync_two_gradients_make_a_version():
-    server = one_server(SyncPolicy(grads_to_wait=2))
+    server = one_server(DenseSettings(grads_to_wait=2))
     first = push(server, 1, 0, "a")
     assert (first.accepted, first.applied, first.version) == (True, False, 0)
     assert values_of(server) == [0.0, 0.0]
@@ -100,7 +100,7 @@ def test_sync_two_gradients_make_a_version():
 
 
 def test_sync_a_stale_push_is_rejected_and_taken_again_with_the_same_number():
-    server = one_server(SyncPolicy(grads_to_wait=1))
+    server = one_server(DenseSettings(grads_to_wait=1))
     push(server, 1, 0, "a")
     stale = push(server, 1, 0, "b")
     assert (stale.accepted, stale.applied, stale.version, stale.reason) == (False, False, 1, "stale")
@@ -111,21 +111,21 @@ def test_sync_a_stale_push_is_rejected_and_taken_again_with_the_same_number():
 
 @pytest.mark.parametrize(("staleness", "accepted"), [(2, True), (3, False)])
 def test_sync_tolerates_some_staleness(staleness, accepted):
-    server = one_server(SyncPolicy(grads_to_wait=1, tolerance=2))
+    server = one_server(DenseSettings(grads_to_wait=1, tolerance=2))
     for version in range(staleness):
         push(server, 1, version, "a", version)
     assert push(server, 1, 0, "b").accepted is accepted
 
 
 def test_sync_a_trainer_that_pushes_twice_counts_twice():
-    server = one_server(SyncPolicy(grads_to_wait=2))
+    server = one_server(DenseSettings(grads_to_wait=2))
     push(server, 1, 0, "a", 0)
     assert push(server, 3, 0, "a", 1).version == 1
     assert values_of(server) == [-1.0, -1.0]
 
 
 def test_sync_what_waits_can_be_flushed():
-    server = one_server(SyncPolicy(grads_to_wait=3))
+    server = one_server(DenseSettings(grads_to_wait=3))
     assert server.flush() == 0
     push(server, 1, 0, "a")
     push(server, 3, 0, "b")
@@ -135,7 +135,7 @@ def test_sync_what_waits_can_be_flushed():
 
 
 def test_sync_a_mean_is_over_pushes_and_has_the_mean_rate():
-    server = DenseParameters(SyncPolicy(grads_to_wait=2))
+    server = DenseParameters(DenseSettings(grads_to_wait=2))
     start_with(server, {name: torch.zeros(1) for name in "uvw"})
     one = {"u": torch.ones(1), "v": torch.ones(1)}
     server.push_gradients(one, 0, trainer="a", sequence=0, lr=1.0)
@@ -147,7 +147,7 @@ def test_sync_a_mean_is_over_pushes_and_has_the_mean_rate():
 def test_sync_a_step_is_torchs_on_the_mean_whatever_the_order_of_arrival(name):
     model, trainers = make_model(), ["t10", "t2", "t7"]
     optimizer = MAKERS[name](model.parameters())
-    servers = [DenseParameters(SyncPolicy(3)) for _ in range(2)]
+    servers = [DenseParameters(DenseSettings(grads_to_wait=3)) for _ in range(2)]
     for server in servers:
         start_with(server, dict(model.named_parameters()), describe(optimizer))
     generator = torch.Generator().manual_seed(3)
@@ -168,7 +168,7 @@ def test_sync_a_step_is_torchs_on_the_mean_whatever_the_order_of_arrival(name):
 
 
 def test_a_repeat_is_answered_as_the_first_was():
-    server = one_server(SyncPolicy(grads_to_wait=2))
+    server = one_server(DenseSettings(grads_to_wait=2))
     first, second = push(server, 1, 0, "a"), push(server, 3, 0, "b")
     assert push(server, 99, 0, "a") == first
     assert push(server, float("nan"), 1, "b") == second
@@ -242,19 +242,19 @@ class Reference:
 
 @given(st.data())
 def test_repeats_and_reorderings_leave_what_a_plain_reference_has(data):
-    policy, options = data.draw(
+    settings, options = data.draw(
         st.sampled_from(
             [
-                (AsyncPolicy(), (1, None, False)),
-                (AsyncPolicy(staleness_modulation=True), (1, None, True)),
-                (SyncPolicy(1, 0), (1, 0, False)),
-                (SyncPolicy(2, 1), (2, 1, False)),
-                (SyncPolicy(3, 2), (3, 2, False)),
+                (DenseSettings(), (1, None, False)),
+                (DenseSettings(lr_staleness=True), (1, None, True)),
+                (DenseSettings(grads_to_wait=1, tolerance=0), (1, 0, False)),
+                (DenseSettings(grads_to_wait=2, tolerance=1), (2, 1, False)),
+                (DenseSettings(grads_to_wait=3, tolerance=2), (3, 2, False)),
             ]
         )
     )
     window = data.draw(st.integers(1, 6))
-    server, reference = one_server(policy, window=window), Reference(*options, window)
+    server, reference = one_server(settings, window=window), Reference(*options, window)
     pushes = data.draw(
         st.lists(
             st.tuples(
@@ -274,15 +274,15 @@ def test_repeats_and_reorderings_leave_what_a_plain_reference_has(data):
         assert server.pull()[0] == reference.version
         assert torch.equal(server.pull()[1]["w"], reference.w)
         if data.draw(st.booleans()):
-            other = DenseParameters(policy, window=window)
+            other = DenseParameters(settings, window=window)
             other.load_state(through_a_checkpoint(server.state()))
             server = other
 
 
-@pytest.mark.parametrize("policy", [AsyncPolicy(), SyncPolicy(4, tolerance=10**9)])
-def test_threads_that_push_and_pull_at_once_lose_nothing(policy):
+@pytest.mark.parametrize("settings", [DenseSettings(), DenseSettings(grads_to_wait=4, tolerance=10**9)])
+def test_threads_that_push_and_pull_at_once_lose_nothing(settings):
     trainers, pushes = 8, 40
-    server = one_server(policy, window=1000)
+    server = one_server(settings, window=1000)
     ready = threading.Barrier(trainers)
     answers = [[] for _ in range(trainers)]
 
@@ -300,7 +300,7 @@ def test_threads_that_push_and_pull_at_once_lose_nothing(policy):
     with ThreadPoolExecutor(trainers) as pool:
         for done in [pool.submit(train, number) for number in range(trainers)]:
             done.result()
-    steps = trainers * pushes // policy.grads_to_wait
+    steps = trainers * pushes // settings.together
     made = sorted(answer.version for each in answers for answer in each if answer.applied)
     assert made == list(range(1, steps + 1))
     assert (server.pull()[0], values_of(server)) == (steps, [-float(steps)] * 2)
@@ -324,7 +324,7 @@ def test_threads_that_push_and_pull_at_once_lose_nothing(policy):
     ],
 )
 def test_wrong_gradients_change_nothing(change, error):
-    server = one_server(SyncPolicy(2))
+    server = one_server(DenseSettings(grads_to_wait=2))
     push = {"gradients": {"w": torch.ones(2)}, "version": 0, "trainer": "a", "sequence": 0}
     with pytest.raises(ValueError, match=error):
         server.push_gradients(**{**push, **change})
@@ -341,8 +341,8 @@ def test_a_server_without_a_model_says_so():
 
 def test_wrong_settings():
     for wrong, error in (
-        (lambda: SyncPolicy(0), "grads_to_wait must be at least 1, got 0"),
-        (lambda: SyncPolicy(1, -1), "tolerance must not be negative, got -1"),
+        (lambda: DenseSettings(grads_to_wait=0), "grads_to_wait must be at least 1, got 0"),
+        (lambda: DenseSettings(grads_to_wait=1, tolerance=-1), "tolerance must not be negative, got -1"),
         (lambda: DenseParameters(window=0), "window must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=error):

@@ -19,8 +19,8 @@ from dense_helpers import (
 from karvan.checkpoint.state_tree import encode
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.remote import merge_states, owner_of_parameter, split_state
-from karvan.dense.steps import AsyncPolicy, SyncPolicy
 from karvan.dense.wire_format import describe
+from karvan.job.sync_modes import DenseSettings
 
 
 def test_owners_of_parameters_are_pinned():
@@ -33,16 +33,16 @@ def test_owners_of_parameters_are_pinned():
     }
 
 
-def _loaded(states, policy):
-    servers = make_servers(len(states), policy)
+def _loaded(states, settings):
+    servers = make_servers(len(states), settings)
     for server, state in zip(servers, states, strict=True):
         server.load_state(state)
     return servers
 
 
-def _resharded(servers, count, policy):
+def _resharded(servers, count, settings):
     merged = merge_states([server.state() for server in servers])
-    return _loaded([through_a_checkpoint(each) for each in split_state(merged, count)], policy)
+    return _loaded([through_a_checkpoint(each) for each in split_state(merged, count)], settings)
 
 
 def _push_all(servers, gradients, version, trainer, sequence):
@@ -55,13 +55,13 @@ def _push_all(servers, gradients, version, trainer, sequence):
 @pytest.mark.parametrize("name", MAKERS)
 def test_any_number_of_servers_goes_on_with_the_bits_of_one_that_was_never_stopped(name, wait):
     model = make_model()
-    policy = SyncPolicy(wait) if wait > 1 else AsyncPolicy(staleness_modulation=True)
-    straight, servers = DenseParameters(policy), make_servers(1, policy)
+    settings = DenseSettings(grads_to_wait=wait) if wait > 1 else DenseSettings(lr_staleness=True)
+    straight, servers = DenseParameters(settings), make_servers(1, settings)
     for server in (straight, *servers):
         start_with(server, dict(model.named_parameters()), describe(MAKERS[name](model.parameters())))
     generator = torch.Generator().manual_seed(5)
     for sequence, count in enumerate((1, 2, 3, 1, 5, 1)):
-        servers = _resharded(servers, count, policy)
+        servers = _resharded(servers, count, settings)
         for trainer in ("a", "b"):  # with wait 3, states are taken with nothing, two and one waiting
             gradients = {
                 n: torch.randn(p.shape, generator=generator)
@@ -72,7 +72,7 @@ def test_any_number_of_servers_goes_on_with_the_bits_of_one_that_was_never_stopp
             answer = straight.push_gradients(gradients, version, trainer=trainer, sequence=sequence, lr=0.02)
             assert answer.accepted
             assert list(_push_all(servers, gradients, version, trainer, sequence)) == [answer] * count
-            servers = _resharded(servers, count, policy)  # and a repeat changes nothing after it
+            servers = _resharded(servers, count, settings)  # and a repeat changes nothing after it
             assert list(_push_all(servers, gradients, version, trainer, sequence)) == [answer] * count
     same(servers[0].pull()[1], straight.pull()[1])
     assert encode(servers[0].state())[0] == encode(straight.state())[0]
@@ -83,21 +83,23 @@ def test_any_number_of_servers_goes_on_with_the_bits_of_one_that_was_never_stopp
 
 
 def test_a_state_is_of_its_moment():
-    server = one_server(SyncPolicy(2), {"name": "SGD", "options": {"lr": 1.0, "momentum": 0.5}})
+    server = one_server(
+        DenseSettings(grads_to_wait=2), {"name": "SGD", "options": {"lr": 1.0, "momentum": 0.5}}
+    )
     for sequence in range(3):
         push(server, 2, sequence // 2, "a", sequence)
     state = server.state()
     kept = copy.deepcopy(state)
     push(server, 2, 1, "b", 0)
-    other = DenseParameters(SyncPolicy(2))
+    other = DenseParameters(DenseSettings(grads_to_wait=2))
     other.load_state(state)
     push(other, 2, 1, "b", 0)
     assert values_of(other) == values_of(server)
     assert str(state) == str(kept)
 
 
-def test_a_state_may_be_loaded_by_another_policy():
-    server = one_server(SyncPolicy(3))
+def test_a_state_may_be_loaded_by_other_settings():
+    server = one_server(DenseSettings(grads_to_wait=3))
     push(server, 1, 0, "a")
     push(server, 3, 0, "b")
     other = DenseParameters()
@@ -107,7 +109,7 @@ def test_a_state_may_be_loaded_by_another_policy():
 
 
 def test_states_of_different_moments():
-    servers = make_servers(2, SyncPolicy(2))
+    servers = make_servers(2, DenseSettings(grads_to_wait=2))
     for number, server in enumerate(servers):
         start_with(server, {str(number): torch.zeros(1)})
     servers[0].push_gradients({}, 0, trainer="a", sequence=0)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from karvan.dense.remote import AsyncDense, split_state
-from karvan.dense.steps import AsyncPolicy, SyncPolicy
 from karvan.dense.wire_format import describe
+from karvan.job.sync_modes import DenseSettings
 
 RATE, MOMENTUM = 0.1, 0.5
 
@@ -126,8 +126,8 @@ class SlowJob:
     count=st.integers(1, 2),
 )
 def test_trainers_do_what_a_slow_model_of_them_does(every, tolerance, steps, count):
-    policy = AsyncPolicy() if tolerance is None else SyncPolicy(1, tolerance)
-    servers = make_servers(count, policy)
+    settings = DenseSettings() if tolerance is None else DenseSettings(grads_to_wait=1, tolerance=tolerance)
+    servers = make_servers(count, settings)
     slow, trainers = SlowJob(every, tolerance), {}
     for name in "abc":
         model = Point()
@@ -164,7 +164,7 @@ def test_trainers_do_what_a_slow_model_of_them_does(every, tolerance, steps, cou
 
 def test_a_pull_takes_the_servers_parameters_also_if_they_have_made_no_step():
     """A push that waits for others is a step here and none there."""
-    servers = make_servers(1, SyncPolicy(2, 5))
+    servers = make_servers(1, DenseSettings(grads_to_wait=2, tolerance=5))
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dense = AsyncDense(model, optimizer, servers, trainer="a", pull_every=4)

@@ -45,10 +45,10 @@ class StepProfile(kv.callbacks.Callback):
 
 @pytest.fixture
 def profile():
-    made = StepProfile(step=20)
-    threading.setprofile(made)
-    sys.setprofile(made)
-    yield made
+    seen = StepProfile(step=20)
+    threading.setprofile(seen)
+    sys.setprofile(seen)
+    yield seen
     sys.setprofile(None)
     threading.setprofile(None)
 

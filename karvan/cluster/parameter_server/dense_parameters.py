@@ -7,12 +7,13 @@
 A server has its share of the parameters (`owner_of_parameter`), the optimizer for them, and a version, the
 number of steps made. A gradient's *staleness* is the server's version less the gradient's.
 
-`AsyncPolicy`: every push is a step, in the order of arrival. `SyncPolicy`: a push is rejected if its
-staleness is above a tolerance; `grads_to_wait` of the others make a step with their mean, summed in the order
-of the trainers' names, so that the bits of a step depend on what was pushed and not on when. A trainer that
-pushes twice before such a step counts twice: with fewer trainers than grads_to_wait a job still advances, and
-faster trainers contribute more. A push that lacks a parameter has no gradient for it: zero in a mean, and if
-no push has one, the optimizer does not change the parameter, as torch's do not.
+By default every push is a step, in the order of arrival. With `tolerance` or `grads_to_wait`
+(`DenseSettings`), a push is rejected if its staleness is above the tolerance; `grads_to_wait` of the others
+make a step with their mean, summed in the order of the trainers' names, so that the bits of a step depend on
+what was pushed and not on when. A trainer that pushes twice before such a step counts twice: with fewer
+trainers than grads_to_wait a job still advances, and faster trainers contribute more. A push that lacks a
+parameter has no gradient for it: zero in a mean, and if no push has one, the optimizer does not change the
+parameter, as torch's do not.
 
 The learning rate comes with the push, since schedulers run in trainers; it applies to that step only, and
 a mean of gradients is applied with the mean of their rates. Without one it is that of the optimizer's spec.
@@ -43,9 +44,6 @@ from torch.optim import Optimizer
 from karvan.dense.steps import (
     Answer,
     Array,
-    AsyncPolicy,
-    Policy,
-    SyncPolicy,
     all_finite,
     dense_tensor,
     expect_gradients,
@@ -242,8 +240,8 @@ class DenseParameters:
     window: how many sequence numbers of each trainer are remembered.
     """
 
-    def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
-        self._policy = policy or AsyncPolicy()
+    def __init__(self, settings: DenseSettings | None = None, *, window: int = 128) -> None:
+        self._settings = settings or DenseSettings()
         self._repeats: AnswerWindow[str, Answer] = AnswerWindow(window)
         self._model: _LoadedModel | None = None
         self._counts = PushCounts()
@@ -295,7 +293,7 @@ class DenseParameters:
         expect_number("sequence", sequence)
         if lr is not None and not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"lr must be finite and not negative, got {lr}.")
-        waits = self._policy.grads_to_wait > 1
+        waits = self._settings.together > 1
         copies = {name: dense_tensor(name, gradients[name], copy=waits) for name in sorted(gradients)}
         finite = all_finite(copies.values())
         with self._lock:
@@ -311,7 +309,7 @@ class DenseParameters:
             if not finite:
                 self._counts.not_finite += 1
                 answer = Answer(False, model.version, False, staleness, "not finite")
-            elif staleness < 0 or self._policy.rejects(staleness):
+            elif staleness < 0 or self._settings.refuses(staleness):
                 self._counts.rejected += 1
                 return Answer(False, model.version, False, staleness, "ahead" if staleness < 0 else "stale")
             else:
@@ -360,7 +358,7 @@ class DenseParameters:
             }
 
     def load_state(self, state: Mapping[str, Any], *, first: bool = False) -> None:
-        """Restore a `state`; the policy may be another one. first: only if there is no model yet."""
+        """Restore a `state`; the settings may be others. first: only if there is no model yet."""
         check_state(state)
         saved = state["parameters"]
         parameters = {name: dense_tensor(name, saved[name], copy=True) for name in sorted(saved)}
@@ -387,7 +385,7 @@ class DenseParameters:
 
     def _apply_full(self) -> bool:
         """Make a step if enough pushes wait."""
-        if len(self._loaded().waiting) < self._policy.grads_to_wait:
+        if len(self._loaded().waiting) < self._settings.together:
             return False
         self._apply()
         return True
@@ -397,7 +395,7 @@ class DenseParameters:
         model = self._loaded()
         pushes, model.waiting = sorted(model.waiting, key=_order), []
         usual = rate_of(model.optimizer)
-        rates = [self._policy.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
+        rates = [self._settings.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
         for name, parameter in model.parameters.items():
             parameter.grad = _mean([p.gradients[name] for p in pushes if name in p.gradients], len(pushes))
         try:
@@ -481,7 +479,7 @@ class DenseService:
         with self._lock:
             self._settings = settings
             for number, model in list(self._models.items()):
-                renewed = DenseParameters(policy_of(settings))
+                renewed = DenseParameters(settings)
                 if model.ready:
                     renewed.load_state(model.state())
                 self._models[number] = renewed
@@ -517,7 +515,7 @@ class DenseService:
             if number not in self._models:
                 if len(self._models) >= _MOST_MODELS:
                     raise RefusedError(f"expected up to {_MOST_MODELS} models, got one more.")
-                self._models[number] = DenseParameters(policy_of(self._settings))
+                self._models[number] = DenseParameters(self._settings)
             return self._models[number]
 
     def _about(
@@ -567,13 +565,6 @@ def settings_of(hello: RunHello) -> DenseSettings:
             "expected lr_staleness, grads_to_wait, tolerance and pull_every, "
             f"got {str(settings)[:100]}: {error}"
         ) from error
-
-
-def policy_of(settings: DenseSettings) -> Policy:
-    """The policy that settings ask for."""
-    if settings.rejects:
-        return SyncPolicy(settings.together, settings.tolerance or 0)
-    return AsyncPolicy(settings.lr_staleness)
 
 
 def _in_words(settings: DenseSettings) -> str:

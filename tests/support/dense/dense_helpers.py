@@ -29,8 +29,8 @@ MAKERS = {
 }
 
 
-def one_server(policy=None, optimizer=SGD, **options):
-    server = DenseParameters(policy, **options)
+def one_server(settings=None, optimizer=SGD, **options):
+    server = DenseParameters(settings, **options)
     start_with(server, {"w": torch.zeros(2)}, optimizer)
     return server
 
@@ -80,8 +80,8 @@ def same(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def make_servers(count, policy=None):
-    return [DenseParameters(policy) for _ in range(count)]
+def make_servers(count, settings=None):
+    return [DenseParameters(settings) for _ in range(count)]
 
 
 def through_a_checkpoint(state):
