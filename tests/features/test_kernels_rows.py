@@ -59,7 +59,7 @@ def test_rows_become_a_matrix(side, lengths, seed, length, dtype, width):
 def test_rows_are_cut_as_on_the_cpu(columns, side):
     entries = [ragged(lengths, i, weighted=weighted) for i, (lengths, _, weighted) in enumerate(columns)]
     ops = [Truncate(length, side, "outer") for _, length, _ in columns]
-    made = truncate(ops, [entry.to(DEVICE) for entry in entries], [op.length for op in ops], slices)
+    made = truncate(ops, [entry.to(DEVICE) for entry in entries], [op.length for op in ops], by_kernels=True)
     for op, entry, result in zip(ops, entries, made, strict=True):
         assert same(result.to("cpu"), run(Feature("x").then(op), entry))
 
@@ -72,7 +72,7 @@ def test_rows_are_cut_as_on_the_cpu(columns, side):
 )
 def test_lists_of_lists_are_cut_as_on_the_cpu(lists, length, side, level):
     op, entry = Truncate(length, side, level), nested(lists)
-    (made,) = truncate([op], [entry.to(DEVICE)], [length], slices)
+    (made,) = truncate([op], [entry.to(DEVICE)], [length], by_kernels=True)
     assert same(made.to("cpu"), run(Feature("x").then(op), entry))
 
 

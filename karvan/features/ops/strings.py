@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self, TypeAlias
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -238,9 +238,7 @@ class Truncate(GroupRowOp):
         entries = [entry for (entry,) in arguments if not isinstance(entry, Tensor)]
         if not entries or not ops[0]._by_kernels(entries[0]):
             return super().run_group(ops, arguments)
-        from karvan.kernels.rows import slices as by_kernels
-
-        return truncate(ops, entries, [op.length for op in ops], by_kernels)
+        return truncate(ops, entries, [op.length for op in ops], by_kernels=True)
 
     @classmethod
     def run_joined(cls, ops: Sequence[Self], joined: list[Entry], counts: list[int]) -> Entry:
@@ -253,7 +251,9 @@ class Truncate(GroupRowOp):
         if isinstance(entry, NestedRagged) and first.level == "inner":
             limits = limit.expand(entry.rows)
             limit = torch.repeat_interleave(limits, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
-        return truncate([first], [entry], [limit], slices)[0]
+        if not bool((offsets.diff() > limit).any()):
+            return entry
+        return truncate([first], [entry], [limit], by_kernels=False)[0]
 
     def _limited(self, entry: Ragged | NestedRagged) -> Tensor:
         """The offsets of what is cut."""
@@ -300,23 +300,26 @@ class _Slices(NamedTuple):
         ends = inner[self.starts + self.offsets.diff()]
         return _Slices(starts, offsets_from(ends - starts))
 
+    def taker(self, total: int, by_kernels: bool) -> Callable[[Tensor], Tensor]:
+        """What takes these slices of values, `total` of them, by a kernel or in torch's arithmetic."""
+        starts, offsets = self
+        if by_kernels:
+            from karvan.kernels.rows import slices
 
-Slice: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-
-
-def slices(values: Tensor, starts: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """The same as `slices` of the kernels, in torch's arithmetic."""
-    shift = torch.repeat_interleave(starts - offsets[:-1], offsets.diff(), output_size=total)
-    return values[shift + torch.arange(total, device=starts.device)]
+            return lambda values: slices(values, starts, offsets, total)
+        shift = torch.repeat_interleave(starts - offsets[:-1], offsets.diff(), output_size=total)
+        index = shift + torch.arange(total, device=starts.device)
+        return lambda values: values[index]
 
 
 def truncate(
     ops: Sequence[Truncate],
     entries: Sequence[Ragged | NestedRagged],
     limits: Sequence[Tensor | int],
-    slices: Slice,
+    *,
+    by_kernels: bool,
 ) -> list[Entry]:
-    """Each entry cut by its op to these lengths, with `slices` here or that of the kernels.
+    """Each entry cut by its op to these lengths.
 
     The sizes of the results depend on the data: this waits for a GPU, once for all entries.
     """
@@ -333,7 +336,7 @@ def truncate(
     ends = [part.offsets[-1] for plan in plans for part in plan]
     totals = iter(torch.stack(ends).tolist() if ends else [])
     return [
-        _cut(op, entry, limit, plan, [next(totals) for _ in plan], slices)
+        _cut(op, entry, limit, plan, [next(totals) for _ in plan], by_kernels)
         for op, entry, limit, plan in zip(ops, entries, limits, plans, strict=True)
     ]
 
@@ -344,7 +347,7 @@ def _cut(
     limit: Tensor | int,
     plan: tuple[_Slices, ...],
     totals: list[int],
-    slices: Slice,
+    by_kernels: bool,
 ) -> Entry:
     cuts_lists = isinstance(entry, NestedRagged) and op.level == "outer"
     rows = entry.lists() if isinstance(entry, NestedRagged) else entry
@@ -352,15 +355,13 @@ def _cut(
         return entry  # nothing is longer
     if op.check_length:
         raise op.too_long(entry, limit)
+    if isinstance(entry, Ragged) and op.side == "top":
+        return _top(entry, limit)
+    take = plan[-1].taker(totals[-1], by_kernels)
+    values, offsets = take(entry.values), plan[-1].offsets
     if isinstance(entry, Ragged):
-        if op.side == "top":
-            return _top(entry, limit)
-        ((starts, offsets),) = plan
-        weights = None if entry.weights is None else slices(entry.weights, starts, offsets, totals[0])
-        return Ragged(slices(entry.values, starts, offsets, totals[0]), offsets, weights)
-    starts, offsets = plan[-1]
-    values = slices(entry.values, starts, offsets, totals[-1])
+        return Ragged(values, offsets, None if entry.weights is None else take(entry.weights))
     if not cuts_lists:
         return NestedRagged(values, offsets, entry.outer)
-    first, outer = plan[0]
-    return NestedRagged(values, offsets_from(slices(entry.inner.diff(), first, outer, totals[0])), outer)
+    sizes = plan[0].taker(totals[0], by_kernels)(entry.inner.diff())
+    return NestedRagged(values, offsets_from(sizes), plan[0].offsets)
