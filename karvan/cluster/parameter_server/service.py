@@ -78,13 +78,17 @@ class ParameterServer(RunService):
     def _begin(self) -> None:
         self._tables = ServerTables(self._index, self._count, self._capacity)
         self._saving = Saving(self._tables)
-        self._batches: Batches | None = None
+        self._newest: Batches | None = None  # those of the current run
         self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
 
+    @property
+    def _batches(self) -> Batches:
+        assert self._newest is not None  # there are no calls before a hello
+        return self._newest
+
     def _methods(self) -> dict[str, Callable[[Request], Message[Any] | None]]:
         """The method of each call, in the current run of the current generation."""
-        assert self._batches is not None
         methods: list[Endpoint[Any]] = [
             *self._tables.endpoints,
             *self._dense.endpoints,
@@ -106,8 +110,7 @@ class ParameterServer(RunService):
             hello = request.caller.hello
             if (hello.generation, hello.run) != (self._generation, self._run):
                 raise RefusedError(OLDER_RUN)
-            assert self._batches is not None
-            self._batches.expect_caller(hello)
+                self._batches.expect_caller(hello)
             method = self._by_name[name]
         try:
             return method(request)
@@ -142,13 +145,12 @@ class ParameterServer(RunService):
     def _begin_run(self, hello: protocol.ServerHello) -> None:
         batches = self._make_batches(hello)
         self._end("the job's trainers have restarted")
-        self._batches = batches
+        self._newest = batches
         self._dense.begin(settings_of(hello))
         self._by_name = self._methods()
 
     @override
     def _admit(self, hello: protocol.ServerHello) -> None:
-        assert self._batches is not None
         self._batches.check_run(hello)
         self._dense.check(settings_of(hello))
 
@@ -167,14 +169,13 @@ class ParameterServer(RunService):
         return elastic
 
     def _end(self, reason: str) -> None:
-        if self._batches is not None:
-            self._batches.end(reason)
+        if self._newest is not None:
+            self._newest.end(reason)
         self._saving.close_all()
 
     def _capture(self, call: Request[protocol.CaptureHead]) -> None:
         head = call.head
         self._tables.check_tables(head.tables)
-        assert self._batches is not None
         self._batches.count_used(head.store, head.used)
         with self._batches.between_steps():
             updates = self._batches.updates.record(head.store)
@@ -185,7 +186,7 @@ class ParameterServer(RunService):
         number, tables = head.capture, head.tables
         self._tables.check_tables(list(tables))
         folder = self._folder.target(head.folder, tables)
-        if self._batches is not None and self._batches.restored is not None:
+        if self._batches.restored is not None:
             self._saving.replace_lost(number, tables, head.store, self._batches.restored)
         return Message({"shares": self._saving.save(number, folder, tables, head.writers)})
 
@@ -219,7 +220,6 @@ class ParameterServer(RunService):
 
     def _filling(self, call: Request[protocol.Fill]) -> tuple[Any, ...]:
         """What a call fills tables with, how many pushes of the run came before, and whose call it is."""
-        assert self._batches is not None
         path, hello = local_path(call.head.path), call.caller.hello
         checkpoint, pushes = Checkpoint(path).manifest.id, self._batches.pushes
         return self._run, path, checkpoint, call.head.tables, pushes, hello.trainer
@@ -232,7 +232,6 @@ class ParameterServer(RunService):
         folder = self._folder.check(call.head.folder)
         with self._lock:
             batches = self._batches
-            assert batches is not None
             has_tables = bool(self._tables.specs) and call.head.unless_tables
             if batches.restored is None and not has_tables:
                 batches.restored = self._restore_saved(call.head.tables, folder)
@@ -241,7 +240,6 @@ class ParameterServer(RunService):
 
     def _updates(self, call: Request[protocol.OfStore]) -> Message:
         """How many updates of each trainer the tables of a store contain."""
-        assert self._batches is not None
         return Message({"trainers": self._batches.updates.of(call.head.store)})
 
     def _updates_of(self, checkpoint: Checkpoint | None) -> UpdateCounts:
@@ -286,7 +284,6 @@ class ParameterServer(RunService):
         """What it holds and has done, for monitoring and benchmarks."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         batches = self._batches
-        assert batches is not None
         return Message(
             {
                 "tables": {name: self._tables.store.table(name).stats() for name in self._tables.specs},
