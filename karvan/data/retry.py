@@ -17,7 +17,7 @@ import pyarrow as pa
 from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import Files
-from karvan.data.source import Source, Split, place_of
+from karvan.data.source import Source, Split
 from karvan.outages import is_temporary
 
 # `Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
@@ -229,7 +229,8 @@ class RetryingSource:
 
     def place_of(self, path: str, record: int) -> str:
         """Where a record is, for errors."""
-        return place_of(self._source, path, record)
+        find = getattr(self._source, "place_of", None)  # a source may say more
+        return f"record {record}" if find is None else str(find(path, record))
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """The records of a split; after an outage, from the first one that has not been handed out."""

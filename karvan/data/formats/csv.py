@@ -32,7 +32,6 @@ from karvan.data.columns.kinds import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv_cells import (
-    IntegerTable,
     ambiguous_cell,
     are_digits,
     differ_only_in_zeros,
@@ -40,6 +39,7 @@ from karvan.data.formats.csv_cells import (
     from_digits,
     from_hex,
     from_text,
+    integer_parser,
 )
 from karvan.data.formats.paths import Files
 from karvan.native import _native
@@ -222,13 +222,13 @@ class CsvSource(FileSource):
             return
         bounds: list[int] = layout.detail
         schema = pa.schema([(name, self._types.get(name, pa.null())) for name in names])
-        integers = IntegerTable.of(self._parsing(), self._nulls, schema, columns, self._hexadecimal)
+        parse = integer_parser(self._delimiter, self._quote, self._nulls, schema, columns, self._hexadecimal)
         with self._text(path) as text:
             _skip(text, bounds[group])
             for number, (begin, end) in enumerate(pairwise(bounds[group:]), group):
                 data = text.read(end - begin)
                 rows = int(layout.starts[number + 1] - layout.starts[number])
-                parsed = None if integers is None else integers.parse(data, rows)
+                parsed = None if parse is None else parse(data, rows)
                 if parsed is not None:
                     yield number, parsed
                     continue
