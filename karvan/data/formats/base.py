@@ -153,9 +153,8 @@ class FileSource(ABC):
             if any(schema.equals(other) for other in different.values()):
                 continue
             different[path] = schema
-            with located(path):
-                for name in names:
-                    _field(schema, name, path)
+            for name in names:
+                _require_column(schema, name, path)
             if self._columns is None:
                 unread.update((name, path) for name in schema.names if name not in names)
         for name, path in unread.items():
@@ -372,7 +371,8 @@ def _widened(column: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
     return column if column.type == type_ else column.cast(type_, safe=False)
 
 
-def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
+def _require_column(schema: pa.Schema, name: str, path: str) -> None:
+    """Raise a DataError unless a file has a column once."""
     indices = schema.get_all_field_indices(name)
     if len(indices) != 1:
         what = "missing" if not indices else f"present {len(indices)} times"
@@ -381,4 +381,3 @@ def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
             path=path,
             column=name,
         )
-    return schema.field(indices[0])
