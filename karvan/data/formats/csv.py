@@ -146,7 +146,8 @@ class CsvSource(FileSource):
         with self._text(path) as text:
             head = text.read(_BLOCK)
             is_all = len(head) < _BLOCK and not text.read(1)
-        _require_single_bytes(path, head)
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:  # its mark, or a letter's zeros
+            raise DataError(f"Expected text in UTF-8, got bytes that look like UTF-16. {_CONVERT}", path=path)
         if b"\r" in head and b"\n" not in head:
             self._with_carriage_returns.add(path)
             head = head.replace(b"\r", b"\n")
@@ -543,12 +544,6 @@ class CsvSource(FileSource):
 
 def _declare(name: str) -> str:
     return f'Declare the type of the column: options={{"schema": {{"{name}": "string"}}}}, or "float64".'
-
-
-def _require_single_bytes(path: str, head: bytes) -> None:
-    """Raise a DataError for text in UTF-16 or UTF-32, by its mark or the zeros of its first letter."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:
-        raise DataError(f"Expected text in UTF-8, got bytes that look like UTF-16. {_CONVERT}", path=path)
 
 
 def _scan(
