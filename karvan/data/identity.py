@@ -11,9 +11,9 @@ Any data for `Trainer.fit` may have a method `identity()` that returns one.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def fingerprint_files(filesystem: fs.FileSystem, paths: Sequence[str], budget: B
     def read(task: tuple[str, list[Range]]) -> bytes:
         path, ranges = task
         with located(path), filesystem.open_input_file(path) as file:
-            return b"".join(_digest(file.read_at(length, first)) for first, length in ranges)
+            return b"".join(sha256(file.read_at(length, first)).digest() for first, length in ranges)
 
     digests = map_on_threads(read, tasks, _THREADS)
     return text_hash(f"{sizes} {[digest.hex() for digest in digests]}")
@@ -105,7 +105,7 @@ def ranges_of(sizes: Sequence[int], budget: Budget) -> list[list[Range]]:
 def fingerprint_table(table: pa.Table, budget: int = _TABLE_BUDGET) -> str:
     """A hash of the columns and of their values, up to a budget; it does not depend on the chunks."""
     size = 1 << max(0, int(table.nbytes) - 1).bit_length()  # equal tables may differ by a few bytes
-    digest = hashlib.sha256(f"{table.schema.names} {table.num_rows}".encode())
+    digest = sha256(f"{table.schema.names} {table.num_rows}".encode())
     blocks = [(0, table.num_rows)]
     if size > budget:
         count = max(1, table.num_rows * budget // size // _TABLE_BLOCKS)
@@ -168,11 +168,7 @@ def spread(count: int, most: int) -> Sequence[int]:
 
 def text_hash(text: str) -> str:
     """A hash of 16 characters."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _digest(data: Any) -> bytes:
-    return hashlib.sha256(data).digest()
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 _FILES_LISTED = 1024
@@ -239,9 +235,11 @@ class Identity:
 def identity_of(source: Source) -> Identity:
     """The identity of a source's records."""
     parts = source.parts()
-    digest = hashlib.sha256()
+    digest = sha256()
     for part in parts:
-        digest.update(f"{_path_in_id(part.path)} {part.records}\n".encode())
+        *folders, name = part.path.split("/")
+        partitions = [folder for folder in folders if "=" in folder]  # other names of folders do not count
+        digest.update(f"{'/'.join([*partitions, name])} {part.records}\n".encode())
     content: Callable[[], str] | None = getattr(source, "fingerprint", None)
     digest.update((content() if content else "\n".join(part.path for part in parts)).encode())
     return Identity(digest.hexdigest()[:16], _label(parts), files=files_of(source))
@@ -251,11 +249,6 @@ def files_of(source: Source) -> tuple[str, ...]:
     """Hash the name and length of every file, for `Identity.files`; no hashes for very many files."""
     parts = source.parts()
     return tuple(text_hash(f"{part.path} {part.records}") for part in parts if len(parts) <= _FILES_LISTED)
-
-
-def _path_in_id(path: str) -> str:
-    *folders, name = path.split("/")
-    return "/".join([*(folder for folder in folders if "=" in folder), name])
 
 
 def _label(parts: Sequence[Part]) -> str:

@@ -324,7 +324,6 @@ class LeasedLoader(Pipeline):
     def __init__(self, settings: ReadSettings, plan: TaskReads, checks: ValueChecks | None = None) -> None:
         super().__init__(settings, plan, checks=checks)
         self._tasks = plan
-        self.stop = self.close
 
     @property
     def idle(self) -> bool:
@@ -338,6 +337,10 @@ class LeasedLoader(Pipeline):
     def suspects(self, error: Exception) -> list[TakenRecords]:
         """The records of which one may be the reason that the next batch raised this error."""
         return self._tasks.suspects(self.failed_split(error))
+
+    def stop(self) -> None:
+        """End the threads; leases stay."""
+        self.close()
 
 
 class LeasedBatch(dict[str, Entry]):

@@ -5,12 +5,12 @@ records by number. `Download.read` asks for a range of records and yields them a
 checksums of the answer verified.
 
 pyodps would repeat failed requests itself, in silence, for two minutes or for ever. Karvan has its own limit
-and warnings for that (see `karvan/data/retry`), so pyodps is told not to: its options are changed in a
+and warnings for that (see `karvan/data/retry.py`), so pyodps is told not to: its options are changed in a
 context of their own, and errors that it would act on are translated before it sees them. `temporary` errors
 are outages: lost connections, timeouts, and the answers 408, 429 and 5xx. What a server says is shown without
 the account's id and keys, which some of its messages repeat.
 
-This module needs pyodps; `source.py` imports it when a table is opened.
+This module needs pyodps; `maxcompute.py` imports it when a table is opened.
 """
 
 from __future__ import annotations

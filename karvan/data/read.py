@@ -189,7 +189,8 @@ def open_data(
             raise TypeError(
                 "Expected a frame with its rows, but received a LazyFrame: give it frame.collect()."
             )
-        source = data if _is_source(data) else open_frame(data)
+        is_source = all(hasattr(data, name) for name in ("schema", "parts", "read"))
+        source = data if is_source else open_frame(data)
     for column in columns or ():
         if isinstance(source, FileSource) and isinstance(column, Fixed) and column.dtype is not None:
             source.declare_numbers(column.name, column.dtype.is_floating_point)
@@ -230,10 +231,6 @@ def _is_path(data: object) -> bool:
     if isinstance(data, str | os.PathLike):
         return True
     return isinstance(data, list | tuple) and len(data) > 0 and all(map(_is_path, data))
-
-
-def _is_source(data: object) -> bool:
-    return all(hasattr(data, name) for name in ("schema", "parts", "read"))
 
 
 def _inferred(schema: pa.Schema, name: str) -> Column:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import Files
-from karvan.data.source import Source, Split, place_of
+from karvan.data.source import Source, Split
 from karvan.errors import is_temporary
 
 # `Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
@@ -57,19 +57,14 @@ class Patience:
         """The data is no longer needed: threads that wait give up."""
         self._ended.set()
 
-    @property
-    def ended(self) -> bool:
-        """Whether nobody needs the data any more."""
-        return self._ended.is_set()
-
     def pause(self, error: BaseException, seconds: float) -> bool:
         """Wait after an error, and warn from time to time; False if nobody needs the data any more."""
+        if self._ended.is_set():
+            return False
         now = time.monotonic()
         with self._lock:
             self._since = now if self._since is None else self._since
-            warns = (
-                now >= self._warned + _WARN_EVERY
-            )  # not for each error of a source that fails again and again
+            warns = now >= self._warned + _WARN_EVERY  # also if the source fails again and again
             if warns:
                 self._warned = now
         if warns:
@@ -229,7 +224,8 @@ class RetryingSource:
 
     def place_of(self, path: str, record: int) -> str:
         """Where a record is, for errors."""
-        return place_of(self._source, path, record)
+        find = getattr(self._source, "place_of", None)  # a source may say more
+        return f"record {record}" if find is None else str(find(path, record))
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """The records of a split; after an outage, from the first one that has not been handed out."""
@@ -270,7 +266,7 @@ class _Failure:
         self.count += 1
         remaining = self._since + patience.seconds - now
         pause = min(_FIRST_PAUSE * 2.0 ** min(self.count - 1, 20), _LONGEST_PAUSE, remaining)
-        waited = remaining > 0 and not patience.ended and patience.pause(error, pause)
+        waited = remaining > 0 and patience.pause(error, pause)
         if not waited and isinstance(error, DataError):
             error.temporary = True
         return waited

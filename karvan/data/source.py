@@ -58,13 +58,6 @@ def require_inside(split: Split, records: int) -> None:
         raise DataError(f"Records {first} to {end} were requested, but there are {records}.", path=split.path)
 
 
-def place_of(source: Source, path: str, record: int) -> str:
-    """Where a record is, for errors: a source may have a `place_of(path, record)` that says more."""
-    find = getattr(source, "place_of", None)
-    place: str = f"record {record}" if find is None else find(path, record)
-    return place
-
-
 class Source(Protocol):
     """The interface of finite data that can be read any number of times, on several threads at once.
 

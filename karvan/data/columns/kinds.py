@@ -105,17 +105,14 @@ def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     if types.is_dictionary(a) or types.is_dictionary(b):
         return widest(*(type_.value_type if types.is_dictionary(type_) else type_ for type_ in (a, b)))
     if is_text(a) and is_text(b):
-        strings = all(_is_string(type_) for type_ in (a, b))
+        is_string = (types.is_string, types.is_large_string, types.is_string_view)
+        strings = all(any(is_kind(type_) for is_kind in is_string) for type_ in (a, b))
         return pa.large_string() if strings else pa.large_binary()
     for common in (_integers, _floats, _times, _lists, _fields):
         type_ = common(a, b)
         if type_ is not None:
             return type_
     return None
-
-
-def _is_string(type_: pa.DataType) -> bool:
-    return bool(types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_))
 
 
 def _integers(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:

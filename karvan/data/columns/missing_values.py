@@ -19,6 +19,7 @@ from torch import Tensor
 
 from karvan.data.columns import arrow_to_torch
 from karvan.data.columns.arrow_to_torch import (
+    DtypeRange,
     describe_beyond,
     describe_inexact,
     first_beyond,
@@ -133,7 +134,9 @@ class ValueChecks:
             message = missing_value("label" if self._labels[column.name] else "weight")
             yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
         if isinstance(column, Fixed | Varlen) and is_number(leaf):
-            yield from _limited(column, leaf)
+            limits = limits_of(arrow_to_torch.plain_type(leaf), getattr(column, "dtype", None))
+            if limits is not None:
+                yield _limit_check(column.name, limits)
         if isinstance(column, Varlen) and is_weighted(leaf):
             yield _Check(column.name, first_missing_weight, lambda _: MISSING_WEIGHT)
         elif isinstance(column, Fixed) and is_number(leaf):
@@ -171,15 +174,11 @@ def _declared(column: Fixed, type_: pa.DataType) -> Iterator[_Check]:
         yield _value_check(column.name, first_inexact, describe_inexact)
 
 
-def _limited(column: Fixed | Varlen, leaf: pa.DataType) -> Iterator[_Check]:
+def _limit_check(column: str, limits: DtypeRange) -> _Check:
     """The check that a column's dtype holds the values."""
-    limits = limits_of(arrow_to_torch.plain_type(leaf), getattr(column, "dtype", None))
-    if limits is None:
-        return
-
     plain = arrow_to_torch.plain
-    yield _value_check(
-        column.name,
+    return _value_check(
+        column,
         lambda values: first_beyond(plain(values), limits),
         lambda values, at: describe_beyond(plain(values)[at].as_py(), limits),
     )

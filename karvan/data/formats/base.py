@@ -153,9 +153,8 @@ class FileSource(ABC):
             if any(schema.equals(other) for other in different.values()):
                 continue
             different[path] = schema
-            with located(path):
-                for name in names:
-                    _field(schema, name, path)
+            for name in names:
+                _require_column(schema, name, path)
             if self._columns is None:
                 unread.update((name, path) for name in schema.names if name not in names)
         for name, path in unread.items():
@@ -237,21 +236,18 @@ class FileSource(ABC):
         if first == end:
             return
         group = int(np.searchsorted(layout.starts, first, side="right")) - 1
-        reader = self._stored_reader(split.path, int(layout.starts[group]), first)
+        group_start = int(layout.starts[group])
+        with self._lock:  # a reader that stopped here, or before in the same group, which it has decoded
+            stops = [at for path, at in self._readers if path == split.path and group_start <= at <= first]
+            reader = self._readers.pop((split.path, max(stops))) if stops else None
         if reader is None:
-            reader = _Reader(self._batches(split.path, layout, group), int(layout.starts[group]))
+            reader = _Reader(self._batches(split.path, layout, group), group_start)
         yield from reader.take(first, end)
         if end < layout.records:
             with self._lock:
                 self._readers[(split.path, end)] = reader
                 while len(self._readers) > _STORED_READERS:
                     del self._readers[next(iter(self._readers))]
-
-    def _stored_reader(self, path: str, group_start: int, first: int) -> _Reader | None:
-        """A reader that has stopped at a record, or before it in the same group, which it has decoded."""
-        with self._lock:
-            stops = [at for name, at in self._readers if name == path and group_start <= at <= first]
-            return self._readers.pop((path, max(stops))) if stops else None
 
     def fingerprint(self) -> str:
         """A hash of the bytes; see `karvan/data/identity.py`."""
@@ -372,7 +368,8 @@ def _widened(column: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
     return column if column.type == type_ else column.cast(type_, safe=False)
 
 
-def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
+def _require_column(schema: pa.Schema, name: str, path: str) -> None:
+    """Raise a DataError unless a file has a column once."""
     indices = schema.get_all_field_indices(name)
     if len(indices) != 1:
         what = "missing" if not indices else f"present {len(indices)} times"
@@ -381,4 +378,3 @@ def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
             path=path,
             column=name,
         )
-    return schema.field(indices[0])

@@ -32,7 +32,6 @@ from karvan.data.columns.kinds import common_type, type_of
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv_cells import (
-    IntegerTable,
     ambiguous_cell,
     are_digits,
     differ_only_in_zeros,
@@ -40,6 +39,7 @@ from karvan.data.formats.csv_cells import (
     from_digits,
     from_hex,
     from_text,
+    integer_parser,
 )
 from karvan.data.formats.paths import Files
 from karvan.native import _native
@@ -146,7 +146,8 @@ class CsvSource(FileSource):
         with self._text(path) as text:
             head = text.read(_BLOCK)
             is_all = len(head) < _BLOCK and not text.read(1)
-        _require_single_bytes(path, head)
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:  # its mark, or a letter's zeros
+            raise DataError(f"Expected text in UTF-8, got bytes that look like UTF-16. {_CONVERT}", path=path)
         if b"\r" in head and b"\n" not in head:
             self._with_carriage_returns.add(path)
             head = head.replace(b"\r", b"\n")
@@ -222,13 +223,13 @@ class CsvSource(FileSource):
             return
         bounds: list[int] = layout.detail
         schema = pa.schema([(name, self._types.get(name, pa.null())) for name in names])
-        integers = IntegerTable.of(self._parsing(), self._nulls, schema, columns, self._hexadecimal)
+        parse = integer_parser(self._delimiter, self._quote, self._nulls, schema, columns, self._hexadecimal)
         with self._text(path) as text:
             _skip(text, bounds[group])
             for number, (begin, end) in enumerate(pairwise(bounds[group:]), group):
                 data = text.read(end - begin)
                 rows = int(layout.starts[number + 1] - layout.starts[number])
-                parsed = None if integers is None else integers.parse(data, rows)
+                parsed = None if parse is None else parse(data, rows)
                 if parsed is not None:
                     yield number, parsed
                     continue
@@ -543,12 +544,6 @@ class CsvSource(FileSource):
 
 def _declare(name: str) -> str:
     return f'Declare the type of the column: options={{"schema": {{"{name}": "string"}}}}, or "float64".'
-
-
-def _require_single_bytes(path: str, head: bytes) -> None:
-    """Raise a DataError for text in UTF-16 or UTF-32, by its mark or the zeros of its first letter."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:
-        raise DataError(f"Expected text in UTF-8, got bytes that look like UTF-16. {_CONVERT}", path=path)
 
 
 def _scan(

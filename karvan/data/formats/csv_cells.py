@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pyarrow import csv, types
+from pyarrow import types
 
 from karvan.data.columns.declarations import is_list
 from karvan.data.errors import DataError
@@ -28,56 +27,44 @@ _TYPES = (pa.int64(), pa.float32(), pa.float64())
 _DELIMITERS = ("\t", ",", ";", "|")
 
 
-@dataclass(frozen=True)
-class IntegerTable:
-    """How to read a table: the base of each column, 0 for those that are not requested."""
+def integer_parser(
+    delimiter: str,
+    quote: str | None,
+    nulls: Sequence[str],
+    schema: pa.Schema,
+    columns: Sequence[str],
+    hexadecimal: Collection[str],
+) -> Callable[[bytes, int], pa.RecordBatch | None] | None:
+    """A function of the text of a file with this schema; None if it may hold what the core does not read.
 
-    delimiter: str
-    quote: bytes
-    bases: list[int]
-    schema: pa.Schema
-    """The requested columns, in the order of the text."""
-    names: list[str]
-    """Their names, in the order of the request."""
+    It gives the records of the text, or None if that is not exactly so many lines of integers.
+    """
+    requested = pa.schema([field for field in schema if field.name in columns])
+    plain = len(schema) > 1 and delimiter in _DELIMITERS and list(nulls) == [""]
+    if not plain or not len(requested) or any(field.type not in _TYPES for field in requested):
+        return None
+    bases = [  # 0 for columns that are not requested
+        0 if field.name not in columns else 16 if field.name in hexadecimal else 10 for field in schema
+    ]
+    quote_bytes = (quote or "").encode()
 
-    @classmethod
-    def of(
-        cls,
-        parsing: csv.ParseOptions,
-        nulls: Sequence[str],
-        schema: pa.Schema,
-        columns: Sequence[str],
-        hexadecimal: Collection[str],
-    ) -> IntegerTable | None:
-        """The table of a file with this schema; None if it may hold what the core does not read."""
-        requested = pa.schema([field for field in schema if field.name in columns])
-        plain = len(schema) > 1 and parsing.delimiter in _DELIMITERS and list(nulls) == [""]
-        if not plain or not len(requested) or any(field.type not in _TYPES for field in requested):
+    def parse(text: bytes, rows: int) -> pa.RecordBatch | None:
+        if b"\r" in text or (quote_bytes and quote_bytes in text):
             return None
-        bases = [
-            0 if field.name not in columns else 16 if field.name in hexadecimal else 10 for field in schema
-        ]
-        quote = (parsing.quote_char or "").encode()
-        return cls(parsing.delimiter, quote, bases, requested, list(columns))
-
-    def parse(self, text: bytes, rows: int) -> pa.RecordBatch | None:
-        """The records of the text, or None if it is not exactly `rows` lines of integers."""
-        if b"\r" in text or (self.quote and self.quote in text):
-            return None
-        values = np.empty((len(self.schema), rows), np.int64)
-        present = np.full((len(self.schema), (rows + 7) // 8), 255, np.uint8)
-        buffer = np.frombuffer(text, np.uint8)
-        missing = _native.parse_lines(buffer, self.delimiter, self.bases, values, present)
+        values = np.empty((len(requested), rows), np.int64)
+        present = np.full((len(requested), (rows + 7) // 8), 255, np.uint8)
+        missing = _native.parse_lines(np.frombuffer(text, np.uint8), delimiter, bases, values, present)
         if missing is None:
             return None
         arrays = {}
-        for index, field in enumerate(self.schema):
+        for index, field in enumerate(requested):
             bits = pa.py_buffer(present[index]) if missing[index] else None
-            cells = pa.Array.from_buffers(
-                pa.int64(), rows, [bits, pa.py_buffer(values[index])], missing[index]
-            )
+            buffers = [bits, pa.py_buffer(values[index])]
+            cells = pa.Array.from_buffers(pa.int64(), rows, buffers, missing[index])
             arrays[field.name] = cells if field.type == pa.int64() else cells.cast(field.type, safe=False)
-        return pa.RecordBatch.from_pydict({name: arrays[name] for name in self.names})
+        return pa.RecordBatch.from_pydict({name: arrays[name] for name in columns})
+
+    return parse
 
 
 # Lists, ids with weights and hexadecimal ids in text cells.

@@ -102,7 +102,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
             raise DataError("All files of one source must be on one file system.", path=text)
         chosen = system
         with located(text):
-            expanded = list(_expand(system, inside))
+            expanded = _expand(system, inside)
         if not expanded:
             raise DataError("There is no such file, and no file inside of such a folder.", path=text)
         matches += expanded
@@ -132,7 +132,7 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
         query = f"{query}&" if query else "?"
         query += f"retry_limit_seconds={_GOOGLE_RETRY_SECONDS}"
     # Globs hold characters that are not allowed in URLs, so only the part before them is parsed.
-    fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
+    fixed = text[: _glob_start(text)]
     cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
     head, tail = text[:cut] + query, text[cut:]
     try:
@@ -227,18 +227,20 @@ def _fixed(request: str, path: str) -> int:
     """The length of the part of a path that was given: a file's folder, a folder, or up to a glob."""
     if request == path:
         return path.rfind("/") + 1
-    start = min((request.find(mark) for mark in "*?[" if mark in request), default=len(request))
+    start = _glob_start(request)
     return start if start == len(request) else request.rfind("/", 0, start) + 1
 
 
-def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
-    info = system.get_file_info(path)
-    if info.type == fs.FileType.File:
-        yield path
-    elif info.type == fs.FileType.Directory:
-        yield from _inside(system, path)
-    elif any(mark in path for mark in "*?["):
-        yield from sorted(set(_match(system, _Listing(system), "", path.split("/"))))
+def _expand(system: fs.FileSystem, path: str) -> list[str]:
+    exists = system.get_file_info(path).type in (fs.FileType.File, fs.FileType.Directory)
+    if exists or _glob_start(path) == len(path):
+        return list(_match(system, _Listing(system), path, []))
+    return sorted(set(_match(system, _Listing(system), "", path.split("/"))))
+
+
+def _glob_start(path: str) -> int:
+    """Where the first mark of a glob is; the length of a path without one."""
+    return min((path.find(mark) for mark in "*?[" if mark in path), default=len(path))
 
 
 def _inside(system: fs.FileSystem, folder: str) -> list[str]:
@@ -250,7 +252,7 @@ def _inside(system: fs.FileSystem, folder: str) -> list[str]:
 
 def _match(system: fs.FileSystem, listing: _Listing, done: str, segments: list[str]) -> Iterator[str]:
     """Files below `done` that match the segments of a glob; of a matching folder, all files inside."""
-    while segments and not any(mark in segments[0] for mark in "*?["):
+    while segments and _glob_start(segments[0]) == len(segments[0]):
         done, segments = done + segments[0] + ("/" if len(segments) > 1 else ""), segments[1:]
     if not segments:
         info = system.get_file_info(done)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import fs
+from pyarrow import fs, types
 
 from karvan.data.columns.kinds import common_type, type_of
 from karvan.data.errors import DataError
@@ -181,10 +181,10 @@ class RecordSource(FileSource):
         if not self._is_example:
             return super()._find_schema()
         self._inspect_all()
-        types_by_name: dict[str, list[tuple[str, pa.DataType]]] = {}
+        types_by_name: dict[str, dict[str, pa.DataType]] = {}
         for path in self._files.paths:
             for field in self._layouts[path].schema:
-                types_by_name.setdefault(field.name, []).append((path, field.type))
+                types_by_name.setdefault(field.name, {})[path] = field.type
         names = [
             *self._declared_types,
             *sorted(name for name in types_by_name if name not in self._declared_types),
@@ -198,14 +198,18 @@ class RecordSource(FileSource):
                     path=self._files.paths[0],
                     column=name,
                 )
-            fields.append(
-                (name, self._declared_types.get(name) or self._found_type(name, types_by_name[name]))
-            )
+            type_ = self._declared_types.get(name)
+            fields.append((name, type_ or self._feature_type(name, types_by_name[name])))
         return pa.schema(fields)
 
-    def _found_type(self, name: str, types_of_files: Sequence[tuple[str, pa.DataType]]) -> pa.DataType:
-        kinds = examples.merged([type_ for _, type_ in types_of_files], name in self._declared_lists)
-        return common_type(name, zip([path for path, _ in types_of_files], kinds, strict=True))
+    def _feature_type(self, name: str, of_files: Mapping[str, pa.DataType]) -> pa.DataType:
+        """One type of a feature: lists in all files, if they are in one, or if this was declared."""
+        if name in self._declared_lists or any(map(types.is_list, of_files.values())):
+            of_files = {
+                path: type_ if types.is_list(type_) or types.is_null(type_) else pa.list_(type_)
+                for path, type_ in of_files.items()
+            }
+        return common_type(name, of_files.items())
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         start = file.read(12)

@@ -7,7 +7,7 @@ is null; one that is present and empty is an empty list, or null in a column of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,7 +106,7 @@ def decode(records: Payloads, columns: Mapping[str, pa.DataType], all_named: boo
 
 def encode(rows: pa.RecordBatch) -> tuple[Bytes, Places]:
     """A record for each row, one after the other, and their bounds; nulls are omitted."""
-    names, kinds, present, offsets, values, byte_offsets = [], [], [], [], [], []
+    features = []
     for field, column in zip(rows.schema, rows.columns, strict=True):
         with located(column=field.name):
             bounds, flat = _flatten(column)
@@ -116,16 +116,11 @@ def encode(rows: pa.RecordBatch) -> tuple[Bytes, Places]:
                     "A feature of tf.Example can be integers, bools, floats, strings, bytes, or lists of one "
                     f"of these, but the column's type is {field.type}."
                 )
-            numbers, inner = _stored(flat, kind)
-        names.append(field.name)
-        kinds.append(kind)
-        present.append(column.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8))
-        offsets.append(bounds)
-        values.append(numbers)
-        byte_offsets.append(inner)
-    records: tuple[Bytes, Places] = _native.encode_examples(
-        rows.num_rows, names, kinds, present, offsets, values, byte_offsets
-    )
+            values, byte_offsets = _stored(flat, kind)
+        present = column.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)
+        features.append((field.name, kind, present, bounds, values, byte_offsets))
+    columns = [list(column) for column in zip(*features, strict=True)] or [[]] * 6
+    records: tuple[Bytes, Places] = _native.encode_examples(rows.num_rows, *columns)
     return records
 
 
@@ -243,10 +238,3 @@ def _error(
 
 def _text(name: bytes) -> str:
     return name.decode(errors="backslashreplace")
-
-
-def merged(types_: Sequence[pa.DataType], is_list: bool) -> list[pa.DataType]:
-    """The types of one feature in several files: lists in all of them, if they are in one or if `is_list`."""
-    if not is_list and not any(map(types.is_list, types_)):
-        return list(types_)
-    return [type_ if types.is_list(type_) or types.is_null(type_) else pa.list_(type_) for type_ in types_]

@@ -322,11 +322,6 @@ class Division:
     world_size: int
     positions: Mapping[int, RankPosition]
 
-    @property
-    def first_epoch(self) -> int:
-        """The first epoch that is not complete on all ranks."""
-        return min(position.epoch for position in self.positions.values())
-
     def reaches(self, epoch: int) -> bool:
         """Whether a rank has handed out records of this epoch, or of a later one."""
         return any((position.epoch, position.records) > (epoch, 0) for position in self.positions.values())
@@ -369,7 +364,7 @@ class Position(NamedTuple):
                 f"Rank {rank} of {world} needs its own position or the merged one of all ranks, but "
                 f"received the position of ranks {sorted(positions)} of {self.now.world_size}."
             )
-        first = self.now.first_epoch
+        first = min(position.epoch for position in positions.values())  # that is not complete on all ranks
         earlier = tuple(division for division in (*self.earlier, self.now) if division.reaches(first))
         return earlier, RankPosition(first, 0, max(position.steps for position in positions.values()))
 
