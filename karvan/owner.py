@@ -195,7 +195,12 @@ def _user() -> str:
 
 _log = logging.getLogger(__name__)
 
-_SETTLED_AFTER = 1.0  # seconds after which the owner reads what it has written
+FILE = ".karvan-owner.json"
+_RENEWALS = 6  # of a lease within its seconds
+_POLL_EVERY = 0.5  # seconds between two reads of a lease that is being watched
+_MOST_BYTES = 16384
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)  # some file systems
+_SETTLED_AFTER = 1.0  # seconds after which the owner of an object reads what it has written
 
 
 class LeaseObject(Protocol):
@@ -245,13 +250,6 @@ def _wait_for_end(
                 raise refused_error(path, record)
             content = now
     return f"{owner or 'an unknown owner'}, which did not renew its lease for {seconds:g} s"
-
-
-FILE = ".karvan-owner.json"
-_RENEWALS = 6  # of a lease within its seconds
-_POLL_EVERY = 0.5  # seconds between two reads of a lease that is being watched
-_MOST_BYTES = 16384
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)  # some file systems
 
 
 class Lease:

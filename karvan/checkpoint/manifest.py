@@ -79,11 +79,6 @@ def share_of(rank: int, ranks: int) -> Range:
     return Range(first_hash_of(rank, ranks) >> 32, first_hash_of(rank + 1, ranks) >> 32)
 
 
-def equal_cuts(parts: int) -> list[int]:
-    """The starts of so many equal ranges; `parts` is a power of two."""
-    return [part * (SPACE // parts) for part in range(parts)]
-
-
 def between(cuts: Sequence[int]) -> list[Range]:
     """The ranges that start at these cuts; each ends at the next one."""
     return [Range(first, end) for first, end in zip(cuts, [*cuts[1:], SPACE], strict=True)]
@@ -289,7 +284,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> TableEntry:
     if not any("first" in part for part in parts):  # an earlier format of single processes: equal parts
         count = len(parts)
         _require(count > 0 and count & (count - 1) == 0, f"table '{name}' has {count} parts")
-        parts = [part | {"first": first} for part, first in zip(parts, equal_cuts(count), strict=True)]
+        parts = [part | {"first": index * (SPACE // count)} for index, part in enumerate(parts)]
     _require(all("first" in part for part in parts), f"table '{name}' has parts without 'first'")
     extras = content.pop("extras", None)
     if extras is None:  # also an earlier format

@@ -7,6 +7,9 @@ that dies. The next one listens at the same address, takes over the lease of the
 adopts the processes. On another machine it has another address, of which its engine tells them. Two masters
 exclude each other by a lock in the run folder, by that lease, and by the ledger's lock.
 
+Its services are imported where they start: an installation that lacks a part is an outcome of the job, and no
+reason to restart the master.
+
 What it prints is the log of the job: a line of a process is `NAME | line`. Lines of the name `job` are for
 programs: JSON with the state of the job, and in the end how it has ended.
 """
@@ -16,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -25,14 +27,10 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from karvan.activity import ActivityReport
-from karvan.cluster.master import LEDGER, release_all
-from karvan.discovery.directory import Member
-from karvan.discovery.registry import Registry
 from karvan.errors import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
-from karvan.job.address import UNIX, is_everywhere, split_address
+from karvan.job.address import is_everywhere, split_address
 from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.roles import Role, role_of, start_order
 from karvan.launch.engines.base import name_of
@@ -40,134 +38,17 @@ from karvan.launch.engines.choice import make_engine
 from karvan.launch.health import Timing
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, MergedLogs
-from karvan.launch.processes import JobState, ManagedProcess
+from karvan.launch.processes import JobState
 from karvan.launch.role_programs import Commands, security_of
 from karvan.launch.run_folder import GROUP, RENDEZVOUS, STATE, WORK, RunFolder, RunFolderError
 from karvan.launch.supervisor import JobOutcome, Supervisor
 from karvan.owner import OwnerError, Ownership, own
-from karvan.protocol.master import JOB_CALLS, JOB_STATUS, SCALE_JOB, STOP_JOB, JobStatus, ScaleJob, StopJob
-from karvan.wire import Endpoint, ListenError, Message, RefusedError, Request, Security, Service, endpoints
-from karvan.work.ledger import LedgerDiskError, LedgerError
-from karvan.work.service import WorkService
-from karvan.work.trainer_group import TrainerGroup
 
-# `JobService`: the calls by which commands see and stop a running job.
-#
-#     job_status    the processes of the job, what they do, and how far its leased work is
-#     scale_job     have another number of trainers
-#     stop_job      stop the job in order, as SIGTERM does: trainers save. `now` kills all processes instead
-#
-# They are answered at the address of the registry, with the job's token and TLS.
-
-
-class JobService(Service):
-    """Answers the calls; `supervise` says whose job it is, once that is known."""
-
-    name = "job"
-    progresses = False
-
-    def __init__(self) -> None:
-        self._supervisor: Supervisor | None = None
-        self.endpoints = endpoints(
-            JOB_CALLS,
-            Endpoint(JOB_STATUS, self._status),
-            Endpoint(SCALE_JOB, self._scale),
-            Endpoint(STOP_JOB, self._stop),
-        )
-
-    def supervise(self, supervisor: Supervisor) -> None:
-        """Answer for this job from now on."""
-        self._supervisor = supervisor
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def _status(self, request: Request) -> Message[JobStatus]:
-        supervisor = self._job()
-        registry = supervisor.registry
-        members = {(member.role, member.index): member for member in registry.members()}
-        activities = registry.activities()
-        started = all(member.token for member in supervisor.members if member.wanted)
-        return Message(
-            JobStatus(
-                job=supervisor.spec.name,
-                state="stopping" if supervisor.stopping else "running" if started else "starting",
-                mode=supervisor.spec.mode,
-                generation=supervisor.generation,
-                master=os.getpid(),
-                processes=[
-                    _described(process, members.get(process.key), activities.get(process.key))
-                    for process in supervisor.members
-                ],
-                work=supervisor.work.progress(),
-            )
-        )
-
-    def _scale(self, request: Request[ScaleJob]) -> Message:
-        supervisor = self._job()
-        trainers, number = supervisor.spec.roles.trainers, request.head.trainers
-        if not trainers.varies:
-            raise RefusedError(
-                f"its number of trainers is fixed, {trainers.replicas}: only jobs with sharding: dynamic and "
-                "roles.trainers: {min: …, max: …} can be scaled."
-            )
-        if not trainers.least <= number <= trainers.most:
-            raise RefusedError(f"expected {trainers.least} to {trainers.most} trainers, got {number}.")
-        supervisor.scale(number)
-        return Message({})
-
-    def _stop(self, request: Request[StopJob]) -> Message:
-        supervisor = self._job()
-        if not supervisor.stopping:
-            supervisor.interrupt(signal.SIGTERM)
-        if request.head.now:
-            supervisor.interrupt(signal.SIGINT)  # the second one kills
-        return Message({})
-
-    def _job(self) -> Supervisor:
-        if self._supervisor is None:
-            raise RefusedError("expected a master that has started, got one that is just starting.")
-        return self._supervisor
-
-
-def _described(
-    process: ManagedProcess, member: Member | None, report: ActivityReport | None
-) -> dict[str, Any]:
-    handle = process.handle
-    host = socket.gethostname()
-    if member is not None and not member.address.startswith(UNIX):
-        host = member.address.rpartition(":")[0] or member.address
-    return {
-        "role": process.role,
-        "index": process.index,
-        "pid": handle.pid if handle is not None and process.running else None,
-        "host": host,
-        "state": _state(process, member),
-        "code": process.code,
-        "generation": process.generation,
-        "heartbeat": None if member is None or not process.running else member.silent,
-        "activity": "" if report is None or not process.running else _activity(report),
-    }
-
-
-def _state(process: ManagedProcess, member: Member | None) -> str:
-    if process.running:
-        return "starting" if member is None else "running" if member.healthy else "silent"
-    if not process.wanted:
-        return "not wanted"
-    if process.code is None or process.due is not None:
-        return "restarting" if process.token else "starting"
-    return "done" if process.code == 0 else "ended"
-
-
-def _activity(report: ActivityReport) -> str:
-    """What a process does, from its last heartbeat."""
-    parts = [report.task] if report.task else []
-    if waits := sorted(report.waits.items(), key=lambda wait: -wait[1]):
-        parts.append(f"waits for {waits[0][0]} for {waits[0][1]:.0f} s")
-    if report.idle >= 10:
-        parts.append(f"no progress for {report.idle:.0f} s")
-    return ", ".join(parts)[:300]
+if TYPE_CHECKING:
+    from karvan.discovery.registry import Registry
+    from karvan.launch.job_calls import JobService
+    from karvan.work.service import WorkService
+    from karvan.work.trainer_group import TrainerGroup
 
 
 # The signals of a master: kept from its first moment on, for the supervisor that it has later.
@@ -302,6 +183,12 @@ def _services(
     folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState
 ) -> Iterator[tuple[WorkService, TrainerGroup, JobService, Registry]]:
     """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
+    from karvan.cluster.master import LEDGER, release_all
+    from karvan.launch.job_calls import JobService
+    from karvan.work.ledger_file import LedgerDiskError, LedgerError
+    from karvan.work.service import WorkService
+    from karvan.work.trainer_group import TrainerGroup
+
     ledger = folder.shared / WORK if spec.checkpoints is None else spec.checkpoints / LEDGER
     ledger.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -331,6 +218,9 @@ def _services(
 def _registry(
     folder: RunFolder, spec: JobSpec, host: str, timing: Timing, state: JobState, beside: list[Any]
 ) -> Registry:
+    from karvan.discovery.registry import Registry
+    from karvan.wire import ListenError, Security
+
     before = folder.master()
     last, port = (host, spec.registry_port) if before is None else split_address(before["address"])
     elsewhere = not is_everywhere(host) and last != host

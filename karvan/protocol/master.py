@@ -341,7 +341,7 @@ RENDEZVOUS_CALLS = table_of(
 )
 
 
-# The calls of commands about a running job; `karvan/launch/master.py` has the protocol.
+# The calls of commands about a running job; `karvan/launch/job_calls.py` has the protocol.
 
 
 STATES = ("starting", "running", "stopping")

@@ -177,7 +177,7 @@ def test_stop_lets_trainers_save_and_now_kills(tmp_path, run):
 
 
 def test_a_master_that_does_not_answer_is_told_with_code_75(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("karvan.launch.job_client._DEADLINE", 2.0)
+    monkeypatch.setattr("karvan.launch.job_calls._DEADLINE", 2.0)
     with Launched(tmp_path, ROLES) as job:
         job.wait_for("start", "", COUNT)
         master = job.master()

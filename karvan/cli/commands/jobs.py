@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from karvan.launch.health import Timing
-    from karvan.launch.job_client import JobClient
+    from karvan.launch.job_calls import JobClient
     from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_programs import Commands
 
@@ -346,7 +346,7 @@ _KILLED = {"code": None, "failure": "its processes were killed, or the machine w
 
 @contextmanager
 def _known(job: str) -> Iterator[JobClient]:
-    from karvan.launch.job_client import JobClient, MasterAwayError, RefusedByJobError, UnknownJobError
+    from karvan.launch.job_calls import JobClient, MasterAwayError, RefusedByJobError, UnknownJobError
     from karvan.launch.run_folder import DamagedRunFolderError, RunFolderError
 
     with (
@@ -369,7 +369,7 @@ def _end_text(outcome: dict[str, Any] | None) -> str:
 
 
 def _show_all(json_path: str | None) -> int:
-    from karvan.launch.job_client import job_names
+    from karvan.launch.job_calls import job_names
 
     rows = [_row(name) for name in job_names()]
     if not write_json(json_path, rows):
@@ -392,7 +392,7 @@ def _show_all(json_path: str | None) -> int:
 
 def _row(name: str) -> dict[str, Any]:
     """A job among others: what is damaged of it concerns nobody else."""
-    from karvan.launch.job_client import JobClient
+    from karvan.launch.job_calls import JobClient
     from karvan.launch.run_folder import DamagedRunFolderError
 
     try:

@@ -16,8 +16,8 @@ from karvan.cluster.loader.epoch_service import EpochService
 from karvan.cluster.loader.task_service import TaskService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.discovery.registry import Registry
+from karvan.launch.job_calls import JobService
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.master import JobService
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervisor import Supervisor
 from karvan.protocol.loader import MissingTrainers
