@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from karvan.errors import RefusedError, WireError
 from karvan.job.address import UNIX
 from karvan.launch.job_spec import JobSpec, read_spec
 from karvan.launch.run_folder import RunFolder, RunFolderError, jobs_folder
 from karvan.protocol.master import JOB_CALLS, JOB_STATUS, SCALE_JOB, STOP_JOB, JobStatus, ScaleJob, StopJob
 from karvan.wire import Client, Endpoint, Message, Request, Security, Service, endpoints
-from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.schema import Call
 
 if TYPE_CHECKING:

@@ -185,7 +185,7 @@ def _services(
     """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
     from karvan.cluster.master import LEDGER, release_all
     from karvan.launch.job_calls import JobService
-    from karvan.work.ledger_file import LedgerDiskError, LedgerError
+    from karvan.work.ledger import LedgerDiskError, LedgerError
     from karvan.work.service import WorkService
     from karvan.work.trainer_group import TrainerGroup
 

@@ -8,7 +8,7 @@ from dense_helpers import MAKERS, backward, batches, make_model, make_servers, n
 
 from karvan.dense.remote import AsyncDense, split_state
 from karvan.dense.wire_format import describe
-from karvan.job.sync_modes import DenseSettings
+from karvan.job.environment import DenseSettings
 
 
 def join(dense, model, optimizer, servers):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.wire_format import describe
-from karvan.job.sync_modes import DenseSettings
+from karvan.job.environment import DenseSettings
 
 
 def test_pull_gives_parameters_only_if_the_callers_are_older():

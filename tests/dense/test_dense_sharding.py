@@ -20,7 +20,7 @@ from karvan.checkpoint.state_tree import encode
 from karvan.cluster.parameter_server.dense_parameters import DenseParameters
 from karvan.dense.remote import merge_states, owner_of_parameter, split_state
 from karvan.dense.wire_format import describe
-from karvan.job.sync_modes import DenseSettings
+from karvan.job.environment import DenseSettings
 
 
 def test_owners_of_parameters_are_pinned():

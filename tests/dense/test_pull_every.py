@@ -11,7 +11,7 @@ from torch import nn
 
 from karvan.dense.remote import AsyncDense, split_state
 from karvan.dense.wire_format import describe
-from karvan.job.sync_modes import DenseSettings
+from karvan.job.environment import DenseSettings
 
 RATE, MOMENTUM = 0.1, 0.5
 
