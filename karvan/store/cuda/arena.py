@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from karvan.store.cuda import arena
 from karvan.store.cuda.kernels import exchange, fields
 from karvan.store.cuda.launch import Uploads
 
@@ -421,7 +420,7 @@ class TieredArena(RowArena):
         least, most = _HOST_CHUNKS
         wanted = max(self._host_bytes // 8, (rows - self._capacity) * self.row_bytes, self.row_bytes)
         size = min(max(least, 1 << (wanted - 1).bit_length()), max(most, self.row_bytes))
-        memory = arena.allocate(size, self._device)
+        memory = allocate(size, self._device)
         self._host_bytes += size
         self._add(memory, size // self.row_bytes, on_host=True)
 
