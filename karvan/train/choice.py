@@ -25,9 +25,9 @@ from karvan.train.async_fit import AsyncFit
 from karvan.train.callbacks import TrainerView
 from karvan.train.elastic_fit import ElasticFit
 from karvan.train.evaluation import Predictor
-from karvan.train.feed import FedBatch
+from karvan.train.feed import FedBatch, LeasedFeed
 from karvan.train.fit import Begin, Fit
-from karvan.train.leased_work import LeasedFeed, LeasedFit, WorkSettings
+from karvan.train.leased_work import LeasedFit, WorkSettings
 from karvan.train.optimizer_step import engines_of
 from karvan.train.stopping import Goal, is_terminated
 from karvan.train.types import PredictedRecords, Prediction

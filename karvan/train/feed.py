@@ -28,8 +28,9 @@ from typing_extensions import override
 
 from karvan.activity import activity
 from karvan.data import merge
+from karvan.data.leased_data import LeasedBatches
 from karvan.data.loading.pipeline import start
-from karvan.data.task_records import TakenRecords, records_done
+from karvan.data.task_records import TakenRecords, blaming, records_done
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 from karvan.train.types import FEATURES, LABEL, Pair, Positioned, as_batch, same, samples_of
@@ -541,3 +542,56 @@ class PrefetchFeed(Feed):
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self._size or self._closed)
             return not self._closed
+
+
+_LOOK = 0.02  # seconds between two looks at whether there is no task for now
+
+
+class LeasedFeed(PrefetchFeed):
+    """The batches that this trainer leases in one epoch, read in the background, until `close`.
+
+    Unlike the feed of ranks with fixed shares it agrees with nobody: who has a batch takes part in the next
+    step with it, who has none takes part without. A trainer waits for a batch that is being read, but not for
+    records that others may still be working on.
+    """
+
+    def __init__(self, loader: LeasedBatches, place: Callable[[Any], Any], prefetch: int) -> None:
+        self._loader = loader
+        self._placing = False  # whether a batch is on its way
+        super().__init__(None, BatchSource(self._lease(place)), never, max(1, prefetch), wait=None)
+
+    def _lease(self, place: Callable[[Any], Any]) -> Generator[FedBatch, None, None]:
+        batches = iter(self._loader)
+        while True:
+            self._placing = False
+            with blaming(self._loader.suspects):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._placing = True
+            records = self._loader.hand_over()
+            with blaming(records):
+                placed, samples = place(batch), samples_of(batch)
+            yield FedBatch(placed, None, samples, samples, records=records)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all records of the epoch are done, by whomever."""
+        return self._complete and not self._waiting
+
+    def take(self, stopped: Callable[[], object]) -> FedBatch | None:
+        """The next batch; None if there is none for now, if the epoch is over, or if `stopped` says so."""
+        with self._changed:
+            while not self._waiting:
+                idle = self._loader.idle and not self._placing
+                if self._complete or self._closed or stopped() or idle:
+                    return None
+                self._changed.wait(_LOOK)
+            return self._hand_out()
+
+    @override
+    def close(self) -> None:
+        """End the thread; the leases of batches that were not taken stay with the client."""
+        self._loader.stop()
+        super().close()
+        self._waiting.clear()

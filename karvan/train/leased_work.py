@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from torch import nn
 from typing_extensions import override
 
 from karvan.data.leased_data import LeasedBatches, LeasedData
-from karvan.data.task_records import BatchError, SearchResult, blaming, named_error, report
+from karvan.data.task_records import BatchError, SearchResult, named_error, report
 from karvan.data.work_client import WorkClient
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.elastic import ElasticGroup
@@ -35,66 +35,13 @@ from karvan.distributed.parameter_servers import StepCommits
 from karvan.ragged import Batch
 from karvan.train.assembly import TrainerParts
 from karvan.train.evaluation import evaluating
-from karvan.train.feed import BatchSource, FedBatch, PrefetchFeed, never
+from karvan.train.feed import FedBatch, LeasedFeed, never
 from karvan.train.losses import check_of
 from karvan.train.optimizer_step import engines_of
 from karvan.train.results import same_random_state_afterwards
 from karvan.train.step_routine import StepBatches
-from karvan.train.types import samples_of
 
 T = TypeVar("T")
-
-_WAKE = 0.02  # seconds between two looks at whether there is no task for now
-
-
-class LeasedFeed(PrefetchFeed):
-    """The batches that this trainer leases in one epoch, read in the background, until `close`.
-
-    Unlike the feed of ranks with fixed shares it agrees with nobody: who has a batch takes part in the next
-    step with it, who has none takes part without. A trainer waits for a batch that is being read, but not for
-    records that others may still be working on.
-    """
-
-    def __init__(self, loader: LeasedBatches, place: Callable[[Any], Any], prefetch: int) -> None:
-        self._loader = loader
-        self._placing = False  # whether a batch is on its way
-        super().__init__(None, BatchSource(self._lease(place)), never, max(1, prefetch), wait=None)
-
-    def _lease(self, place: Callable[[Any], Any]) -> Generator[FedBatch, None, None]:
-        batches = iter(self._loader)
-        while True:
-            self._placing = False
-            with blaming(self._loader.suspects):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            self._placing = True
-            records = self._loader.hand_over()
-            with blaming(records):
-                placed, samples = place(batch), samples_of(batch)
-            yield FedBatch(placed, None, samples, samples, records=records)
-
-    @property
-    def ended(self) -> bool:
-        """Whether all records of the epoch are done, by whomever."""
-        return self._complete and not self._waiting
-
-    def take(self, stopped: Callable[[], object]) -> FedBatch | None:
-        """The next batch; None if there is none for now, if the epoch is over, or if `stopped` says so."""
-        with self._changed:
-            while not self._waiting:
-                idle = self._loader.idle and not self._placing
-                if self._complete or self._closed or stopped() or idle:
-                    return None
-                self._changed.wait(_WAKE)
-            return self._hand_out()
-
-    @override
-    def close(self) -> None:
-        """End the thread; the leases of batches that were not taken stay with the client."""
-        self._loader.stop()
-        super().close()
-        self._waiting.clear()
 
 
 class WorkSettings(NamedTuple):
