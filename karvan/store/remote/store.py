@@ -423,8 +423,9 @@ class RemoteStore(SharedStore):
         writers: int,
     ) -> list[dict[str, Any]]:
         assert isinstance(capture, _ServerCapture)
-        head = {"capture": capture.number, "store": self._store, "folder": folder, "writers": writers}
-        head["tables"] = {name: dict(options) for name, options in tables.items()}
+        options = {name: dict(settings) for name, settings in tables.items()}
+        head = {"capture": capture.number, "store": self._store, "folder": folder}
+        head |= {"tables": options, "writers": writers}  # in this order: the bytes of messages are pinned
         replies = self._begin_at_all(protocol.SAVE, head, deadline=_SAVING)
         while not all(reply.done for reply in replies):
             waiting()
