@@ -149,7 +149,8 @@ def test_no_module_imports_itself_through_others_for_types():
 
 def _path(module):
     path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"
+    return package if package.exists() else path.with_suffix(".py")
 
 
 def _classes(tree):

@@ -141,7 +141,7 @@ def test_captures_are_read_while_rows_exchange_locations(seed):
 
 def recorded(store):
     """How many parts of exchanges have graphs."""
-    exchanges = store._batches._exchange._launches.values()
+    exchanges = store._exchange._launches.values()
     return sum(graph is not None for each in exchanges for graph in each._graphs.values())
 
 

@@ -32,7 +32,7 @@ from forked_programs import fork_context, prepare_fork
 from free_ports import free_port
 
 import karvan as kv
-from karvan import distributed
+from karvan import distributed, native
 
 HERE = Path(__file__).parent
 _LAST_WORK = 2.0  # seconds that a thread may need to end after a call
@@ -219,7 +219,7 @@ def _state():
         "size of files": resource.getrlimit(resource.RLIMIT_FSIZE),
         "logs": [(each.name, each.handlers[:]) for each in loggers if getattr(each, "handlers", None)],
         "torch": (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
-        "native threads": kv.get_num_threads(),
+        "native threads": kv.get_num_threads() if native.is_built() else None,
     }
 
 
