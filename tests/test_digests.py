@@ -129,7 +129,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# The interpreter of kernels is slow; tests/store compares all optimizers.
+SLOW = {"cuda, adam", "cuda, ftrl"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_a_training_leaves_the_pinned_bits(case, tmp_path, monkeypatch, request):
     run, options = CASES[case]
     try:
