@@ -31,13 +31,11 @@ class OnlyTorch:
 def import_all():
     import karvan.embedding
     import karvan.store
-    import karvan.train.step
 
-    names = [
-        f"karvan.{name}"
-        for name in ("distributed", "features", "ids", "metrics", "models", "threads", "train.losses")
-    ]
-    for package in (karvan.store, karvan.embedding, karvan.train.step):
+    parts = ("distributed", "features", "ids", "metrics", "models", "threads")
+    step = ("data_parallel", "device_placement", "losses", "optimizer_step", "precision", "step_routine")
+    names = [f"karvan.{name}" for name in (*parts, *(f"train.{name}" for name in step))]
+    for package in (karvan.store, karvan.embedding):
         names += [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     for name in names:
         if not name.startswith(NEEDS_ARROW):
