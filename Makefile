@@ -11,8 +11,8 @@ NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*') karvan/native/rul
 ARGS ?=
 # A release has a wheel of Python 3.11, and one of 3.12 for all later versions.
 PYTHONS ?= $(BIN)/python
-# Four more than there are cores: many tests wait for other processes.
-TEST_PROCESSES ?= $(shell expr $$(nproc) + 4)
+# Two more than there are cores: many tests wait for other processes.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 
 # pip's cmake and ninja come before the system's.
 export PATH := $(BIN):$(PATH)
