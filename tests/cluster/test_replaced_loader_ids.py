@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from free_ports import free_port
 
 import karvan as kv
 from karvan.cluster.loader.epoch_service import EpochService, serve
@@ -73,7 +74,7 @@ class ReplacedLoader:
     def start(self, make=None, statistics=None):
         self.worker, self.source = Worker(), (make or self._make)()
         self._service = EpochService(workers=[self.worker])
-        port = int(self._server.address.rpartition(":")[2]) if self._server else 0
+        port = int(self._server.address.rpartition(":")[2]) if self._server else free_port()
         self._server = Server(self._service, port=port)
         threading.Thread(
             target=self._serve, args=(self._service, self.source, statistics), daemon=True

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from free_ports import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_loaders import Numbers, shared_data, task_loaders
@@ -27,7 +28,7 @@ class Workers:
 
     def __init__(self, count, deadline=30.0):
         self.services = [EmbeddingWorker(index) for index in range(count)]
-        self.servers = [Server(each) for each in self.services]
+        self.servers = [Server(each, port=free_port()) for each in self.services]
         self.clients = [
             WorkerClient(index, server.address, deadline=deadline)
             for index, server in enumerate(self.servers)

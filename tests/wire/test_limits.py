@@ -10,6 +10,7 @@ from subprocess import PIPE
 
 import pytest
 from forked_programs import ForkedProgram
+from free_ports import free_port
 from support_paths import support_path
 from wire_helpers import Counting, Process, wait_for
 
@@ -154,10 +155,10 @@ def test_a_slow_caller_that_was_ended_as_idle_connects_again():
         time.sleep(pauses.pop())
         return [("echo", {"n": 1})]
 
-    with Server(Counting()) as server:
+    port = free_port()
+    with Server(Counting(), port=port) as server:
         peer = Client("counting", server.address, on_restart=restore, patience=2.0)
         assert peer.call("echo", {"n": 0}).head["n"] == 0
-        port = int(server.address.rpartition(":")[2])
     with Server(Counting(), port=port, limits=Limits(first_call_within=0.5)) as server, peer:
         assert peer.call("echo", {"n": 2}).head["n"] == 2
         assert peer.connections == 3  # to the first service, the one that was ended, and the next

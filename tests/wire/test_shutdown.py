@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from delay import Network
+from free_ports import free_port
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import Client, ListenError, Message, RefusedError, Server, Service, WireError
@@ -44,8 +45,8 @@ def test_a_closed_peer_leaves_no_session(service):
 
 
 def test_a_server_closes_with_calls_in_flight_and_callers_wait_for_the_next_one(service):
-    server = Server(service)
-    port = int(server.address.rpartition(":")[2])
+    port = free_port()
+    server = Server(service, port=port)
     peer = Client("counting", server.address, forgetful=True)
     replies = [peer.begin("gate"), *(peer.begin("echo", {"n": number}) for number in range(3))]
     assert service.entered.wait(60)

@@ -7,6 +7,7 @@ import time
 import pytest
 from cluster_helpers import serving
 from elastic_trainers import ElasticTrainer, connection_of, in_memory
+from free_ports import free_port
 from sharded_programs import global_batch, loss_of, part_of
 
 from karvan import distributed
@@ -63,9 +64,9 @@ class ElasticCluster:
             for index, server in self.servers.items()
         ]
 
-    def start(self, index, port=0):
+    def start(self, index, port=None):
         self.services[index] = EmbeddingWorker(index, **self.options)
-        self.servers[index] = Server(self.services[index], port=port)
+        self.servers[index] = Server(self.services[index], port=port or free_port())
 
     def replace(self, index):
         """Another one takes its place, at the same port, and knows nothing."""

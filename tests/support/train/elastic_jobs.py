@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 import pyarrow.parquet as pq
 from forked_programs import ForkedProgram
+from free_ports import free_port
 from support_paths import support_path
 
 from karvan.discovery.registry import Registry
@@ -148,7 +149,7 @@ class ElasticJob:
             settled=self._settled,
         )
         security = Security.from_environment(self._security)
-        self.registry = Registry(self._host, port, security, beside=[self.work, self.group])
+        self.registry = Registry(self._host, port or free_port(), security, beside=[self.work, self.group])
 
     def _settled(self, processes):
         for process in processes:
