@@ -43,24 +43,20 @@ from karvan.store.types import Gradients
 from karvan.threads import share_torch_threads
 from karvan.torch_internals import TENSOR_VERSION
 
-# The error that `torch.export` and `torch.jit` get from an engine, with what to do instead.
+# The error that `torch.export` and `torch.jit` get from an engine.
 #
 # Rows live in a store outside of the graph and change in training, so a graph cannot hold a lookup. An
 # export without this error would fail deep inside of torch, and `torch.jit.trace` would make a model that
 # returns the vectors of its example batch for every batch.
 
 
-def refuse_export() -> None:
-    """Raise if the call is being recorded as a graph that will run without the engine."""
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if tracing or torch.compiler.is_exporting():
-        raise RuntimeError(
-            "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
-            "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
-            "its vectors; kv.checkpoint saves the rows. A model of kv.models has no single net after "
-            "its embeddings: export its parts (model.named_children() lists them), or write a "
-            "module that takes the vectors and calls these parts. torch.compile(model) works as it is."
-        )
+_EXPORT = (
+    "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
+    "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
+    "its vectors; kv.checkpoint saves the rows. A model of kv.models has no single net after "
+    "its embeddings: export its parts (model.named_children() lists them), or write a "
+    "module that takes the vectors and calls these parts. torch.compile(model) works as it is."
+)
 
 
 # `StepReplay`: computes a step again with the vectors of its first computation.
@@ -80,35 +76,32 @@ class StepReplay:
     """The training forwards of an engine's step, recorded if the step may have to be computed again."""
 
     def __init__(self) -> None:
-        self._recording = False
+        self.recording = False
+        self.remaining: deque[ReplayableForward] = deque()  # what the next training forwards return
         self._forwards: list[ReplayableForward] = []
-        self._remaining: deque[ReplayableForward] = deque()
 
     def record(self) -> None:
         """A step starts that may be computed again."""
-        self._recording = True
+        self.recording = True
         self._forwards.clear()
-        self._remaining.clear()
+        self.remaining.clear()
 
     def replay(self) -> None:
         """The step is computed again: the same forwards, in the same order."""
-        self._remaining = deque(self._forwards)
+        self.remaining = deque(self._forwards)
 
     def end(self) -> None:
         """The step is complete."""
         self.record()
-        self._recording = False
+        self.recording = False
 
     def add(self, inputs: Inputs, plan: LookupPlan, outs: tuple[Tensor, ...]) -> None:
         """A training forward returns these outputs; a model may write to them, so copies are recorded."""
-        if self._recording:
-            self._forwards.append(ReplayableForward(inputs, plan, tuple(out.clone() for out in outs)))
+        self._forwards.append(ReplayableForward(inputs, plan, tuple(out.clone() for out in outs)))
 
-    def next(self) -> ReplayableForward | None:
-        """The result of the next training forward, if it is one of those that were recorded."""
-        if not self._remaining:
-            return None
-        forward = self._remaining.popleft()
+    def next(self) -> ReplayableForward:
+        """The result of the next training forward, one of those that remain."""
+        forward = self.remaining.popleft()
         return forward._replace(outs=tuple(out.clone() for out in forward.outs))
 
 
@@ -128,14 +121,6 @@ class _Entry(NamedTuple):
     versions: list[Any]  # of their writes
     inputs: Inputs
     prepared: Prepared
-
-    def is_of(self, tensors: list[Any]) -> bool:
-        """Whether these are the same tensors, and nobody has written to them."""
-        return (
-            len(self.tensors) == len(tensors)
-            and all(map(operator.is_, self.tensors, tensors))
-            and self.versions == _versions(tensors)
-        )
 
 
 class PreparedBatches:
@@ -158,8 +143,7 @@ class PreparedBatches:
 
     def put(self, batch: Mapping[str, Any], inputs: Inputs, prepared: Prepared) -> None:
         """Hold a batch's prepared state."""
-        tensors = self._tensors(batch)
-        entry = _Entry(tensors, _versions(tensors), inputs, prepared)
+        entry = _Entry(*self._identify(batch), inputs, prepared)
         with self._lock:
             self._entries.append(entry)
 
@@ -167,29 +151,26 @@ class PreparedBatches:
         """The prepared state of a batch, which serves one forward; None if it was not prepared."""
         if not self._entries:
             return None
-        tensors = self._tensors(batch)
+        tensors, versions = self._identify(batch)
         with self._lock:
             for index, entry in enumerate(self._entries):
-                if entry.is_of(tensors):
+                if entry.versions == versions and all(map(operator.is_, entry.tensors, tensors)):
                     del self._entries[index]
                     return entry.inputs, entry.prepared
         return None
 
-    def _tensors(self, batch: Mapping[str, Any]) -> list[Any]:
-        references: list[Any] = [batch.get(REFERENCE)]
+    def _identify(self, batch: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """The tensors of a batch, and how often each was written to."""
+        tensors: list[Any] = [batch.get(REFERENCE)]
         for name in self._features:
             entry = batch.get(name)
             if isinstance(entry, Ragged):
-                references += [entry.values, entry.offsets, entry.weights]
+                tensors += [entry.values, entry.offsets, entry.weights]
             elif isinstance(entry, NestedRagged):
-                references += [entry.values, entry.inner, entry.outer]
+                tensors += [entry.values, entry.inner, entry.outer]
             else:
-                references.append(entry)
-        return references
-
-
-def _versions(tensors: list[Any]) -> list[Any]:
-    return [getattr(tensor, TENSOR_VERSION, None) for tensor in tensors]
+                tensors.append(entry)
+        return tensors, [getattr(tensor, TENSOR_VERSION, None) for tensor in tensors]
 
 
 _log = logging.getLogger("karvan.embedding")
@@ -321,9 +302,12 @@ class EmbeddingEngine(nn.Module):
         Returns:
             The vectors by feature, in the form that each table's `combiner` says.
         """
-        refuse_export()
+        # Is the call recorded as a graph that will run without the engine?
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if tracing or torch.compiler.is_exporting():
+            raise RuntimeError(_EXPORT)
         training = self.training and torch.is_grad_enabled() and bool(self._trains)
-        replayed = self.replay.next() if training else None
+        replayed = self.replay.next() if training and self.replay.remaining else None
         if replayed is not None:
             inputs, prepared = self._inputs(batch) if self._reads else replayed.inputs, None
         else:
@@ -382,12 +366,12 @@ class EmbeddingEngine(nn.Module):
             inputs = self._inputs(batch)
             if self._reads and not training:
                 return False  # of all features, or of those that train? Only the forward knows
-            lookup_inputs = (inputs.part(self._trains) if self._reads else inputs).for_store(self.store)
+            lookup_inputs = (inputs.part(self._trains) if self._reads else inputs).for_store(self.state.store)
             step = 0
             if training:
-                step = self._prepared_step = max(self._prepared_step, self.step) + 1
+                step = self._prepared_step = max(self._prepared_step, self.state.step) + 1
             context = None if training is None else LookupContext(training, step, self._clock())
-            prepared = self.store.prepare(self.program, lookup_inputs, context)
+            prepared = self.state.store.prepare(self.state.program, lookup_inputs, context)
             self._prepared.put(batch, inputs, prepared)
         # A batch may be anything that a model takes.
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -418,14 +402,14 @@ class EmbeddingEngine(nn.Module):
             if reference.rows == 0:  # of a rank without data: there is nothing to ask for
                 none = Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
                 return self._inputs(dict.fromkeys(self.features, none))
-            if not self.store.takes_references:
+            if not self.state.store.takes_references:
                 raise ValueError(
                     "The ids of this batch are on embedding workers: expected an engine that was created "
-                    f'after connect("remote", workers=…), got one on a {type(self.store).__name__}.'
+                    f'after connect("remote", workers=…), got one on a {type(self.state.store).__name__}.'
                 )
             return Inputs([Output(table) for table in self.features.values()], reference)
         inputs: list[FeatureInput] = []
-        device = self.store.device
+        device = self.state.store.device
         for feature, table in self.features.items():
             entry, name = batch.get(feature), self._names[feature]
             if entry is None and table.missing == "empty":
@@ -461,22 +445,22 @@ class EmbeddingEngine(nn.Module):
     def _run(
         self, inputs: Inputs, prepared: Prepared | None, training: bool, program: LookupProgram | None = None
     ) -> LookupPlan:
-        plan = self.store.forward(
-            program or (self.program if training else self._all),
-            inputs.for_store(self.store) if prepared is None else prepared,
-            LookupContext(training, self.step + 1, self._clock()),
+        plan = self.state.store.forward(
+            program or (self.state.program if training else self._all),
+            inputs.for_store(self.state.store) if prepared is None else prepared,
+            LookupContext(training, self.state.step + 1, self._clock()),
         )
         if plan.native is None:
             inputs.fill(cast(RemoteLookup, plan.remote))  # a check of the protocol would take long
         if training:
-            self.step += 1
+            self.state.step += 1
         return plan
 
     def _collect(self, plan: LookupPlan, gradients: tuple[Tensor | None, ...]) -> None:
-        waiting = {handle.name for handle in self._handles.values() if handle.has_optimizer}
+        waiting = set(self.state.trained)
         if not waiting:
             return
-        store, scale = self.store, self.gradient_scale
+        store, scale = self.state.store, self.gradient_scale
         if not store.takes_tensors and scale != 1.0:
             gradients = tuple(None if g is None else g / scale for g in gradients)
         # Slices of one wide gradient, as the backward of torch.cat returns them, are read without a copy.
@@ -622,7 +606,8 @@ class _Lookup(torch.autograd.Function):
             return replayed.outs
         ctx.plan = engine._run(inputs, prepared, training=True)
         outs = inputs.take_out()
-        engine.replay.add(inputs, ctx.plan, outs)
+        if engine.replay.recording:
+            engine.replay.add(inputs, ctx.plan, outs)
         return outs
 
     @staticmethod

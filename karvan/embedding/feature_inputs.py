@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -95,88 +95,60 @@ Refuse: TypeAlias = Callable[..., TypeError | ValueError]  # the error of what i
 _TEXTS_SEEN = 100  # for an error
 
 
-def mode_of(table: Table) -> str:
-    """How the native core arranges the feature's output: "pooled", "padded" or "cells"."""
-    return {"sequence": "padded", "tile": "padded", "ragged": "cells"}.get(table.combiner, "pooled")
+# How the native core arranges the output of a feature with these combiners; it pools others.
+_MODES = {"sequence": "padded", "tile": "padded", "ragged": "cells"}
 
 
 class Output:
-    """A feature's vectors and their layout."""
+    """A feature's vectors and their layout.
 
-    __slots__ = ("_out", "cells", "length", "lists", "offsets", "row_index", "samples", "table")
+    lists: where each sample has several lists, which the core takes for samples: their shape, or offsets.
+    """
+
+    __slots__ = ("layout", "lists", "out", "table")
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self.layout = OutputLayout(0, 0, 1, None)
         self.lists: tuple[int, int] | Tensor | None = None
-        """Where each sample has several lists, which the core takes for samples: shape, or offsets."""
-        self.row_index: RowIndex | None = None
-        """With the combiner "index": the core takes a list for each distinct id for samples."""
-        self.samples = self.cells = 0
-        self.length = 1
-        self.offsets: Tensor | None = None
-        self._out: Tensor | None = None
-
-    def fill(self, out: Tensor, layout: OutputLayout) -> None:
-        """Take the output that a lookup has returned."""
-        self.samples, self.cells, self.length, self.offsets = layout[:4]
-        self.row_index = self.row_index if layout.row_index is None else layout.row_index
-        self._out = out
-
-    @property
-    def rows(self) -> int:
-        """The number of samples of the batch."""
-        if self.row_index is not None:
-            return self.row_index.rows.shape[0]
-        if isinstance(self.lists, tuple):
-            return self.lists[0]
-        return self.samples if self.lists is None else self.lists.shape[0] - 1
-
-    def layout(self) -> OutputLayout:
-        """The layout, as `fill` takes it."""
-        return OutputLayout(self.samples, self.cells, self.length, self.offsets, self.row_index)
-
-    def numel(self) -> int:
-        """Floats of the output."""
-        assert self._out is not None
-        return self._out.numel()
-
-    def take_out(self) -> Tensor:
-        """Return the output and release it: the graph holds this object, and the output holds the graph."""
-        assert self._out is not None
-        out, self._out = self._out, None
-        return out
+        self.out: Tensor | None = None
 
     def present(self, out: Tensor) -> Tensor | Padded | Ragged | IndexedRows:
         """The output in the shape that the combiner defines."""
-        if self.table.combiner == "tile":
-            return out.view(self.samples, self.length * self.table.dim)
-        if self.table.combiner == "ragged":
-            return Ragged(out, self.offsets)
-        if self.table.combiner == "sequence":
-            return Padded(out.view(self.samples, self.length, self.table.dim), self.layout().mask())
-        if self.row_index is not None:
-            count, rows, weights = self.row_index
+        table, layout = self.table, self.layout
+        if table.combiner == "tile":
+            return out.view(layout.samples, layout.length * table.dim)
+        if table.combiner == "ragged":
+            return Ragged(out, layout.offsets)
+        if table.combiner == "sequence":
+            return Padded(out.view(layout.samples, layout.length, table.dim), layout.mask())
+        if layout.row_index is not None:
+            count, rows, weights = layout.row_index
             weights = None if weights is None else _on(out.device, weights)
-            return IndexedRows(out if count == self.samples else out[:count], _on(out.device, rows), weights)
+            return IndexedRows(
+                out if count == layout.samples else out[:count], _on(out.device, rows), weights
+            )
         if self.lists is None:
             return out
         if isinstance(self.lists, tuple):
-            return out.view(*self.lists, self.table.dim)
+            return out.view(*self.lists, table.dim)
         return Ragged(out, self.lists.to(out.device, non_blocking=True))
 
 
 class FeatureInput(Output):
-    """A feature's ids, and the vectors. Holds all that the native core points to."""
+    """A feature's ids, and the vectors. Holds all that the native core points to.
 
-    __slots__ = ("values", "weights")
+    rows: the number of samples of the batch. The core takes for samples what has a vector: with lists of
+    lists each list, with the combiner "index" each distinct id.
+    """
+
+    __slots__ = ("rows", "tensors")
 
     def __init__(
         self, name: str, table_name: str, table: Table, entry: object, device: torch.device = _CPU
     ) -> None:
-        super().__init__(table)
-        offsets: Tensor | None = None
-        weights: Tensor | None = None
-        self.offsets = self.weights = None
+        self.table = table
+        self.lists = self.out = None
         if (
             type(entry) is Tensor
             and entry.dtype is torch.int64
@@ -187,10 +159,12 @@ class FeatureInput(Output):
             and table.padding_idx is None
             and table.combiner != "index"
         ):  # one id for each sample, as most features have: there is nothing to check or convert
-            self.values = entry
-            self.samples = self.cells = entry.numel()
-            self.length = 1 if table.length is None else table.length
+            self.rows = count = entry.numel()
+            self.layout = OutputLayout(count, count, 1 if table.length is None else table.length, None)
+            self.tensors = FeatureTensors(entry, None, self.layout)
             return
+        offsets: Tensor | None = None
+        weights: Tensor | None = None
         refuse = partial(_refusal, name, table_name)
         if isinstance(entry, NestedRagged) or (isinstance(entry, Tensor) and entry.dim() == 3):
             entry = self._take_lists(refuse, entry)
@@ -218,25 +192,32 @@ class FeatureInput(Output):
         width = entry.shape[1] if isinstance(entry, Tensor) and entry.dim() == 2 else None
         if table.padding_idx is not None:
             values, offsets, weights = self._without_padding(refuse, values, offsets, weights)
-        count = values.shape[0]
-        self.samples = count
+        samples = count = values.shape[0]
         if offsets is not None:
             if offsets.dtype is not torch.int64:
                 raise refuse(TypeError, "offsets of torch.int64", str(offsets.dtype))
             if not offsets.is_contiguous():
                 offsets = offsets.contiguous()
-            self.samples = offsets.shape[0] - 1
+            samples = offsets.shape[0] - 1
         if weights is not None:
             if weights.shape != values.shape:
                 raise refuse(ValueError, f"{count} weights, one for each id", f"{tuple(weights.shape)}")
             weights = weights.detach().to(torch.float32).contiguous()
-        self.cells, self.offsets, self.weights = count, offsets, weights
-        self.length = self._longest(width) if table.length is None else table.length
-        if table.combiner == "index":
-            values = self._take_index(refuse, values)
-        self.values = values
+        self.rows = samples
+        if self.lists is not None:
+            self.rows = self.lists[0] if isinstance(self.lists, tuple) else self.lists.shape[0] - 1
+        length = self._longest(width, offsets, count) if table.length is None else table.length
+        if table.combiner != "index":
+            self.layout = OutputLayout(samples, count, length, offsets)
+        else:  # the distinct ids, and those that occur again, in lists that take the place of samples
+            if offsets is not None:
+                _check_tiles(refuse, offsets, count)
+            values, offsets, row_index = find_distinct(values, offsets, weights, length)
+            weights = None
+            self.layout = OutputLayout(offsets.shape[0] - 1, values.shape[0], 1, offsets, row_index)
         if table.hash_stack is not None:
-            self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
+            values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
+        self.tensors = FeatureTensors(values, weights, self.layout)
 
     def _take_lists(self, refuse: Refuse, entry: Tensor | NestedRagged) -> Tensor | Ragged:
         """Lists of lists of ids as lists, each of which becomes a vector."""
@@ -256,16 +237,6 @@ class FeatureInput(Output):
         self.lists = entry.outer
         return entry.lists()
 
-    def _take_index(self, refuse: Refuse, values: Tensor) -> Tensor:
-        """The distinct ids, and those that occur again, in lists that take the place of samples."""
-        if self.offsets is not None:
-            _check_tiles(refuse, self.offsets, self.cells)
-        distinct = find_distinct(values, self.offsets, self.weights, self.length)
-        self.offsets, self.row_index, self.weights = distinct.offsets, distinct.row_index, None
-        self.length = 1
-        self.samples, self.cells = distinct.offsets.shape[0] - 1, distinct.values.shape[0]
-        return distinct.values
-
     def _without_padding(
         self, refuse: Refuse, values: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -282,26 +253,22 @@ class FeatureInput(Output):
             weights = weights[keeps]
         return values[keeps], before[offsets], weights
 
-    def _longest(self, width: int | None) -> int:
-        if self.table.combiner not in ("sequence", "index") or self.offsets is None:
+    def _longest(self, width: int | None, offsets: Tensor | None, count: int) -> int:
+        if self.table.combiner not in ("sequence", "index") or offsets is None:
             return 1
         if width is not None:  # all rows of a matrix have it, padded or not
             return width
         # On a GPU this waits: the shape of the output depends on it. `Table(length=…)` avoids that.
         # Bounded by the number of ids: wrong offsets, which the native core refuses later, must not allocate
         # absurd amounts of memory.
-        longest = int(self.offsets.diff().max()) if self.samples else 0
-        return min(max(longest, 0), self.cells)
+        longest = int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
+        return min(max(longest, 0), count)
 
     def arrays(self) -> _native.FeatureArrays:
         """What the native call reads and writes, by address; allocates the output."""
-        tensors = self.tensors()
-        self._out = native.empty(tensors.layout.rows(mode_of(self.table)), self.table.dim)
-        return tensors.arrays(self._out)
-
-    def tensors(self) -> FeatureTensors:
-        """What a store reads that makes the output itself."""
-        return FeatureTensors(self.values, self.weights, self.layout())
+        table = self.table
+        self.out = native.empty(self.layout.rows(_MODES.get(table.combiner, "pooled")), table.dim)
+        return self.tensors.arrays(self.out)
 
 
 class Inputs:
@@ -315,9 +282,9 @@ class Inputs:
         """The inputs of the store's `prepare` and `forward`."""
         if self._reference is not None:
             return self._reference
-        features = (output for output in self.each if isinstance(output, FeatureInput))
+        features = [output for output in self.each if isinstance(output, FeatureInput)]
         if store.takes_tensors:
-            return tuple(feature.tensors() for feature in features)
+            return tuple([feature.tensors for feature in features])
         return [feature.arrays() for feature in features]
 
     def part(self, chosen: Sequence[int]) -> Inputs:
@@ -332,11 +299,17 @@ class Inputs:
     def fill(self, lookup: RemoteLookup) -> None:
         """Take the outputs that a lookup has returned."""
         for output, (out, layout) in zip(self.each, lookup.take(), strict=True):
-            output.fill(out, layout)
+            output.out = out
+            if (row_index := output.layout.row_index) is not None:  # made here; the store does not see it
+                layout = layout._replace(row_index=row_index)
+            output.layout = layout
 
     def take_out(self) -> tuple[Tensor, ...]:
-        """Return and release all outputs."""
-        return tuple(output.take_out() for output in self.each)
+        """Return and release all outputs: the graph holds this object, and the outputs hold the graph."""
+        outs = tuple([output.out for output in self.each])
+        for output in self.each:
+            output.out = None
+        return cast("tuple[Tensor, ...]", outs)
 
 
 def _widened(values: Tensor, single: bool) -> Tensor:
@@ -480,7 +453,7 @@ def make_program(features: Mapping[str, Table]) -> LookupProgram:
                 feature,
                 table.name or feature,
                 dim=table.dim,
-                mode=mode_of(table),
+                mode=_MODES.get(table.combiner, "pooled"),
                 combiner=table.combiner if table.combiner in POOLED else "sum",
                 stack=1 if table.hash_stack is None else table.hash_stack.rounds,
             )

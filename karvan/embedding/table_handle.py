@@ -66,6 +66,7 @@ class EngineState:
         self.store = store
         self.program = program  # the features that train, in the store's terms
         self.tables = list(tables)  # those of the program first, in its order
+        self.trained: set[str] = set()  # the tables that have an optimizer
         self.step = 0
         self.filled = False  # whether a checkpoint has filled the tables
         self.content = Content()
@@ -253,11 +254,6 @@ class TableHandle:
         self._stored.clear()
 
     @property
-    def has_optimizer(self) -> bool:
-        """Whether an optimizer is attached, which needs gradients."""
-        return self._optimizer is not None
-
-    @property
     def optimizer(self) -> str | None:
         """The kind of the rows' optimizer state, see `set_optimizer`; None without an optimizer."""
         return self._optimizer
@@ -282,6 +278,7 @@ class TableHandle:
         """
         self._stored.set_state(initial, fresh=self._optimizer not in (None, kind))
         self._optimizer = kind
+        self.engine_state.trained.add(self.name)
         self.initial_state = tuple(initial)
 
     def __repr__(self) -> str:

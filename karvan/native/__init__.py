@@ -71,7 +71,7 @@ def empty(*shape: int) -> Tensor:
     import torch  # most processes that ask for rules do not need it
 
     count = math.prod(shape)
-    if count == 0 or not is_built():
+    if count == 0 or isinstance(_native, _MissingCore):
         return torch.empty(shape)
     # Not a view of a flat tensor: users may change outputs in place, like those of any other module.
     return torch.frombuffer(_native.Buffer(4 * count), dtype=torch.float32, count=count).resize_(shape)

@@ -148,7 +148,17 @@ class LocalTable(StoredTable):
 
 
 class Store(ABC):
-    """Holds tables of rows."""
+    """Holds tables of rows.
+
+    takes_references: whether it can embed batches whose ids are remote. takes_tensors: whether it takes ids
+    as tensors (`FeatureTensors`), and groups and pools them itself; such a store overrides `prepare`,
+    `forward`, whose plan has a `RemoteLookup`, `hold` and `update`. device: where it takes ids and gives
+    vectors; that of a GPU has its index.
+    """
+
+    takes_references = False
+    takes_tensors = False
+    device = torch.device("cpu")
 
     @abstractmethod
     def add_table(self, spec: TableSpec) -> None:
@@ -184,24 +194,6 @@ class Store(ABC):
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """How many rows tables have."""
         return {table: self.table(table).stats()["rows"] for table in tables}
-
-    @property
-    def takes_references(self) -> bool:
-        """Whether it can embed batches whose ids are remote."""
-        return False
-
-    @property
-    def takes_tensors(self) -> bool:
-        """Whether it takes ids as tensors (`FeatureTensors`), and groups and pools them itself.
-
-        Such a store overrides `prepare`, `forward`, whose plan has a `RemoteLookup`, `hold` and `update`.
-        """
-        return False
-
-    @property
-    def device(self) -> torch.device:
-        """Where it takes ids and gives vectors; that of a GPU has its index."""
-        return torch.device("cpu")
 
     @property
     def staleness(self) -> StalenessStats:

@@ -131,8 +131,8 @@ class MemoryStore(Store):
             name: Found(*self._tables[name].native.lookup(unique, counts, training, step, now))
             for name, (unique, counts) in keys.items()
         }
-        if training:
-            self._shrink()
+        if training and self._capacity is not None:
+            _native.shrink(self._by_name, self._capacity)
         return rows
 
     @override
@@ -180,13 +180,9 @@ class MemoryStore(Store):
         else:
             assert isinstance(inputs, list)
             plan = _native.forward(program.native, tables, inputs, training, step, now, log)
-        if training:
-            self._shrink()
-        return LookupPlan(plan, {})
-
-    def _shrink(self) -> None:
-        if self._capacity is not None:
+        if training and self._capacity is not None:
             _native.shrink(self._by_name, self._capacity)
+        return LookupPlan(plan, {})
 
     @override
     def update(

@@ -28,7 +28,7 @@ def layouts_of(batch, weigh):
         lists = batch[name]
         weights = [[0.5 + at for at, _ in enumerate(row)] for row in lists] if weigh else None
         entry = torch.arange(2) if name == "single" else kv.Ragged.from_lists(lists, weights=weights)
-        made.append(FeatureInput(name, name, table, entry).layout())
+        made.append(FeatureInput(name, name, table, entry).layout)
     return made
 
 

@@ -42,7 +42,7 @@ from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.role_process import Generations, RoleSettings, RunService, generations_of
 from karvan.distributed.parameter_servers import Servers, find_servers
-from karvan.embedding.feature_inputs import FeatureInput, absent_ids, features_from_json, make_program
+from karvan.embedding.feature_inputs import FeatureInput, Inputs, absent_ids, features_from_json, make_program
 from karvan.native import _native
 from karvan.protocol import embedding_worker as protocol
 from karvan.protocol.parameter_server import PUSH, expect_trainer
@@ -175,7 +175,7 @@ class Embedded:
     def __init__(self, engine: Embedding, ids: Mapping[str, Any], store: int, context: LookupContext) -> None:
         self._engine = engine
         session = engine.session
-        self.inputs: list[FeatureInput] = []
+        inputs: list[FeatureInput] = []
         for feature, table in engine.features.items():
             name = table.name or feature
             entry = ids.get(feature)
@@ -192,8 +192,9 @@ class Embedded:
                     f"Feature '{feature}' of table '{name}': expected a list of ids for each sample, as "
                     "embedding workers take them, got lists of lists; run the job without embedding workers."
                 )
-            self.inputs.append(input_)
-        plan = _native.prepare(engine.program.native, [input_.arrays() for input_ in self.inputs])
+            inputs.append(input_)
+        self.inputs = Inputs(inputs)
+        plan = _native.prepare(engine.program.native, [input_.arrays() for input_ in inputs])
         self.pull = ServerLookup(
             engine.program,
             plan,
@@ -205,12 +206,13 @@ class Embedded:
                 session.servers, lookup, store=store, done=session.take_done(store)
             ),
         )
-        self._sizes = [input_.numel() for input_ in self.inputs]
 
-    def finish(self) -> list[Tensor]:
+    def finish(self) -> tuple[Tensor, ...]:
         """The outputs of all features, once the servers have answered."""
         self.pull.finish()
-        return [input_.take_out() for input_ in self.inputs]
+        outs = self.inputs.take_out()
+        self._sizes = [out.numel() for out in outs]
+        return outs
 
     def sum(self, array: Array, positions: Sequence[int], complete: bool) -> tuple[Tensor, ...]:
         """Sum gradients of outputs by key: for each server, those of its keys.
@@ -237,7 +239,7 @@ class Embedded:
             addresses[position] = (
                 flat.ctypes.data + 4 * at if self._sizes[position] else self.pull.sent[0].ctypes.data
             )
-            strides[position] = self.inputs[position].table.dim
+            strides[position] = self.inputs.each[position].table.dim
             at += self._sizes[position]
         sums = self.pull.plan.reduce(addresses, strides)
         return self.pull.pack(sums, self._engine.session.scale, complete)
@@ -491,7 +493,7 @@ class EmbeddingWorker(RunService):
         if head.training:
             session.add(head.store, head.batch, embedded)
         self.claims += 1
-        layouts, arrays = pack_layouts([input_.layout() for input_ in embedded.inputs])
+        layouts, arrays = pack_layouts([input_.layout for input_ in embedded.inputs.each])
         vectors = torch.cat([out.reshape(-1) for out in outs])
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])

@@ -235,7 +235,11 @@ class SparseOptimizer(torch.optim.Optimizer):
                     state["step"] = step
                 key = (id(group), step)
                 if key not in by_step:
-                    by_step[key] = self._full_rule(group, step)
+                    rule = by_step[key] = self.rule(group, step)
+                    rule.lr = self.rate(group, step)
+                    rule.clip_value = group["clip_value"] or 0.0
+                    rule.clip_norm = group["clip_norm"] or 0.0
+                    rule.bound = group["weight_bound"] or 0.0
                 rules[handle.name], steps[handle.name] = by_step[key], step
             engine.store.update(engine.program, gradients, rules, steps)
         return loss
@@ -248,14 +252,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         for engine, handles in self._tables.items():
             engine.take_gradients(handle.name for handle in handles)
-
-    def _full_rule(self, group: Group, step: int) -> Rule:
-        rule = self.rule(group, step)
-        rule.lr = self.rate(group, step)
-        rule.clip_value = group["clip_value"] or 0.0
-        rule.clip_norm = group["clip_norm"] or 0.0
-        rule.bound = group["weight_bound"] or 0.0
-        return rule
 
     def rate(self, group: Group, step: int) -> float:
         """Return the learning rate of a table's step.

@@ -89,24 +89,17 @@ class PlacedGradients(GradientFlags):
 class PlacedStore(Store):
     """Two stores; places: "cpu" or "cuda" for each table."""
 
+    takes_tensors = True
+
     def __init__(self, host: Store, device: Store, places: Mapping[str, str]) -> None:
         self._stores = {"cpu": host, "cuda": device}
+        self.device = device.device
         self._places = dict(places)
         self._halves: dict[LookupProgram, list[_Half]] = {}
 
     def of(self, table: str) -> Store:
         """The store that has a table."""
         return self._stores[self._places[table]]
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self._stores["cuda"].device
-
-    @property
-    @override
-    def takes_tensors(self) -> bool:
-        return True
 
     def _split(self, program: LookupProgram) -> list[_Half]:
         """The halves of a program: the host's, then the device's."""

@@ -183,6 +183,8 @@ class ShardedCudaStore(RankShare):
     device_memory: see `CudaStore`, for each rank.
     """
 
+    takes_tensors = True
+
     def __init__(
         self,
         connection: distributed.Connection,
@@ -190,20 +192,11 @@ class ShardedCudaStore(RankShare):
         device_memory: int | None = None,
     ) -> None:
         self._tables = CudaStore(device, device_memory)
+        self.device = self._tables.device
         super().__init__(connection, self._tables)
         self._owner = DeviceOwner(self._tables)
         self._transport = make_transport(connection, self.device)
         self._memories: dict[str, TableMemory] = {}  # of requests, by channel: one thread uses each
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self._tables.device
-
-    @property
-    @override
-    def takes_tensors(self) -> bool:
-        return True
 
     @override
     def prepare(

@@ -157,26 +157,19 @@ class CudaStore(Store):
     machine, where the kernels read and write them as well, and hot ones come to the device (`exchange.py`).
     """
 
+    takes_tensors = True
+
     def __init__(self, device: torch.device | str = "cuda", device_memory: int | None = None) -> None:
         chosen = torch.device(device)
         if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
+        self.device = chosen
         self.memory = TableMemory(chosen, device_memory)  # tables, rows and counters
         self._tables: dict[str, CudaTable] = {}
         self._graphs = GraphPool(self.memory)
         self._layouts = LayoutCache(self.memory)
         self._programs: WeakKeyDictionary[LookupProgram, _ProgramShapes] = WeakKeyDictionary()
         self._exchange = NoExchange() if device_memory is None else RowExchange(self.memory)
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.memory.device
-
-    @property
-    @override
-    def takes_tensors(self) -> bool:
-        return True
 
     @override
     def add_table(self, spec: TableSpec) -> None:

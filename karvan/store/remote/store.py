@@ -91,6 +91,7 @@ class RemoteStore(SharedStore):
         self.at_servers = ServerBatches(servers, self._store, wire, self._lookups)
         self.at_workers: WorkerBatches | None = None
         if connection.workers is not None:
+            self.takes_references = True
             self.at_workers = WorkerBatches(connection.workers, servers, self._store, wire, self._lookups)
         self._elastic: StagedUpdates | None = None
         if isinstance(servers.commits, StepCommits):
@@ -103,11 +104,6 @@ class RemoteStore(SharedStore):
     def window(self) -> StalenessWindow:
         """The batches between lookup and acknowledged gradient."""
         return self._lookups.window
-
-    @property
-    @override
-    def takes_references(self) -> bool:
-        return self.at_workers is not None
 
     @property
     @override

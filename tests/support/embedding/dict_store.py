@@ -117,12 +117,10 @@ class DictTable(LocalTable):
 class DictStore(Store):
     """Tables in dicts."""
 
+    takes_tensors = True
+
     def __init__(self):
         self._tables = {}
-
-    @property
-    def takes_tensors(self):
-        return True
 
     def add_table(self, spec):
         known = self._tables.setdefault(spec.name, DictTable(spec)).spec
