@@ -57,20 +57,18 @@ def check_kinds(title: str, call: Callable[..., Any], values: Mapping[str, Any])
             parts = value if kind.startswith("tuple") and isinstance(value, list | tuple) else [value]
             whole = "int" in kind
             expected = "an integer" if whole else "a number"
-            wrong = [part for part in parts if not (_is_whole(part) if whole else _is_number(part))]
+            # An integer may be a float without a fraction: `LRU(capacity=1e9)`.
+            wrong = [
+                part
+                for part in parts
+                if isinstance(part, bool)
+                or not hasattr(part, "__float__")
+                or (whole and not (hasattr(part, "__index__") or float(part).is_integer()))
+            ]
             if kind.startswith("tuple") and len(parts) != 2:
                 wrong, expected = [value], f"two {expected.split()[-1]}s"
         if wrong:
             raise TypeError(f"{title} expects {expected} as {name}, got {wrong[0]!r}.")
-
-
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether it is an integer, or a float without a fraction: `LRU(capacity=1e9)`."""
-    return _is_number(value) and (hasattr(value, "__index__") or float(value).is_integer())
 
 
 @cache

@@ -108,15 +108,10 @@ _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Permission
 _SETTINGS, _OWNER = "karvan.settings.SettingsError", "karvan.owner.OwnerError"
 
 
-class _Training:
-    """Whether this process has made a training step."""
+class Training:
+    """Whether this process has made a training step, so that an error may depend on what was trained."""
 
     started = False
-
-
-def note_training() -> None:
-    """A step was made: from now on, an error may depend on what was trained."""
-    _Training.started = True
 
 
 def code_of(error: BaseException) -> int:
@@ -139,7 +134,7 @@ def code_of_program(error: BaseException) -> int:
     """The exit code of a program that a job runs: wrong arguments before training are wrong each time."""
     if is_ours(error):
         code = code_of(error)
-        wrong = code == FAILED and isinstance(error, _CHECKS) and not _Training.started
+        wrong = code == FAILED and isinstance(error, _CHECKS) and not Training.started
         return USAGE if wrong else code
     return TEMPORARY if is_temporary(error) else FAILED
 

@@ -108,7 +108,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def is_step_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks or a profiler want to know of a step of this optimizer."""
     return bool(
-        has_step_hooks(optimizer)
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
         or _profiler_enabled()

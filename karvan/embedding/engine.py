@@ -322,7 +322,7 @@ class EmbeddingEngine(nn.Module):
         else:
             inputs, outs = self._train_some(inputs, prepared, replayed)
         result: dict[str, Any] = {
-            name: i.present(out) for name, i, out in zip(self.features, inputs.each, outs, strict=True)
+            name: i.present(out) for name, i, out in zip(self.features, inputs.outputs, outs, strict=True)
         }
         for name, entry in batch.items():
             if name not in result:
@@ -333,7 +333,7 @@ class EmbeddingEngine(nn.Module):
         self, inputs: Inputs, prepared: Prepared | None, replayed: ReplayableForward | None
     ) -> tuple[Inputs, tuple[Tensor, ...]]:
         """A training forward if some features read alone: they see the rows that the others have created."""
-        if inputs.remote:
+        if inputs.reference is not None:
             names = ", ".join(f"'{name}'" for name in self._part(self._reads))
             raise ValueError(
                 f"Features with read_only=True ({names}) expect their ids at the trainer, got a batch "
@@ -344,7 +344,7 @@ class EmbeddingEngine(nn.Module):
         read = inputs.part(self._reads)
         self._run(read, None, training=False, program=self._read)
         order = sorted(range(len(self.features)), key=[*self._trains, *self._reads].__getitem__)
-        output, outs = [*trained.each, *read.each], (*outs, *read.take_out())
+        output, outs = [*trained.outputs, *read.outputs], (*outs, *read.take_out())
         return Inputs([output[at] for at in order]), tuple(outs[at] for at in order)
 
     def prepare(self, batch: Mapping[str, Any], *, training: bool | None = None) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from karvan import ids, native
+from karvan import ids
 from karvan.embedding.table import POOLED, HashStack, Table
 from karvan.native import _native
 from karvan.ragged import (
@@ -29,7 +30,7 @@ from karvan.ragged import (
 )
 from karvan.store import LookupProgram
 from karvan.store.base import Store
-from karvan.store.program import FeatureTensors, LookupInputs, OutputLayout, RemoteLookup, RowIndex
+from karvan.store.program import FeatureTensors, LookupInputs, OutputLayout, RemoteLookup, RowIndex, empty
 from karvan.store.types import FeatureSpec
 
 # The ids of a feature for the combiner "index": a lookup of distinct ids, and which of them samples have.
@@ -267,38 +268,33 @@ class FeatureInput(Output):
     def arrays(self) -> _native.FeatureArrays:
         """What the native call reads and writes, by address; allocates the output."""
         table = self.table
-        self.out = native.empty(self.layout.rows(_MODES.get(table.combiner, "pooled")), table.dim)
+        self.out = empty(self.layout.rows(_MODES.get(table.combiner, "pooled")), table.dim)
         return self.tensors.arrays(self.out)
 
 
+@dataclass(eq=False, slots=True)
 class Inputs:
     """All features of a batch: their ids, or a reference to remote ids."""
 
-    def __init__(self, outputs: Sequence[Output], reference: IdsReference | None = None) -> None:
-        self.each = outputs
-        self._reference = reference
+    outputs: Sequence[Output]
+    reference: IdsReference | None = None
 
     def for_store(self, store: Store) -> LookupInputs:
         """The inputs of the store's `prepare` and `forward`."""
-        if self._reference is not None:
-            return self._reference
-        features = [output for output in self.each if isinstance(output, FeatureInput)]
+        if self.reference is not None:
+            return self.reference
+        features = [output for output in self.outputs if isinstance(output, FeatureInput)]
         if store.takes_tensors:
             return tuple([feature.tensors for feature in features])
         return [feature.arrays() for feature in features]
 
     def part(self, chosen: Sequence[int]) -> Inputs:
         """The inputs of some of the features."""
-        return Inputs([self.each[index] for index in chosen])
-
-    @property
-    def remote(self) -> bool:
-        """Whether the ids are remote."""
-        return self._reference is not None
+        return Inputs([self.outputs[index] for index in chosen])
 
     def fill(self, lookup: RemoteLookup) -> None:
         """Take the outputs that a lookup has returned."""
-        for output, (out, layout) in zip(self.each, lookup.take(), strict=True):
+        for output, (out, layout) in zip(self.outputs, lookup.take(), strict=True):
             output.out = out
             if (row_index := output.layout.row_index) is not None:  # made here; the store does not see it
                 layout = layout._replace(row_index=row_index)
@@ -306,8 +302,8 @@ class Inputs:
 
     def take_out(self) -> tuple[Tensor, ...]:
         """Return and release all outputs: the graph holds this object, and the outputs hold the graph."""
-        outs = tuple([output.out for output in self.each])
-        for output in self.each:
+        outs = tuple([output.out for output in self.outputs])
+        for output in self.outputs:
             output.out = None
         return cast("tuple[Tensor, ...]", outs)
 

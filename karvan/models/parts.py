@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from karvan import kernels, native
+from karvan import kernels
 from karvan.argument_checks import listed
 from karvan.devices import record
 from karvan.embedding import Table, init
 from karvan.embedding.table import POOLED
 from karvan.native import _native
 from karvan.ragged import OptionalRagged, is_text
+from karvan.store.program import empty
 from karvan.torch_internals import addmm_relu, foreach_copy
 
 # The forward and the backward pass of linear layers with ReLU in 16 bits, as few torch calls.
@@ -357,7 +358,7 @@ class _Pairs(torch.autograd.Function):
     def forward(first: Tensor, *vectors: Tensor) -> Tensor:
         samples, dim = vectors[0].shape
         extra = first.shape[1]
-        out = native.empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
+        out = empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
         if extra:
             out[:, :extra] = first
         if len(vectors) > 1 and samples:
@@ -376,7 +377,7 @@ class _Pairs(torch.autograd.Function):
         samples, dim = vectors[0].shape
         if gradient.stride(1) != 1:
             gradient = gradient.contiguous()
-        vectors_ = native.empty(samples, len(vectors), dim)
+        vectors_ = empty(samples, len(vectors), dim)
         if vectors_.numel():
             address = gradient.data_ptr() + 4 * ctx.extra
             _native.interact_backward(

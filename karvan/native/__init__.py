@@ -6,15 +6,11 @@ machine that has only torch, triton and numpy. Where it is built, `_native` is t
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["FLOATS", "RULES", "NativeCoreError", "_native", "empty", "is_built", "require"]
+__all__ = ["FLOATS", "RULES", "NativeCoreError", "_native", "is_built", "require"]
 
 
 class NativeCoreError(ImportError):
@@ -61,17 +57,3 @@ _ROWS = re.findall(r"RULE\((\w+), (\d), (\d)\)", _SOURCE)
 # The rules by number: floats of optimizer state for each column of a vector, and more floats for the row.
 RULES = {name: (int(columns), int(row)) for name, columns, row in _ROWS}
 FLOATS = tuple(re.findall(r"NUMBER\((\w+), ", _SOURCE))  # the numbers of each rule
-
-
-def empty(*shape: int) -> Tensor:
-    """Uninitialised floats from the native pool; fresh memory would cost page faults in every step.
-
-    Without the native core they are in fresh memory.
-    """
-    import torch  # most processes that ask for rules do not need it
-
-    count = math.prod(shape)
-    if count == 0 or isinstance(_native, _MissingCore):
-        return torch.empty(shape)
-    # Not a view of a flat tensor: users may change outputs in place, like those of any other module.
-    return torch.frombuffer(_native.Buffer(4 * count), dtype=torch.float32, count=count).resize_(shape)

@@ -191,7 +191,8 @@ class MemoryStore(Store):
         """The rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]
         total = passes[0] if len(passes) == 1 else _native.Gradients.merge(passes)
-        native_rules = {id(rule): rule.native() for rule in rules.values()}  # many tables share one
+        distinct = {id(rule): rule for rule in rules.values()}  # many tables share one
+        native_rules = {key: rule.native() for key, rule in distinct.items()}
         total.apply(
             [native_rules[id(rules[name])] if name in rules else None for name in program.tables],
             [steps.get(name, 0) for name in program.tables],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,9 +14,24 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan.native import _native
+from karvan.native import _native, is_built
 from karvan.ragged import IdsReference
 from karvan.store.types import FeatureSpec
+
+_HAS_POOL = is_built()
+
+
+def empty(*shape: int) -> Tensor:
+    """Uninitialised floats from the native pool; fresh memory would cost page faults in every step.
+
+    Without the native core they are in fresh memory.
+    """
+    count = math.prod(shape)
+    if count == 0 or not _HAS_POOL:
+        return torch.empty(shape)
+    # Not a view of a flat tensor: users may change outputs in place, like those of any other module.
+    return torch.frombuffer(_native.Buffer(4 * count), dtype=torch.float32, count=count).resize_(shape)
+
 
 # The layout of outputs that an embedding worker computes.
 

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import native
 from karvan.native import _native
 from karvan.store import messages
 from karvan.store.memory import MemoryStore
 from karvan.store.messages import Numbers, features, floats, message_of
-from karvan.store.program import LookupPlan, LookupProgram, program_of_ranks
+from karvan.store.program import LookupPlan, LookupProgram, empty, program_of_ranks
 from karvan.store.types import Keys, LookupContext, Push, Rules, Vectors
 
 Summed: TypeAlias = "_native.Gradients | dict[str, Push]"
@@ -60,7 +59,7 @@ class Owner:
         """
         dims = [self.store.table(table).spec.dim for table in tables]
         program = program_of_ranks(tuple(tables), tuple(dims), len(asked))
-        vectors = native.empty(sum(floats(asked, dims)))
+        vectors = empty(sum(floats(asked, dims)))
         inputs = features(asked, received, dims, vectors.data_ptr())
         plan = self.store.forward(program, inputs, context, log)
         return Answered(program, plan, tables, dims, asked, received, vectors)

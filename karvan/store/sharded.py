@@ -23,14 +23,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan import distributed, native
+from karvan import distributed
 from karvan.distributed.connection import WIRES
 from karvan.native import _native
 from karvan.store import messages
 from karvan.store.base import LocalTable, Store
 from karvan.store.memory import MemoryStore
 from karvan.store.messages import Routed, cut, features, floats, hashes_of, message_of, owners_of, words
-from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Passes, Prepared, program_of_ranks
+from karvan.store.program import (
+    LookupInputs,
+    LookupPlan,
+    LookupProgram,
+    Passes,
+    Prepared,
+    empty,
+    program_of_ranks,
+)
 from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import (
     Capture,
@@ -193,7 +201,7 @@ class ShardedStore(RankShare):
         flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]
         head, slots = len(flags), len(owner.tables)
         requested, asked = floats(routed.requested, owner.dims), floats(routed.asked, owner.dims)
-        sent = native.empty(sum(requested))
+        sent = empty(sum(requested))
         if complete:
             routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
         else:

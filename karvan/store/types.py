@@ -213,7 +213,10 @@ class Gradients(Protocol):
     """The gradients of a backward pass, summed by key; each method returns a value for each table's slot."""
 
     def finite(self) -> list[bool]:
-        """Whether a table's gradients have neither infinities nor NaNs; on a GPU, which skips rows, True."""
+        """Whether a table's gradients have neither infinities nor NaNs; on a GPU, which skips rows, True.
+
+        Those on a GPU have `check_finite`, too, which waits for it and says it of their values.
+        """
 
     def touched(self) -> list[bool]:
         """Whether any key of a table has a gradient."""
@@ -248,13 +251,6 @@ class LateGradients(GradientFlags):
     def skip_if(self, found_inf: Tensor) -> None:
         """Update nothing unless this float on the device is 0, when the update is computed."""
         raise NotImplementedError
-
-
-def finite_flags(gradients: Gradients) -> list[bool]:
-    """Say of each table whether its gradients are finite; other than `finite`, this waits for a device."""
-    check = getattr(gradients, "check_finite", gradients.finite)
-    flags: list[bool] = check()
-    return flags
 
 
 # `Capture`: tables as they were at one moment, read by a save while training continues.

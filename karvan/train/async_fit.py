@@ -30,7 +30,7 @@ from karvan.activity import activity
 from karvan.data.task_records import blaming
 from karvan.dense.remote import ElasticDense
 from karvan.distributed.parameter_servers import OwnCommits, SentCommit, Tally
-from karvan.errors import mark, note_training
+from karvan.errors import Training, mark
 from karvan.train.elastic_fit import ElasticFit
 from karvan.train.feed import FedBatch
 from karvan.train.leased_work import Agreement, FitSteps, LeasedFit
@@ -273,7 +273,7 @@ class AsyncFit(ElasticFit):
     def _note_batch(self, trained: TrainedBatch) -> None:
         """A batch of this trainer is trained."""
         parts, counts = self._parts, self._counts
-        note_training()
+        Training.started = True
         activity.advance()
         if trained.taken:
             self._outcomes.take()

@@ -30,7 +30,7 @@ from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.errors import note_training
+from karvan.errors import Training
 from karvan.job.checkpoint_url import local_path
 from karvan.label_columns import refuse_missing, required_values
 from karvan.owner import Ownership
@@ -601,7 +601,7 @@ class ContextSteps:
         if step.epoch is not None:
             step.epoch.trained(step.group, step.epoch.samples(step.group))
         else:
-            note_training()
+            Training.started = True
             self._counts.step += 1
             self._counts.samples += sum(fed.all_samples for fed in step.group)
 

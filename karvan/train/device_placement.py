@@ -64,9 +64,11 @@ class Placement:
         checks = bool(training) and self.check not in getattr(batch, "checks", ())
         if checks and self._checks_first:
             self.check(batch)
-        prepared = as_batch(self._call(self._moved(batch)))
-        if checks and not self._checks_first:
-            self.check(prepared)
+        prepared = self._moved(batch)
+        if not self._checks_first:
+            prepared = as_batch(self._call(prepared))
+            if checks:
+                self.check(prepared)
         for engine in self._engines:
             engine.prepare(prepared, training=training)
         return prepared
@@ -83,10 +85,8 @@ class Placement:
     def receive(self, batch: Any) -> None:
         """Must be called before computing with a batch, on the same thread."""
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The context of a forward of the model."""
-        yield
+    # The context of a forward of the model.
+    forward: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class CudaPlacement(Placement):

@@ -41,7 +41,7 @@ from karvan.data.leased_data import SharedData
 from karvan.data.task_records import records_done
 from karvan.distributed import RankError
 from karvan.distributed.elastic import Standing, Standings
-from karvan.errors import note_training
+from karvan.errors import Training
 from karvan.ragged import Batch
 from karvan.train import dataset, train_state
 from karvan.train.callbacks import TrainerView
@@ -371,7 +371,7 @@ class ElasticFit(Fit):
         parts, counts = self._parts, self._counts
         agreement, applied = self._group_steps.apply(result)
         if agreement.samples:
-            note_training()
+            Training.started = True
             counts.step += 1
             counts.batches += len(agreement.batches)
             counts.samples += agreement.samples

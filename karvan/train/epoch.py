@@ -17,7 +17,7 @@ from typing import Any
 from karvan.argument_checks import check_integers
 from karvan.data.loading.rank_shares import kind_of, mismatch
 from karvan.distributed import Connection
-from karvan.errors import note_training
+from karvan.errors import Training
 from karvan.train.dataset import UnfinishedError
 from karvan.train.device_placement import Placement
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of
@@ -180,7 +180,7 @@ class Epoch:
 
     def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
-        counts, any_group = self.counts, False
+        counts, any_group, passes = self.counts, False, self.passes.count
         self.complete = False
         if counts.batches == 0:
             begin()
@@ -189,11 +189,12 @@ class Epoch:
         # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
         for _ in range(2 if isinstance(self.data, Positioned) else 1):
             with self.placement.checked_by(self.data), self._begin_feed() as batches:
-                while rounds := list(islice(batches, self.passes.count)):
+                while rounds := list(islice(batches, passes)):
                     if self.ends(batches.reason):
                         break
                     if group := [fed for fed in rounds if fed.all_batches]:
-                        self._restore_random()
+                        if self._random_later is not None:
+                            self._restore_random()
                         any_group = True
                         yield group
                     else:
@@ -247,7 +248,7 @@ class Epoch:
 
     def trained(self, group: list[FedBatch], samples: int) -> None:
         """A step of these batches was made or skipped."""
-        note_training()
+        Training.started = True
         self.counts.step += 1
         self.counts.batches += len(group)
         self.counts.samples += samples

@@ -517,7 +517,11 @@ class PrefetchFeed(Feed):
     def _fill(self) -> None:
         """The thread: takes a batch whenever there is room."""
         try:
-            while self._room() and (fed := self._source.next(self._reason_now())) is not None:
+            while self._room():
+                stops = self._stop is not None and not self._source.alone and self._taken >= self._stop[0]
+                fed = self._source.next(self._stop[1] if stops and self._stop is not None else None)
+                if fed is None:
+                    break
                 with self._changed:
                     self._taken += 1
                     self._waiting.append(fed)
@@ -533,14 +537,10 @@ class PrefetchFeed(Feed):
                 self._complete = True
                 self._changed.notify_all()
 
-    def _reason_now(self) -> str | None:
-        if self._stop is None or self._source.alone or self._taken < self._stop[0]:
-            return None
-        return self._stop[1]
-
     def _room(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._waiting) < self._size or self._closed)
+            while len(self._waiting) >= self._size and not self._closed:
+                self._changed.wait()
             return not self._closed
 
 

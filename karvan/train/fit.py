@@ -31,7 +31,7 @@ from karvan.train.preflight import NeededMetrics
 from karvan.train.reporter import Reporter, show_banner
 from karvan.train.results import FitResult, ReportWindow, StepLogs, TrainingCounts, set_random_state
 from karvan.train.saving import Snapshot, check_choice, chosen, owned_folder
-from karvan.train.step_routine import StepOutcomes, see_nothing
+from karvan.train.step_routine import StepOutcomes
 from karvan.train.stopping import Goal, Stopping
 
 
@@ -257,7 +257,7 @@ class Fit:
         with closing(parts.setup.dense.attempts()) as attempts:
             for attempt in attempts:
                 # Metrics see the outputs of the first attempt.
-                see = see_nothing if attempt else parts.count
+                see = parts.count if parts.metrics and not attempt else None
                 losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, see)
                 if (applied := parts.setup.routine.apply(step)) is not None:
                     break

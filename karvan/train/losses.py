@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -102,8 +102,8 @@ def check_column(
 
     Columns that are missing, or of the wrong shape, are reported by the loss itself.
     """
-    labels = _labels_of(batch, label)
-    if labels is None:
+    labels = _numbers_of(batch, label)
+    if labels is None or labels.dtype is torch.bool:
         return
     low, high = (float(bound) for bound in torch.aminmax(labels.detach()))
     lowest, highest = (-torch.inf, torch.inf) if allowed is None else allowed
@@ -126,12 +126,6 @@ def check_column(
         f"Column '{label}' has {count} of {labels.numel()} labels outside of {lowest:g} to {highest:g}, such "
         f"as {labels[outside][0].item():g}, but {loss} needs labels in this range: {advice}."
     )
-
-
-def _labels_of(batch: AnyBatch, label: str) -> Tensor | None:
-    """The labels, if there are any that can be wrong."""
-    labels = _numbers_of(batch, label)
-    return None if labels is None or labels.dtype is torch.bool else labels
 
 
 def _numbers_of(batch: AnyBatch, name: str) -> Tensor | None:
@@ -344,7 +338,7 @@ class CrossEntropy(ColumnLoss):
             (0.0, highest),
             "number classes from 0 on, as kv.Feature(…).vocabulary([…]) does",
         )
-        labels = _labels_of(batch, self.label)
+        labels = _numbers_of(batch, self.label)
         if labels is not None and labels.is_floating_point() and bool((labels != labels.round()).any()):
             raise ValueError(
                 f"Column '{self.label}' has labels such as {labels[labels != labels.round()][0].item():g}, "
@@ -471,6 +465,8 @@ class Sum:
 
 def total(losses: Losses) -> Tensor:
     """The sum of a loss function's results."""
+    if isinstance(losses, Tensor) and losses.dim() == 0:
+        return losses
     if not isinstance(losses, Mapping):
         return _scalar("The loss", losses)
     if not losses:
@@ -530,7 +526,10 @@ def _is_binary(column: Any) -> bool:
 def _column(batch: AnyBatch, name: str, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if name not in batch:
         raise KeyError(f"There is no column '{name}' in the batch, which has: {listed(name, batch)}")
-    column = one_each(name, batch[name]).to(like.device, dtype)
+    column = batch[name]
+    if not isinstance(column, Tensor):
+        column = one_each(name, column)
+    column = column.to(like.device, dtype)
     if column.shape != like.shape:
         if column.numel() != like.numel():
             raise ValueError(
@@ -563,12 +562,12 @@ _TAKEN_STARTS = ("loss/", "lr/", "rows/", _NUMBER, _COUNT)
 Value = TypeVar("Value", Tensor, float)
 
 
+@dataclass
 class Reported:
     """What one forward has reported."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, value: Tensor) -> None:
         """Count a number; several of one name become their mean."""

@@ -173,7 +173,7 @@ class OptimizerStep:
         """Drop pending gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
-        if self.frozen is not None:
+        if self.frozen is not None and (self.frozen.parameters or self.frozen.tables):
             self.frozen.forget()
 
     def backward(self, loss: Tensor, divisor: float) -> None:

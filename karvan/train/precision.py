@@ -16,7 +16,7 @@ with rows on that GPU read it; others need it on the host, which waits for it in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -35,9 +35,8 @@ class Precision:
 
     name = "fp32"
 
-    def context(self) -> AbstractContextManager[Any]:
-        """The context of a forward and its backward."""
-        return nullcontext()
+    # The context of a forward and its backward.
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of the forward and the loss, inside of `context`."""

@@ -43,10 +43,6 @@ class StepBatches:
     epoch: Epoch | None = None
     done: int = 0
 
-    def passes(self) -> Iterator[StepPass]:
-        """One batch after the other; none is referenced once the next one is taken."""
-        return (StepPass(self, index) for index in range(len(self.group)))
-
 
 class StepPass:
     """One of a step's batches, the model's output for it, and its loss.
@@ -68,12 +64,12 @@ class StepPass:
         self.reported = Reported()
 
 
+@dataclass
 class LossMeans:
     """The weighted mean of each loss over the passes of a step."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self.weight = 0.0
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    weight: float = 0.0
 
     def add(self, losses: Mapping[str, Tensor], weight: float) -> None:
         """Count the losses of a pass."""
@@ -89,10 +85,6 @@ class LossMeans:
         if self.weight == 1:
             return dict(self._sums)
         return {name: total / self.weight for name, total in self._sums.items()}
-
-
-def see_nothing(output: Any, batch: Any) -> None:
-    """Nobody needs the outputs of a step."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class StepRoutine:
         step: StepBatches,
         loss: Loss,
         metrics: Iterable[str],
-        see: Callable[[Any, Any], None] = see_nothing,
+        see: Callable[[Any, Any], None] | None = None,
         divisor: float | None = None,
     ) -> LossMeans:
         """Compute the gradients of a step, batch by batch; its losses.
@@ -125,12 +117,14 @@ class StepRoutine:
         nothing may have which the model reports.
         """
         losses = LossMeans()
-        for one_pass in step.passes():
+        for index in range(len(step.group)):
+            one_pass = StepPass(step, index)  # none is referenced once the next one is taken
             self.placement.receive(one_pass.batch)
             self.forward(one_pass, one_pass.batch, loss)
             self.backward(one_pass, divisor)
             if one_pass.losses is not None:
-                see(one_pass.output, one_pass.batch)
+                if see is not None:
+                    see(one_pass.output, one_pass.batch)
                 assert one_pass.loss is not None
                 means = named(one_pass.losses, one_pass.loss) | one_pass.reported.entries(metrics)
                 losses.add(means, one_pass.weight)
@@ -243,8 +237,10 @@ class StepOutcomes:
                 copied.record()
             described = () if self.count else batches  # only the first warning says what is in them
             self._waiting.append(_Step(number, host_flag, copied, described, loss))
+        elif applied:
+            self._taken = True
         else:
-            self._note(number, bool(applied), batches, loss)
+            self._note(number, False, batches, loss)
         while self._waiting and (len(self._waiting) > _MOST or self._waiting[0].copied.query()):  # type: ignore[no-untyped-call]
             self._learn()
 
@@ -262,7 +258,7 @@ class StepOutcomes:
 
     def _note(self, number: int, applied: bool, batches: Sequence[Any], loss: Tensor | None) -> None:
         if applied:
-            self.take()
+            self._taken = True
             return
         self.counts.skipped += 1
         finite = loss is None or bool(torch.isfinite(loss.detach()))

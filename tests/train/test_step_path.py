@@ -73,5 +73,5 @@ def test_a_step_in_memory_is_read_in_few_places(profile):
     ).fit(batches)
     files = {file.removeprefix(PACKAGE) for file, _ in profile.functions}
     print(len(files), "files,", len(profile.functions), "functions")
-    assert len(files) <= 35, sorted(files)
-    assert len(profile.functions) <= 166, sorted(name for _, name in profile.functions)
+    assert len(files) <= 30, sorted(files)
+    assert len(profile.functions) <= 120, sorted(name for _, name in profile.functions)

@@ -195,6 +195,7 @@ class Embedded:
             inputs.append(input_)
         self.inputs = Inputs(inputs)
         plan = _native.prepare(engine.program.native, [input_.arrays() for input_ in inputs])
+        self._sizes = [input_.out.numel() for input_ in inputs if input_.out is not None]
         self.pull = ServerLookup(
             engine.program,
             plan,
@@ -210,9 +211,7 @@ class Embedded:
     def finish(self) -> tuple[Tensor, ...]:
         """The outputs of all features, once the servers have answered."""
         self.pull.finish()
-        outs = self.inputs.take_out()
-        self._sizes = [out.numel() for out in outs]
-        return outs
+        return self.inputs.take_out()
 
     def sum(self, array: Array, positions: Sequence[int], complete: bool) -> tuple[Tensor, ...]:
         """Sum gradients of outputs by key: for each server, those of its keys.
@@ -239,7 +238,7 @@ class Embedded:
             addresses[position] = (
                 flat.ctypes.data + 4 * at if self._sizes[position] else self.pull.sent[0].ctypes.data
             )
-            strides[position] = self.inputs.each[position].table.dim
+            strides[position] = self.inputs.outputs[position].table.dim
             at += self._sizes[position]
         sums = self.pull.plan.reduce(addresses, strides)
         return self.pull.pack(sums, self._engine.session.scale, complete)
@@ -493,7 +492,7 @@ class EmbeddingWorker(RunService):
         if head.training:
             session.add(head.store, head.batch, embedded)
         self.claims += 1
-        layouts, arrays = pack_layouts([input_.layout for input_ in embedded.inputs.each])
+        layouts, arrays = pack_layouts([input_.layout for input_ in embedded.inputs.outputs])
         vectors = torch.cat([out.reshape(-1) for out in outs])
         answer = {"layouts": layouts, "restarted_servers": session.take_restarted()}
         return Message(answer, [to_wire(vectors, engine.wire), *arrays])

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from karvan import native
 from karvan.activity import TRAINERS, activity
 from karvan.native import _native
 from karvan.protocol import parameter_server as protocol
 from karvan.store import LookupContext, MemoryStore, Push, Rows, TableSpec
 from karvan.store.memory import MemoryTable
 from karvan.store.messages import floats, rule_from_json, spec_from_json
+from karvan.store.program import empty
 from karvan.store.row_owner import Answered, Owner, Summed
 from karvan.store.types import Keys, Rule, Vectors
 from karvan.system_limits import available_memory
@@ -596,7 +596,7 @@ def scaled(gradients: Vectors, scale: float) -> Vectors:
     """Gradients times scale, in float32, as a trainer would send them."""
     if scale == 1.0:
         return gradients
-    result: Vectors = native.empty(len(gradients)).numpy()
+    result: Vectors = empty(len(gradients)).numpy()
     return np.multiply(gradients, np.float32(scale), out=result)
 
 

@@ -14,7 +14,7 @@ from karvan.argument_checks import check_kinds
 from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.table_handle import EngineState, TableHandle
 from karvan.store import Rule
-from karvan.store.types import LateGradients, finite_flags
+from karvan.store.types import LateGradients
 from karvan.torch_internals import is_step_observed
 
 Group: TypeAlias = dict[str, Any]
@@ -149,7 +149,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         for engine, handles in self._tables.items():
             for _, gradients in engine.gradients(handle.name for handle in handles):
-                flags = finite_flags(gradients)  # for all tables at once: on a GPU it waits
+                # for all tables at once: on a GPU it waits
+                flags = getattr(gradients, "check_finite", gradients.finite)()
                 if not all(flags[handle.slot] for handle in _that_train(engine, handles)):
                     return False
         return True
@@ -223,8 +224,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 continue
             rules: dict[str, Rule] = {}
             steps: dict[str, int] = {}
-            touched = _of_passes(any, [g.touched() for _, g in gradients])
-            finite = _of_passes(all, [g.finite() for _, g in gradients])
+            # Of each table, over some backward passes, of which there is mostly one.
+            touched = list(map(any, zip(*(g.touched() for _, g in gradients), strict=True)))
+            finite = list(map(all, zip(*(g.finite() for _, g in gradients), strict=True)))
             for handle in _that_train(engine, handles):
                 slot, anchor = handle.slot, handle.anchor
                 if not touched[slot]:
@@ -319,11 +321,6 @@ def _that_train(engine: EngineState, handles: Sequence[TableHandle]) -> Sequence
     """The tables that some feature trains; those whose features all read alone have no slot in lookups."""
     count = len(engine.program.tables)
     return handles if count == len(engine.tables) else [handle for handle in handles if handle.slot < count]
-
-
-def _of_passes(join: Callable[[Iterable[bool]], bool], flags: list[list[bool]]) -> list[bool]:
-    """The flags of each table over some backward passes, of which there is mostly one."""
-    return flags[0] if len(flags) == 1 else [join(bits) for bits in zip(*flags, strict=True)]
 
 
 _observed_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)

@@ -157,7 +157,7 @@ class Adagrad(SparseOptimizer):
 
     def rate(self, group: Group, step: int) -> float:
         """Return the learning rate after `lr_decay`."""
-        return super().rate(group, step) / (1 + (step - 1) * float(group["lr_decay"]))
+        return float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
 
     def initial_state(self, group: Group, dim: int) -> list[float]:
         """Return the initial accumulator."""

@@ -39,7 +39,6 @@ from karvan.store.types import (
     Rows,
     Rules,
     TableSpec,
-    finite_flags,
 )
 
 
@@ -81,7 +80,7 @@ class PlacedGradients(GradientFlags):
         """Say of each table whether its gradients are finite; this waits for the device."""
         finite = list(self.finite())
         for half, _, sums in self.halves.values():
-            for slot, good in zip(half.slots, finite_flags(sums), strict=False):
+            for slot, good in zip(half.slots, getattr(sums, "check_finite", sums.finite)(), strict=False):
                 finite[slot] &= good
         return finite
 

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from karvan import native
 from karvan.distributed.parameter_servers import Servers
 from karvan.native import _native
 from karvan.protocol.parameter_server import PULL, PUSH
 from karvan.store import messages
 from karvan.store.messages import cut, floats, from_wire, to_wire, words
-from karvan.store.program import LookupProgram
+from karvan.store.program import LookupProgram, empty
 from karvan.store.remote.staleness_window import Countdown, LookupsInFlight, PendingLookup
 from karvan.store.types import LookupContext
 from karvan.wire import Reply
@@ -73,7 +72,7 @@ class ServerLookup(PendingLookup):
     @override
     def finish(self) -> None:
         sizes = floats(self.requested, self.dims)
-        vectors = native.empty(sum(sizes))
+        vectors = empty(sum(sizes))
         flat, at = vectors.numpy(), 0
         for reply, size in zip(self.replies, sizes, strict=True):
             array = reply.wait().arrays[0]
@@ -85,7 +84,7 @@ class ServerLookup(PendingLookup):
     def pack(self, gradients: _native.Gradients, scale: float, complete: bool) -> tuple[torch.Tensor, ...]:
         """Gradients times scale for each server, in the order of its keys; see `partial_gradients`."""
         sizes = floats(self.requested, self.dims)
-        sent = native.empty(sum(sizes))
+        sent = empty(sum(sizes))
         if complete:
             self.route.pack_gradients(gradients, scale, sent.data_ptr())
         else:

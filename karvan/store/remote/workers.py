@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from karvan import native
 from karvan.distributed.embedding_workers import Workers
 from karvan.distributed.parameter_servers import Servers
 from karvan.native import _native
 from karvan.protocol.embedding_worker import BACKWARD, CLAIM, Backward, Layouts
 from karvan.ragged import IdsReference
 from karvan.store.messages import from_wire, to_wire
-from karvan.store.program import LookupProgram, OutputLayout, RowIndex
+from karvan.store.program import LookupProgram, OutputLayout, RowIndex, empty
 from karvan.store.remote.staleness_window import Countdown, LookupsInFlight, PendingLookup
 from karvan.store.types import LookupContext
 from karvan.wire import Array, Message, RefusedError
@@ -180,7 +179,7 @@ class WorkerLookup(PendingLookup):
         flat = from_wire(vectors, self._wire)
         at = 0
         for feature, layout in features:
-            out = native.empty(layout.rows(feature.mode), feature.dim)
+            out = empty(layout.rows(feature.mode), feature.dim)
             np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
             at += out.numel()
             self._outs.append(out)

@@ -14,7 +14,7 @@ from karvan.train.device_placement import make_placement
 from karvan.train.epoch import Accumulation
 from karvan.train.optimizer_step import OptimizerStep, OptimizerStepSettings, fuse_on_gpu
 from karvan.train.precision import make_precision
-from karvan.train.step_routine import StepOutcomes, StepRoutine
+from karvan.train.step_routine import StepOutcomes, StepPass, StepRoutine
 from karvan.train.types import same
 
 DIMS = {"user": 8, "item": 16, "tags": 4}
@@ -149,7 +149,8 @@ class Run:
         placement = self.routine.placement
         placed = [placement.place(batch, training=True) for batch in group]
         step = self.routine.begin([Fed(batch) for batch in placed])
-        for made in step.passes():
+        for index in range(len(placed)):
+            made = StepPass(step, index)
             placement.receive(made.batch)
             self.routine.forward(made, made.batch, self._loss)
             self.routine.backward(made)
