@@ -42,11 +42,15 @@ def fork_context():
     """Processes that are forked from the one that has imported all of that."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fork_imports"])
+    # It outlives the test that first needs it, so it is not to look like a process of that test's job.
+    jobs = os.environ.pop("KARVAN_JOBS", None)
     os.environ[_ROOM] = "x" * 16_000
     try:
         forkserver.ensure_running()
     finally:
         del os.environ[_ROOM]
+        if jobs is not None:
+            os.environ["KARVAN_JOBS"] = jobs
     return context
 
 
