@@ -110,7 +110,7 @@ class ParameterServer(RunService):
             hello = request.caller.hello
             if (hello.generation, hello.run) != (self._generation, self._run):
                 raise RefusedError(OLDER_RUN)
-                self._batches.expect_caller(hello)
+            self._batches.expect_caller(hello)
             method = self._by_name[name]
         try:
             return method(request)
