@@ -104,13 +104,13 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 
 def ask_loaders(
-    ask: Callable[[int, bool], Message[Statistics]], loaders: Sequence[int]
+    ask: Callable[[int, Whole], Message[Statistics]], loaders: Sequence[int]
 ) -> tuple[dict[str, Any], str]:
     """The states of the loaders' transforms by name, and their digest; an error if loaders differ.
 
-    ask: calls `statistics` of a loader, with `whole`.
+    ask: calls `statistics` of a loader.
     """
-    answers = [ask(loader, loader == loaders[0]) for loader in loaders]
+    answers = [ask(loader, Whole(whole=loader == loaders[0])) for loader in loaders]
     first = answers[0].head.statistics
     for loader, answer in zip(loaders, answers, strict=True):
         other = answer.head.statistics

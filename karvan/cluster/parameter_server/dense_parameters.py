@@ -441,7 +441,7 @@ def _cloned(value: Any) -> Any:
 # |---|---|---|
 # | pull_dense | version, or none | version; tensors, if they are newer |
 # | push_dense | version, trainer, sequence, lr; tensors | the outcome |
-# | stage_dense | version, step, lr; tensors | version; in an elastic run, see `batches.py` |
+# | stage_dense | version, step, lr; tensors | version; in an elastic run, see `elastic_batches.py` |
 # | next_sequence | trainer | sequence |
 # | flush_dense | | version |
 # | dense_state | | the state |
