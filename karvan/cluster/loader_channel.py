@@ -23,6 +23,7 @@ from karvan.data.loading.rank_shares import kind_of, mismatch, stream_of
 from karvan.protocol import loader as protocol
 from karvan.protocol.loader import NoAnswerYet
 from karvan.ragged import IdsReference
+from karvan.threads import map_on_threads
 from karvan.wire import Array, Client, Message, RefusedError, Reply, WireError
 from karvan.wire.message import Sent
 from karvan.wire.schema import Call
@@ -432,11 +433,7 @@ class LoaderChannel:
             self._last = self._received, head.position
 
 
-def leave_all(channels: Iterable[LoaderChannel]) -> None:
+def leave_all(channels: Sequence[LoaderChannel]) -> None:
     """Leave all loaders, in parallel."""
-    leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
     with contextlib.suppress(RuntimeError):  # threads cannot be started while the process exits
-        for thread in leaving:
-            thread.start()
-        for thread in leaving:
-            thread.join()
+        map_on_threads(LoaderChannel.leave, channels, len(channels))

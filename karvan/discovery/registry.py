@@ -94,18 +94,15 @@ class RendezvousFile:
         forget: Iterable[str] = (),
     ) -> None:
         """Set and remove keys, and store the answer to a request, in one transaction."""
-        database = self._database
-        database.execute("BEGIN")
         try:
-            database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", put.items())
-            database.executemany("DELETE FROM keys WHERE key = ?", ((key,) for key in remove))
-            if answer is not None:
-                database.execute("INSERT INTO answers (request, answer) VALUES (?, ?)", answer)
-            database.executemany("DELETE FROM answers WHERE request = ?", ((number,) for number in forget))
-            database.execute("COMMIT")
+            with self._database as database:  # which ends the transaction
+                database.execute("BEGIN")
+                database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", put.items())
+                database.executemany("DELETE FROM keys WHERE key = ?", ((key,) for key in remove))
+                if answer is not None:
+                    database.execute("INSERT INTO answers (request, answer) VALUES (?, ?)", answer)
+                database.executemany("DELETE FROM answers WHERE request = ?", ((name,) for name in forget))
         except sqlite3.OperationalError as error:
-            if database.in_transaction:
-                database.execute("ROLLBACK")
             _log.warning("Rendezvous keys could not be saved, in case the registry dies: %s", error)
 
     def close(self) -> None:
