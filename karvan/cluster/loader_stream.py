@@ -31,7 +31,7 @@ from karvan.cluster.loader_channel import ChannelSettings, LoaderChannel, leave_
 from karvan.cluster.task_stream import LoadedData
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
-from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
+from karvan.discovery.directory import Addresses, StaticDirectory, directory_from_environment
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.protocol.loader import DONE, IDENTITY, STATISTICS, References
@@ -152,7 +152,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
         self._ids = ids
         require_ids(ids)
         self._placement = rank, world_size  # None: as connected
-        self._directory: Directory | StaticDirectory | None
+        self._directory: Addresses | None
         self._directory, count = _directory_of(loaders)
         self._digest: str | None = None  # of the loaders' statistics, if they were requested
         self._released: deque[ragged.IdsReference] = deque()  # whose ids are not needed any more

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.clock import clock
@@ -47,16 +47,6 @@ class Member:
     def __str__(self) -> str:
         state = "" if self.healthy else f", no heartbeat for {self.silent:.0f} s"
         return f"{self.role} {self.index} at {self.address}{state}"
-
-
-class Addresses(Protocol):
-    """Finds processes by role and index."""
-
-    def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
-        """Its address "host:port"; a WireError if it is not found in time."""
-
-    def close(self) -> None:
-        """Release the connection to the registry, if any."""
 
 
 class Directory:
@@ -166,9 +156,12 @@ class StaticDirectory:
         """Nothing to do: there is no connection."""
 
 
+Addresses: TypeAlias = Directory | StaticDirectory  # find processes by role and index
+
+
 def directory_from_environment(
     environment: Mapping[str, str] | None = None, security: Security | None = None
-) -> Directory | StaticDirectory:
+) -> Addresses:
     """The registry that the environment names, or else the addresses that it lists."""
     job = JobEnvironment.read(environment)
     if job.registry:
@@ -181,7 +174,7 @@ def directory_from_environment(
 
 def find_role(
     role: Role, addresses: Sequence[str] | None, security: Security
-) -> tuple[Directory | StaticDirectory, int]:
+) -> tuple[Addresses, int]:
     """A directory of a role's processes, and their number: of these addresses, or as the environment says."""
     job = JobEnvironment.read()
     if addresses is None and job.registry:

@@ -164,7 +164,7 @@ class Reply(Generic[A]):
         self.deadline = self.started + within
         self._done = threading.Event()
         self._answer: Message[A] | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # that `wait` raises once it is done
         self._then: Callable[[Reply[A]], None] | None = None
         self.seconds = 0.0  # from the call to its answer
 
@@ -174,8 +174,8 @@ class Reply(Generic[A]):
         if not self._done.is_set():
             with activity.waiting(self._peer.role):
                 self._done.wait()
-        if self._error is not None:
-            raise _copy_of(self._error)
+        if self.error is not None:
+            raise _copy_of(self.error)
         assert self._answer is not None
         return self._answer
 
@@ -183,11 +183,6 @@ class Reply(Generic[A]):
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._done.is_set()
-
-    @property
-    def error(self) -> Exception | None:
-        """The exception that `wait` would raise, once it is done."""
-        return self._error
 
     def pause(self, seconds: float) -> None:
         """Wait for the answer for at most this long."""
@@ -207,7 +202,7 @@ class Reply(Generic[A]):
         """Set the answer, or why there is none; for the client's own threads."""
         self.seconds = clock.now() - self.started
         if isinstance(answer, Exception):
-            self._error = answer
+            self.error = answer
         else:
             self._answer = answer
         self.call = Packed("{}", ())  # releases the arrays
