@@ -30,13 +30,12 @@ from typing import Any, TypeVar
 
 from karvan.activity import ActivityReport
 from karvan.clock import clock
-from karvan.discovery.directory import Member
 from karvan.job.address import reachable
 from karvan.job.roles import Role, all_roles, role_of
 from karvan.protocol import master
 from karvan.protocol import values as protocol
 from karvan.protocol.master import RENDEZVOUS_CALLS
-from karvan.protocol.values import Generation
+from karvan.protocol.values import Generation, Member
 from karvan.wire import Endpoint, Message, RefusedError, Request, Security, Server, Service, endpoints
 from karvan.wire.schema import Call
 
@@ -406,7 +405,7 @@ class Registry(Service):
         self._store.begin_generation(generation)
 
     def _list(self, request: Request) -> Message:
-        return Message({"members": [vars(member) for member in self.members()]})
+        return Message({"members": self.members()})
 
     def _register(self, request: Request[protocol.MemberFields]) -> Message:
         head, key = request.head, _key(request.head)
@@ -459,7 +458,14 @@ class Registry(Service):
         silent, head = clock.silence(entry.seen), entry.head
         healthy = silent <= self._lost_after * role.patience
         return Member(
-            role, index, head.address, head.generation, head.pid, healthy, round(silent, 3), head.count
+            role=role,
+            index=index,
+            address=head.address,
+            generation=head.generation,
+            pid=head.pid,
+            healthy=healthy,
+            silent=round(silent, 3),
+            count=head.count,
         )
 
 

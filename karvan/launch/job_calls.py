@@ -26,9 +26,9 @@ from karvan.wire.schema import Call
 
 if TYPE_CHECKING:
     from karvan.activity import ActivityReport
-    from karvan.discovery.directory import Member
     from karvan.launch.processes import ManagedProcess
     from karvan.launch.supervisor import Supervisor
+    from karvan.protocol.values import Member
 
 A = TypeVar("A")
 

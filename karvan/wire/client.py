@@ -320,6 +320,11 @@ class Client:
         """Whether `close` was called, so that calls fail on purpose."""
         return bool(self._closing)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has given up, not being closed: every call fails, and another client may do better."""
+        return self._failure is not None and not self._closing
+
     def begin_closing(self) -> None:
         """Accept no more calls and say good-bye, without waiting; `close` waits."""
         closed(self)
@@ -551,6 +556,34 @@ class Client:
             reply.set(_marked(error, answer.head))
         else:
             reply.answer(answer)
+
+
+class LastingClient:
+    """A forgetful `Client` of a service, and another one after it once it has given up.
+
+    One that was closed because the process ends has no successor.
+    """
+
+    def __init__(
+        self, name: str, find: str | Callable[[], str], security: Security | None = None, **settings: Any
+    ) -> None:
+        self._connect = partial(Client, name, find, security, forgetful=True, **settings)
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+
+    def current(self) -> Client:
+        """The client for the next call."""
+        with self._lock:
+            if self._client is None or self._client.failed:
+                self._client = self._connect()
+            return self._client
+
+    def close(self) -> None:
+        """Disconnect, until the next call."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
 
 def _marked(error: Exception, head: Mapping[str, Any]) -> Exception:
