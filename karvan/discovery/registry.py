@@ -349,7 +349,7 @@ class Registry(Service):
             Endpoint(protocol.REGISTER, self._register),
             Endpoint(protocol.BEAT, self._beat),
             Endpoint(protocol.LEAVE, self._leave),
-            Endpoint(protocol.MEMBERS, self._list),
+            Endpoint(protocol.MEMBERS, lambda request: Message({"members": self.members()})),
             Endpoint(
                 protocol.GENERATION_OF_JOB,
                 lambda request: Message(protocol.Generation(generation=self._generation)),
@@ -403,9 +403,6 @@ class Registry(Service):
                 raise ValueError(f"Expected generation {self._generation} or a later one, got {generation}.")
             self._generation = generation
         self._store.begin_generation(generation)
-
-    def _list(self, request: Request) -> Message:
-        return Message({"members": self.members()})
 
     def _register(self, request: Request[protocol.MemberFields]) -> Message:
         head, key = request.head, _key(request.head)

@@ -392,7 +392,7 @@ class Supervisor:
         """Whether a trainer was killed, and the process that replaces it does not train yet."""
         if member.due is not None:
             return bool(member.token)  # that of its last process
-        return member.running and member.restarted and not self.group.trains(member.holder)
+        return member.running and member.restarted and member.holder not in self.group.members
 
     # Continuing the job of a master that died
 
