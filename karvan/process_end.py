@@ -12,14 +12,15 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 import threading
 import time
 import weakref
 from _io import _IOBase
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, Protocol
 
 _LONGEST_CLOSE = 10.0  # seconds: another thread may be stuck in a file
 
@@ -44,6 +45,19 @@ class PreparedThread(threading.Thread):
         """Wait for `begin`."""
         self._begun.wait()
         self._function()
+
+
+@contextmanager
+def handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """While inside, signals have other handlers; on the main thread, as on others Python has no signals."""
+    on_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if on_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None means a handler that was not installed by Python and cannot be restored by it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def run_to_end(main: Callable[[], int]) -> NoReturn:

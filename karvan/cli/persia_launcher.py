@@ -32,6 +32,7 @@ from karvan.job.environment import set_variables
 from karvan.job.roles import Role
 from karvan.launch.engines.local import ending_with_parent
 from karvan.launch.role_programs import module_command
+from karvan.process_end import handling
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -168,17 +169,15 @@ def _run_together(command: Sequence[str], ranks: Sequence[dict[str, str]]) -> in
         for process in processes:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = next((code for code in codes if code), None)
-            if failed is not None or all(code == 0 for code in codes):
-                return failed or OK
-            time.sleep(_POLL)
+        with handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), stop)):
+            while True:
+                codes = [process.poll() for process in processes]
+                failed = next((code for code in codes if code), None)
+                if failed is not None or all(code == 0 for code in codes):
+                    return failed or OK
+                time.sleep(_POLL)
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
         for process in processes:
             if process.poll() is None:
                 process.terminate()

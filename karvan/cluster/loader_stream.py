@@ -26,23 +26,17 @@ from karvan.argument_checks import check_counts
 from karvan.cluster import loader_channel
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.service import BatchName, ask_loaders, require_ids
-from karvan.cluster.loader_channel import (
-    BatchStream,
-    ChannelSettings,
-    LoaderAccess,
-    LoaderChannel,
-    leave_all,
-    waiting_for,
-)
+from karvan.cluster.loader_access import BatchStream, LoaderAccess, waiting_for
+from karvan.cluster.loader_channel import ChannelSettings, LoaderChannel, leave_all
 from karvan.cluster.task_stream import LoadedData
 from karvan.data.identity import Identity
 from karvan.data.read import is_leased
-from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
+from karvan.discovery.directory import Addresses, StaticDirectory, directory_from_environment
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
-from karvan.protocol.loader import DONE, IDENTITY, STATISTICS, References, Statistics, Whole
+from karvan.protocol.loader import DONE, IDENTITY, STATISTICS, References
 from karvan.ragged import REFERENCE, Batch
-from karvan.wire import Message, Security
+from karvan.wire import Security
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -135,7 +129,8 @@ def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory 
 class LoaderStream(BatchStream[LoaderChannel]):
     """The batches of loaders; an iteration that was left early continues in the next one."""
 
-    _epoch: int
+    epoch: int
+    """The epoch of the last batch, from 0."""
     _finished: bool  # whether the epoch was read to its end, so that the next one follows
 
     def __init__(
@@ -157,7 +152,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
         self._ids = ids
         require_ids(ids)
         self._placement = rank, world_size  # None: as connected
-        self._directory: Directory | StaticDirectory | None
+        self._directory: Addresses | None
         self._directory, count = _directory_of(loaders)
         self._digest: str | None = None  # of the loaders' statistics, if they were requested
         self._released: deque[ragged.IdsReference] = deque()  # whose ids are not needed any more
@@ -165,15 +160,10 @@ class LoaderStream(BatchStream[LoaderChannel]):
         weakref.finalize(self, leave_all, self._channels).atexit = False  # connections end with the process
         self._go_to(0, loader_channel.start_of_epoch(count), (0, 1))
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last batch, from 0."""
-        return self._epoch
-
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self._finished:
             self._finished = False
-            self._epoch += 1
+            self.epoch += 1
             for channel in self._channels:
                 channel.next_epoch()
         require_ids(self._ids)  # the job may have been connected since
@@ -193,7 +183,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
         """Disconnect from the loaders; iterating again reconnects."""
         rank, _ = placement = self._own_placement()
         states = [channel.state(rank) for channel in self._channels]
-        self._go_to(self._epoch, states, placement, self._finished)
+        self._go_to(self.epoch, states, placement, self._finished)
         if self._directory is not None:
             self._directory.close()
 
@@ -201,7 +191,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
         """The position of this trainer, for JSON: after all batches that were handed out."""
         rank, world = self._own_placement()
         return loader_channel.state_of(
-            self._epoch, world, [rank], [channel.state(rank) for channel in self._channels]
+            self.epoch, world, [rank], [channel.state(rank) for channel in self._channels]
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,11 +238,9 @@ class LoaderStream(BatchStream[LoaderChannel]):
         Loaders with different statistics are an error, also later, when one is replaced.
         """
         self._connect()
-
-        def ask(loader: int, whole: bool) -> Message[Statistics]:
-            return self._channels[loader].answer(STATISTICS, Whole(whole=whole))
-
-        states, self._digest = ask_loaders(ask, range(len(self._channels)))
+        states, self._digest = ask_loaders(
+            lambda loader, whole: self._channels[loader].answer(STATISTICS, whole), range(len(self._channels))
+        )
         return states
 
     def _go_to(
@@ -264,7 +252,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
     ) -> None:
         """Begin an epoch at these states of loaders."""
         leave_all(self._channels)
-        self._epoch, self._finished = epoch, finished
+        self.epoch, self._finished = epoch, finished
         self._channels[:] = [
             LoaderChannel(loader, self._changed, epoch, state, (*placement, len(states)))
             for loader, state in enumerate(states)
@@ -323,7 +311,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
             if channel.wants(index) and self._ready([channel]):
                 if channel.waiting[0].head.index != index:
                     raise RuntimeError(
-                        f"{channel.name} expected to give its batch {index} of epoch {self._epoch}, "
+                        f"{channel.name} expected to give its batch {index} of epoch {self.epoch}, "
                         f"got {channel.waiting[0].head.index}."
                     )
                 yield channel
@@ -342,7 +330,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
 
         def warn(seconds: float) -> None:
             names = ", ".join(channel.name for channel in awaited())
-            _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, seconds)
+            _log.warning("No batch of epoch %d from %s for %.0f seconds.", self.epoch, names, seconds)
 
         return waiting_for([channel.loader for channel in awaited()], warn)
 
@@ -354,7 +342,7 @@ class LoaderStream(BatchStream[LoaderChannel]):
             entries[REFERENCE] = reference
             self._release()
         batch = LoadedBatch.trusted(entries, head.rows)
-        batch.epoch, batch.meta = self._epoch, head.meta
+        batch.epoch, batch.meta = self.epoch, head.meta
         batch.number = head.index * len(self._channels) + channel.loader
         return batch
 

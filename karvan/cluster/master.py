@@ -18,7 +18,7 @@ from karvan.discovery.registry import Registry
 from karvan.job.checkpoint_url import local_path
 from karvan.owner import own
 from karvan.work.ledger import LedgerError
-from karvan.work.service import PATIENCE, WorkService
+from karvan.work.service import WorkService
 from karvan.work.trainer_group import TrainerGroup
 
 _log = logging.getLogger("karvan.cluster")
@@ -27,11 +27,8 @@ LEDGER = Path("master", "work.db")
 _CHECK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
 
 
-def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
-    """Serve until SIGTERM or SIGINT; an error that prevents the start is raised.
-
-    patience: seconds without progress after which tasks are taken from their holder.
-    """
+def serve_master(settings: RoleSettings) -> None:
+    """Serve until SIGTERM or SIGINT; an error that prevents the start is raised."""
     job = settings.job
     if not job.checkpoints:
         raise ValueError(
@@ -47,7 +44,7 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
         owner = own(path.parent)  # not of all checkpoints, which the trainers write
         stack.callback(owner.release)
         try:
-            work = WorkService(path, patience=patience)
+            work = WorkService(path)
         except LedgerError as error:
             raise ValueError(str(error)) from None
         stack.callback(work.close)

@@ -28,6 +28,7 @@ from karvan.errors import FAILED, TEMPORARY, is_out_of_memory, plain
 from karvan.job.address import MasterAddress, reachable
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role, all_roles
+from karvan.process_end import handling
 from karvan.protocol.values import GENERATION, GENERATION_OF_JOB, RunHello
 from karvan.wire import Client, RefusedError, Security, Server, Service, WireError
 
@@ -111,14 +112,8 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
 def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and SIGINT set while inside; only on the process's main thread."""
     ended = threading.Event()
-    before = {
-        signum: signal.signal(signum, lambda *_: ended.set()) for signum in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
+    with handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), lambda *_: ended.set())):
         yield ended
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 @contextmanager

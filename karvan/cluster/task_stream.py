@@ -23,7 +23,7 @@ from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.service import ask_loaders, require_ids
-from karvan.cluster.loader_channel import (
+from karvan.cluster.loader_access import (
     BatchStream,
     LoaderAccess,
     LoaderConnection,
@@ -42,7 +42,7 @@ from karvan.data.work_client import WorkClient
 from karvan.errors import mark
 from karvan.job.environment import JobEnvironment
 from karvan.protocol import loader as protocol
-from karvan.protocol.loader import DESCRIBE, STATISTICS, Description, NoAnswerYet, Statistics, Whole
+from karvan.protocol.loader import DESCRIBE, STATISTICS, Description, NoAnswerYet
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import Message, WireError
 from karvan.work.task import TaskPlan, WorkSpec
@@ -531,13 +531,9 @@ class LoadedData:
 
         Loaders with different statistics are an error, also later, when one is replaced.
         """
-
-        def statistics(loader: int, whole: bool) -> Message[Statistics]:
-            answer = ask(self._access, loader, STATISTICS, Whole(whole=whole))
-            assert answer is not None  # nobody gives up
-            return answer
-
-        return ask_loaders(statistics, list(self._descriptions))[0]
+        return ask_loaders(
+            lambda loader, whole: ask(self._access, loader, STATISTICS, whole), list(self._descriptions)
+        )[0]
 
     def lease(self, client: WorkClient, epoch: int) -> LoadedBatches:
         """The batches of an epoch that this process leases, as they are ready."""

@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.clock import clock
@@ -24,39 +23,11 @@ from karvan.errors import RefusedError, WireError
 from karvan.job.address import MasterAddress, split_address
 from karvan.job.environment import JobEnvironment, addresses_name, variable
 from karvan.job.roles import Role, role_of, start_order
-from karvan.protocol.values import BEAT, LEAVE, MEMBERS, REGISTER, Beat, MemberFields
-from karvan.wire.client import Client
+from karvan.protocol.values import BEAT, LEAVE, MEMBERS, REGISTER, Beat, Member, MemberFields
+from karvan.wire.client import LastingClient
 from karvan.wire.security import Security
 
 _PAUSES = 0.02, 0.25  # seconds between two calls, at first and at most
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process of the job, as registered."""
-
-    role: Role
-    index: int
-    address: str
-    generation: int
-    pid: int
-    healthy: bool
-    silent: float  # seconds since its last heartbeat
-    count: int = 0  # of the processes of its role, as it says; 0 if it does not
-
-    def __str__(self) -> str:
-        state = "" if self.healthy else f", no heartbeat for {self.silent:.0f} s"
-        return f"{self.role} {self.index} at {self.address}{state}"
-
-
-class Addresses(Protocol):
-    """Finds processes by role and index."""
-
-    def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
-        """Its address "host:port"; a WireError if it is not found in time."""
-
-    def close(self) -> None:
-        """Release the connection to the registry, if any."""
 
 
 class Directory:
@@ -64,9 +35,7 @@ class Directory:
 
     def __init__(self, registry: str | MasterAddress, security: Security | None = None) -> None:
         self._registry = registry
-        self._security = security
-        self._lock = threading.Lock()
-        self._peer: Client | None = None
+        self._client = LastingClient("registry", registry, security)
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError names it, and the members that were found."""
@@ -111,33 +80,11 @@ class Directory:
 
     def members(self, timeout: float = 10.0) -> list[Member]:
         """All members of the registry."""
-        peer = self._connected()
-        try:
-            listed = peer.call(MEMBERS, deadline=timeout).head.members
-        except WireError:
-            self._drop(peer)
-            raise
-        return [Member(**{**vars(member), "role": role_of(member.role)}) for member in listed]
+        return self._client.current().call(MEMBERS, deadline=timeout).head.members
 
     def close(self) -> None:
         """Disconnect from the registry."""
-        with self._lock:
-            peer, self._peer = self._peer, None
-        if peer is not None:
-            peer.close()
-
-    def _connected(self) -> Client:
-        with self._lock:
-            if self._peer is None:
-                self._peer = Client("registry", self._registry, self._security, forgetful=True)
-            return self._peer
-
-    def _drop(self, peer: Client) -> None:
-        """Close a client that has given up; the next call needs another one."""
-        with self._lock:
-            if self._peer is peer:
-                self._peer = None
-        peer.close()
+        self._client.close()
 
 
 class StaticDirectory:
@@ -166,9 +113,12 @@ class StaticDirectory:
         """Nothing to do: there is no connection."""
 
 
+Addresses: TypeAlias = Directory | StaticDirectory  # find processes by role and index
+
+
 def directory_from_environment(
     environment: Mapping[str, str] | None = None, security: Security | None = None
-) -> Directory | StaticDirectory:
+) -> Addresses:
     """The registry that the environment names, or else the addresses that it lists."""
     job = JobEnvironment.read(environment)
     if job.registry:
@@ -179,9 +129,7 @@ def directory_from_environment(
     return StaticDirectory(job.addresses)
 
 
-def find_role(
-    role: Role, addresses: Sequence[str] | None, security: Security
-) -> tuple[Directory | StaticDirectory, int]:
+def find_role(role: Role, addresses: Sequence[str] | None, security: Security) -> tuple[Addresses, int]:
     """A directory of a role's processes, and their number: of these addresses, or as the environment says."""
     job = JobEnvironment.read()
     if addresses is None and job.registry:
@@ -226,7 +174,6 @@ class Membership:
         self._beat = beat
         self.replaced = False  # whether another process has registered with this role and index
         self._registry = registry
-        self._security = security
         self._fields = MemberFields(
             role=role,
             index=index,
@@ -237,12 +184,12 @@ class Membership:
             count=count,
         )
         self._dumps = dump_stacks_on_signal()
-        self._peer = self._connect()
+        self._client = LastingClient("registry", registry, security, patience=_DEADLINE)
         self._ended = threading.Event()
         try:
-            self._peer.call(REGISTER, self._fields, deadline=patience)
+            self._client.current().call(REGISTER, self._fields, deadline=patience)
         except Exception:
-            self._peer.close()
+            self._client.close()
             raise
         self._thread = threading.Thread(target=self._run, name=f"karvan-{role} {index}", daemon=True)
         self._thread.start()
@@ -255,35 +202,31 @@ class Membership:
         self._thread.join(2 * _DEADLINE)
         with contextlib.suppress(WireError, RefusedError):
             if not self.replaced:
-                self._peer.call(LEAVE, self._fields, deadline=1.0)
-        self._peer.close()
-
-    def _connect(self) -> Client:
-        return Client("registry", self._registry, self._security, forgetful=True, patience=_DEADLINE)
+                self._client.current().call(LEAVE, self._fields, deadline=1.0)
+        self._client.close()
 
     def _run(self) -> None:
         trouble = ""
         while not self._ended.wait(self._beat):
+            client = self._client.current()
             try:
                 beat = Beat(**vars(self._fields), activity=activity.report(self._dumps).as_head())
-                answer = self._peer.call(BEAT, beat, deadline=_DEADLINE).head
+                answer = client.call(BEAT, beat, deadline=_DEADLINE).head
                 if answer.replaced:
                     self.replaced = True
                     _log.warning("%s %s was replaced by another process.", *self._name())
                     return
                 if not answer.known:
-                    self._peer.call(REGISTER, self._fields, deadline=_DEADLINE)
+                    client.call(REGISTER, self._fields, deadline=_DEADLINE)
                 if trouble:
                     _log.info("The registry at %s is back.", self._registry)
                 trouble = ""
             except (WireError, RefusedError) as error:
-                if self._peer.closing:
+                if client.closing:
                     return  # the process is ending
                 if str(error) != trouble:
                     _log.warning("%s %s: %s", *self._name(), error)
                 trouble = str(error)
-                self._peer.close()  # it has given up
-                self._peer = self._connect()
 
     def _name(self) -> tuple[str, int]:
         return self._fields.role, self._fields.index

@@ -23,21 +23,23 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan.activity import ActivityReport
 from karvan.clock import clock
-from karvan.discovery.directory import Member
 from karvan.job.address import reachable
 from karvan.job.roles import Role, all_roles, role_of
 from karvan.protocol import master
 from karvan.protocol import values as protocol
 from karvan.protocol.master import RENDEZVOUS_CALLS
-from karvan.protocol.values import Generation
+from karvan.protocol.values import Generation, Member
 from karvan.wire import Endpoint, Message, RefusedError, Request, Security, Server, Service, endpoints
+from karvan.wire.schema import Call
+
+G = TypeVar("G", bound=Generation)
 
 # The file of a rendezvous store: SQLite, so that keys survive the death of the process.
 #
@@ -91,18 +93,15 @@ class RendezvousFile:
         forget: Iterable[str] = (),
     ) -> None:
         """Set and remove keys, and store the answer to a request, in one transaction."""
-        database = self._database
-        database.execute("BEGIN")
         try:
-            database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", put.items())
-            database.executemany("DELETE FROM keys WHERE key = ?", ((key,) for key in remove))
-            if answer is not None:
-                database.execute("INSERT INTO answers (request, answer) VALUES (?, ?)", answer)
-            database.executemany("DELETE FROM answers WHERE request = ?", ((number,) for number in forget))
-            database.execute("COMMIT")
+            with self._database as database:  # which ends the transaction
+                database.execute("BEGIN")
+                database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", put.items())
+                database.executemany("DELETE FROM keys WHERE key = ?", ((key,) for key in remove))
+                if answer is not None:
+                    database.execute("INSERT INTO answers (request, answer) VALUES (?, ?)", answer)
+                database.executemany("DELETE FROM answers WHERE request = ?", ((name,) for name in forget))
         except sqlite3.OperationalError as error:
-            if database.in_transaction:
-                database.execute("ROLLBACK")
             _log.warning("Rendezvous keys could not be saved, in case the registry dies: %s", error)
 
     def close(self) -> None:
@@ -155,29 +154,37 @@ class StoreBounds:
 
 
 class RendezvousStore:
-    """The keys of one generation, in a file if there is a path; its methods may be called from any thread.
+    """The keys of one `generation`, in a file if there is a path, and the endpoints of the calls about them.
 
-    request: a random name of a call; a call with the name of an earlier one changes nothing, and returns the
-    same. An empty one is never the same.
+    A call whose `request` is that of an earlier one changes nothing, and has the same answer. An empty one is
+    never the same.
     """
 
     def __init__(self, bounds: StoreBounds | None = None, path: Path | None = None) -> None:
         self.bounds = bounds or StoreBounds()
         self._lock = threading.Lock()
         self._file = RendezvousFile(path)
-        self._generation, self._values, self._answers = self._file.read()
+        self.generation, self._values, self._answers = self._file.read()
         self._size = sum(_size(*item) for item in self._values.items())
-
-    @property
-    def generation(self) -> int:
-        """The one whose keys it holds."""
-        return self._generation
+        self.endpoints: list[Endpoint[Any]] = [
+            self._endpoint(master.STORE_SET, self._set),
+            self._endpoint(master.STORE_GET, self._get),
+            self._endpoint(
+                master.STORE_CHECK,
+                lambda head, _: Message({"present": all(key in self._values for key in head.keys)}),
+            ),
+            self._endpoint(master.STORE_ADD, self._add),
+            self._endpoint(master.STORE_APPEND, self._append),
+            self._endpoint(master.STORE_COMPARE_SET, self._compare_set),
+            self._endpoint(master.STORE_DELETE, self._delete),
+            self._endpoint(master.STORE_COUNT, lambda head, _: Message({"keys": len(self._values)})),
+        ]
 
     def begin_generation(self, generation: int) -> None:
         """Drop the keys of earlier generations; from now on only this one is served."""
         with self._lock:
             self._file.begin(generation)
-            self._generation = generation
+            self.generation = generation
             self._values, self._answers = {}, {}
             self._size = 0
 
@@ -186,90 +193,75 @@ class RendezvousStore:
         with self._lock:
             self._file.close()
 
-    def set(self, generation: int, keys: Sequence[str], values: Sequence[bytes]) -> None:
+    def _endpoint(
+        self, call: Call[G, Any], work: Callable[[G, list[bytes]], Message[Any] | None]
+    ) -> Endpoint[Any]:
+        """The endpoint of a call: `work` gets its head and values, while no other call changes anything."""
+
+        def execute(request: Request[G]) -> Message[Any] | None:
+            head: Any = request.head
+            values = master.unpack_values(head.sizes, request.arrays) if request.arrays else []
+            with self._lock:
+                if head.generation != self.generation:
+                    raise RefusedError(
+                        f"Trainers expected to be of generation {self.generation}, got {head.generation}: "
+                        "the job has continued without this one."
+                    )
+                return work(head, values)
+
+        return Endpoint(call, execute)
+
+    def _set(self, head: master.SetKeys, values: list[bytes]) -> None:
         """Set all of these keys, or none of them."""
-        with self._lock:
-            self._check(generation)
-            self._put(dict(zip(keys, values, strict=True)))
+        self._put(dict(zip(head.keys, values, strict=True)))
 
-    def get(self, generation: int, keys: Sequence[str]) -> list[bytes] | None:
-        """The values of these keys; None unless all of them exist."""
-        with self._lock:
-            self._check(generation)
-            if not all(key in self._values for key in keys):
-                return None
-            return [self._values[key] for key in keys]
+    def _get(self, head: master.Keys, values: list[bytes]) -> Message[master.PresentValues]:
+        """The values of these keys, if all of them exist."""
+        present = all(key in self._values for key in head.keys)
+        sizes, arrays = master.pack_values([self._values[key] for key in head.keys] if present else [])
+        return Message(master.PresentValues(present=present, sizes=sizes), arrays)
 
-    def has(self, generation: int, keys: Sequence[str]) -> bool:
-        """Whether all of these keys exist."""
-        with self._lock:
-            self._check(generation)
-            return all(key in self._values for key in keys)
-
-    def add(self, generation: int, key: str, amount: int, request: str = "") -> int:
-        """Add to a number, which is 0 if the key does not exist; returns the sum."""
-        with self._lock:
-            self._check(generation)
-            if (answer := self._answers.get(request)) is not None:
-                return int(answer)
+    def _add(self, head: master.AddToKey, values: list[bytes]) -> Message[master.Total]:
+        """Add to a number, which is 0 if the key does not exist; the answer is the sum."""
+        key, answer = head.key, self._answers.get(head.request)
+        if answer is None:
             before = self._values.get(key, b"0")
             try:
-                total = int(before) + amount
+                total = int(before) + head.amount
             except ValueError:
                 raise ValueError(f"add expects a number at {key[:100]!r}, got {before[:20]!r}.") from None
             if total not in _INT64:
                 raise ValueError(f"add expects a sum of 64 bits at {key[:100]!r}, got {total}.")
-            self._put({key: str(total).encode()}, request, str(total).encode())
-            return total
+            answer = str(total).encode()
+            self._put({key: answer}, head.request, answer)
+        return Message(master.Total(total=int(answer)))
 
-    def append(self, generation: int, key: str, value: bytes, request: str = "") -> None:
+    def _append(self, head: master.AppendToKey, values: list[bytes]) -> None:
         """Append to a value, which is empty if the key does not exist."""
-        with self._lock:
-            self._check(generation)
-            if request not in self._answers:
-                self._put({key: self._values.get(key, b"") + value}, request)
+        if head.request not in self._answers:
+            self._put({head.key: self._values.get(head.key, b"") + values[0]}, head.request)
 
-    def compare_set(
-        self, generation: int, key: str, expected: bytes, desired: bytes, request: str = ""
-    ) -> bytes:
+    def _compare_set(self, head: master.CompareSetKey, values: list[bytes]) -> Message[master.OneValue]:
         """Set a key if it has the expected value, or is missing and the expected value is empty.
 
-        Returns the value afterwards; for a missing key the expected one, as torch's stores do.
+        The answer is the value afterwards; for a missing key the expected one, as torch's stores do.
         """
-        with self._lock:
-            self._check(generation)
-            if (answer := self._answers.get(request)) is not None:
-                return answer
-            current = self._values.get(key)
-            if current == expected or (current is None and not expected):
-                self._put({key: desired}, request, desired)
-                return desired
-            return expected if current is None else current
+        (expected, desired), answer = values, self._answers.get(head.request)
+        if answer is None:
+            answer = self._values.get(head.key, expected)
+            if self._values.get(head.key, b"") == expected:
+                self._put({head.key: desired}, head.request, desired)
+                answer = desired
+        sizes, arrays = master.pack_values([answer])
+        return Message(master.OneValue(sizes=sizes), arrays)
 
-    def delete(self, generation: int, key: str, request: str = "") -> bool:
-        """Remove a key; returns whether it existed."""
-        with self._lock:
-            self._check(generation)
-            if request in self._answers:
-                return True
-            if key not in self._values:
-                return False
-            self._store({}, request, b"", remove=[key])
+    def _delete(self, head: master.ChangeKey, values: list[bytes]) -> Message[master.Deleted]:
+        """Remove a key; the answer is whether it existed."""
+        key, deleted = head.key, head.request in self._answers or head.key in self._values
+        if deleted and head.request not in self._answers:
+            self._store({}, head.request, b"", remove=[key])
             self._size -= _size(key, self._values.pop(key))
-            return True
-
-    def count(self, generation: int) -> int:
-        """The number of keys."""
-        with self._lock:
-            self._check(generation)
-            return len(self._values)
-
-    def _check(self, generation: int) -> None:
-        if generation != self._generation:
-            raise RefusedError(
-                f"Trainers expected to be of generation {self._generation}, got {generation}: "
-                "the job has continued without this one."
-            )
+        return Message(master.Deleted(deleted=deleted))
 
     def _put(self, values: dict[str, bytes], request: str = "", answer: bytes = b"") -> None:
         bounds, size, count = self.bounds, self._size, len(self._values)
@@ -306,61 +298,6 @@ class RendezvousStore:
 
 def _size(key: str, value: bytes) -> int:
     return len(key) + len(value) + _OVERHEAD
-
-
-# The registry's calls on its `RendezvousStore`; see `karvan.protocol.master`.
-
-
-def rendezvous_endpoints(store: RendezvousStore) -> list[Endpoint[Any]]:
-    """An endpoint for each of RENDEZVOUS_CALLS."""
-
-    def set_values(request: Request[master.SetKeys]) -> Message:
-        head = request.head
-        store.set(head.generation, head.keys, master.unpack_values(head.sizes, request.arrays))
-        return Message({})
-
-    def get(request: Request[master.Keys]) -> Message[master.PresentValues]:
-        values = store.get(request.head.generation, request.head.keys)
-        sizes, arrays = master.pack_values(values or [])
-        return Message(master.PresentValues(present=values is not None, sizes=sizes), arrays)
-
-    def check(request: Request[master.Keys]) -> Message[master.Presence]:
-        return Message(master.Presence(present=store.has(request.head.generation, request.head.keys)))
-
-    def add(request: Request[master.AddToKey]) -> Message[master.Total]:
-        head = request.head
-        return Message(master.Total(total=store.add(head.generation, head.key, head.amount, head.request)))
-
-    def append(request: Request[master.AppendToKey]) -> Message:
-        head = request.head
-        [value] = master.unpack_values(head.sizes, request.arrays)
-        store.append(head.generation, head.key, value, head.request)
-        return Message({})
-
-    def compare_set(request: Request[master.CompareSetKey]) -> Message[master.OneValue]:
-        head = request.head
-        expected, desired = master.unpack_values(head.sizes, request.arrays)
-        value = store.compare_set(head.generation, head.key, expected, desired, head.request)
-        sizes, arrays = master.pack_values([value])
-        return Message(master.OneValue(sizes=sizes), arrays)
-
-    def delete(request: Request[master.ChangeKey]) -> Message[master.Deleted]:
-        head = request.head
-        return Message(master.Deleted(deleted=store.delete(head.generation, head.key, head.request)))
-
-    def count(request: Request[Generation]) -> Message[master.KeyCount]:
-        return Message(master.KeyCount(keys=store.count(request.head.generation)))
-
-    return [
-        Endpoint(master.STORE_SET, set_values),
-        Endpoint(master.STORE_GET, get),
-        Endpoint(master.STORE_CHECK, check),
-        Endpoint(master.STORE_ADD, add),
-        Endpoint(master.STORE_APPEND, append),
-        Endpoint(master.STORE_COMPARE_SET, compare_set),
-        Endpoint(master.STORE_DELETE, delete),
-        Endpoint(master.STORE_COUNT, count),
-    ]
 
 
 _log = logging.getLogger("karvan.cluster")
@@ -412,12 +349,12 @@ class Registry(Service):
             Endpoint(protocol.REGISTER, self._register),
             Endpoint(protocol.BEAT, self._beat),
             Endpoint(protocol.LEAVE, self._leave),
-            Endpoint(protocol.MEMBERS, self._list),
+            Endpoint(protocol.MEMBERS, lambda request: Message({"members": self.members()})),
             Endpoint(
                 protocol.GENERATION_OF_JOB,
                 lambda request: Message(protocol.Generation(generation=self._generation)),
             ),
-            *rendezvous_endpoints(self._store),
+            *self._store.endpoints,
         )
         for service in beside:
             if same := set(self.endpoints).intersection(service.endpoints):
@@ -466,9 +403,6 @@ class Registry(Service):
                 raise ValueError(f"Expected generation {self._generation} or a later one, got {generation}.")
             self._generation = generation
         self._store.begin_generation(generation)
-
-    def _list(self, request: Request) -> Message:
-        return Message({"members": [vars(member) for member in self.members()]})
 
     def _register(self, request: Request[protocol.MemberFields]) -> Message:
         head, key = request.head, _key(request.head)
@@ -521,7 +455,14 @@ class Registry(Service):
         silent, head = clock.silence(entry.seen), entry.head
         healthy = silent <= self._lost_after * role.patience
         return Member(
-            role, index, head.address, head.generation, head.pid, healthy, round(silent, 3), head.count
+            role=role,
+            index=index,
+            address=head.address,
+            generation=head.generation,
+            pid=head.pid,
+            healthy=healthy,
+            silent=round(silent, 3),
+            count=head.count,
         )
 
 

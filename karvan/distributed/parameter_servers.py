@@ -242,7 +242,7 @@ class OwnCommits(StepCommits):
     The next step is committed only when all servers have this one, so they never differ by more than one.
 
     The others settle a member that is gone: `settle` fences it, and completes the step that only some servers
-    have committed. See `karvan/cluster/parameter_server/batches.py`.
+    have committed. See `karvan/cluster/parameter_server/elastic_batches.py`.
     """
 
     def __init__(self, member: int, servers: int, peer: Callable[[int], Client]) -> None:

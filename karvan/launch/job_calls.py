@@ -26,9 +26,9 @@ from karvan.wire.schema import Call
 
 if TYPE_CHECKING:
     from karvan.activity import ActivityReport
-    from karvan.discovery.directory import Member
     from karvan.launch.processes import ManagedProcess
     from karvan.launch.supervisor import Supervisor
+    from karvan.protocol.values import Member
 
 A = TypeVar("A")
 
@@ -147,9 +147,6 @@ class JobService(Service):
         """Answer for this job from now on."""
         self._supervisor = supervisor
 
-    def close(self) -> None:
-        """Nothing to close."""
-
     def _status(self, request: Request) -> Message[JobStatus]:
         supervisor = self._job()
         registry = supervisor.registry
@@ -161,7 +158,7 @@ class JobService(Service):
                 job=supervisor.spec.name,
                 state="stopping" if supervisor.stopping else "running" if started else "starting",
                 mode=supervisor.spec.mode,
-                generation=supervisor.generation,
+                generation=supervisor.state.generation,
                 master=os.getpid(),
                 processes=[
                     _described(process, members.get(process.key), activities.get(process.key))

@@ -17,8 +17,8 @@ import queue
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ from karvan.launch.processes import RESUMED, SUSPENDED
 from karvan.launch.role_programs import Commands, module_command, open_import_folders, security_of
 from karvan.launch.run_folder import MASTER, RunFolder, make_certificate, make_shared, make_token
 from karvan.launch.supervisor import JobOutcome
+from karvan.process_end import handling
 
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
@@ -232,8 +233,7 @@ class Launcher:
 
     # Signals
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signals(self) -> AbstractContextManager[None]:
         # A terminal that is closed stops the job like SIGTERM, unless nohup says otherwise.
         asked: dict[int, Callable[[], None]] = {
             signal.SIGINT: lambda: self._master().interrupt(),
@@ -244,14 +244,7 @@ class Launcher:
         for ignorable in (signal.SIGHUP, signal.SIGTSTP):
             if signal.getsignal(ignorable) == signal.SIG_IGN:
                 del asked[ignorable]
-        before = {
-            number: signal.signal(number, lambda got, frame: self._events.put(asked[got])) for number in asked
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handling(dict.fromkeys(asked, lambda got, frame: self._events.put(asked[got])))
 
     def _master(self) -> Handle:
         assert self._handle is not None
@@ -260,14 +253,11 @@ class Launcher:
     def _suspend(self) -> None:
         """Stop the job, then this process, so that the shell gets its terminal back."""
         continued = threading.Event()  # perhaps before it is stopped
-        before = signal.signal(signal.SIGCONT, lambda got, frame: continued.set())
-        try:
+        with handling({signal.SIGCONT: lambda got, frame: continued.set()}):
             self._master().suspend()
             self._wait_until(lambda: self._suspended, _SUSPENDED_WITHIN)
             if not continued.is_set():
                 os.kill(os.getpid(), signal.SIGSTOP)
-        finally:
-            signal.signal(signal.SIGCONT, before)
         until = clock.now() + _SUSPENDED_WITHIN
         while self._suspended and clock.now() < until:  # a master that was not stopped yet needs it once more
             self._master().resume()

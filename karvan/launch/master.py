@@ -157,7 +157,13 @@ def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
     owner = own(spec.checkpoints, lease, place)
     try:
         if place is not None:
-            _try_writing(spec.checkpoints)
+            from karvan.checkpoint.atomic_folder import try_writing
+            from karvan.checkpoint.errors import CheckpointError
+
+            try:
+                try_writing(spec.checkpoints)
+            except CheckpointError as error:
+                raise MasterError(str(error), TEMPORARY if error.temporary else DAMAGED) from error
         elif not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
             raise MasterError(
                 f"checkpoints expects a folder that this user may write to, got {shown(spec.checkpoints)}.",
@@ -166,16 +172,6 @@ def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
         yield owner
     finally:
         owner.release()
-
-
-def _try_writing(checkpoints: Path) -> None:
-    from karvan.checkpoint.atomic_folder import try_writing
-    from karvan.checkpoint.errors import CheckpointError
-
-    try:
-        try_writing(checkpoints)
-    except CheckpointError as error:
-        raise MasterError(str(error), TEMPORARY if error.temporary else DAMAGED) from error
 
 
 @contextmanager

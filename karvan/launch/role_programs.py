@@ -200,13 +200,5 @@ def security_of(spec: JobSpec) -> dict[str, str]:
 
 
 def _security(spec: JobSpec) -> dict[str, Any]:
-    variables: dict[str, Any] = {"token_file": "" if spec.token_file is None else str(spec.token_file)}
-    if spec.tls is not None:
-        variables |= {
-            "tls_cert": str(spec.tls.cert),
-            "tls_key": str(spec.tls.key),
-            "tls_ca": "" if spec.tls.ca is None else str(spec.tls.ca),
-            "tls_mutual": spec.tls.mutual,
-            "tls_name": spec.tls.name or "",
-        }
-    return variables
+    tls = {} if spec.tls is None else {f"tls_{name}": value for name, value in spec.tls}
+    return {"token_file": spec.token_file or "", **tls}

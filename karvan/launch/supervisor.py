@@ -97,7 +97,6 @@ class Supervisor:
     owner: str = ""  # the id of the lease of its checkpoint folder
     state: JobState = field(default_factory=JobState)
     started: Callable[[], None] = lambda: None  # called when all processes were started
-    generation: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         spec, timing = self.spec, self.timing
@@ -393,13 +392,13 @@ class Supervisor:
         """Whether a trainer was killed, and the process that replaces it does not train yet."""
         if member.due is not None:
             return bool(member.token)  # that of its last process
-        return member.running and member.restarted and not self.group.trains(member.holder)
+        return member.running and member.restarted and member.holder not in self.group.members
 
     # Continuing the job of a master that died
 
     def _save(self) -> None:
         state = self.state
-        state.generation, state.rollback = self.generation, self._rollback is not None
+        state.rollback = self._rollback is not None
         state.outcome = None if self._outcome is None else [self._outcome.code, self._outcome.failure]
         state.restarts, state.crash_loop = self._restarts.times(), self._crash_loop.state()
         state.members = {
@@ -419,7 +418,6 @@ class Supervisor:
     def _continue(self) -> None:
         """Adopt the processes that the last master started, and react to what it did not."""
         state, now = self.state, clock.now()
-        self.generation = state.generation
         self._restarts.restore(state.restarts)
         self._crash_loop.restore(state.crash_loop)
         if state.outcome is not None:
@@ -438,7 +436,7 @@ class Supervisor:
                 member.handle = self.engine.adopt(member.process, saved.record, self._ended)
                 member.handle.resume()  # the last master may have died while the job was suspended
                 adopted.append(member.name)
-        self.logs.say(f"The master was restarted: generation {self.generation}, {len(adopted)} processes.")
+        self.logs.say(f"The master was restarted: generation {state.generation}, {len(adopted)} processes.")
         if self._rollback is not None:
             self._stop_for_rollback()
         for member in self.members:
@@ -469,9 +467,9 @@ class Supervisor:
 
     def _roll_back(self) -> None:
         self._rollback = None
-        self.generation += 1
-        self.registry.begin_generation(self.generation)
-        self.logs.say(f"Generation {self.generation} begins.")
+        self.state.generation += 1
+        self.registry.begin_generation(self.state.generation)
+        self.logs.say(f"Generation {self.state.generation} begins.")
         self._start(
             [
                 member
@@ -493,7 +491,7 @@ class Supervisor:
     def _start_one(self, member: ManagedProcess) -> Handle | None:
         self.registry.forget(member.role, member.index)  # the address of its last process
         member.restarted = bool(member.token)
-        member.token, member.generation = secrets.token_hex(8), self.generation
+        member.token, member.generation = secrets.token_hex(8), self.state.generation
         member.process, member.handle = self._process_of(member), None
         member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
         member.registration, member.awaited = Registration.NONE, False

@@ -191,7 +191,7 @@ DENSE_CALLS = table_of(
 # and tally.
 #
 # The trainers of an elastic run are *members*, each with a number that is never used again. Their pushes are
-# staged, and a commit says which of them a step consists of; see `batches.py` of the server.
+# staged, and a commit says which of them a step consists of; see `elastic_batches.py` of the server.
 
 
 _MOST_PARTS = 2**16

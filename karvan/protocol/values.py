@@ -81,8 +81,8 @@ class BeatAnswer(Head):
     replaced: bool
 
 
-class ListedMember(Head):
-    """A member as the registry lists it; `silent` in seconds."""
+class Member(Head):
+    """A process of the job, as registered."""
 
     role: RoleName
     index: Index
@@ -90,8 +90,12 @@ class ListedMember(Head):
     generation: GenerationNumber
     pid: ProcessNumber
     healthy: bool
-    silent: Seconds
-    count: Index
+    silent: Seconds  # since its last heartbeat
+    count: Index  # of the processes of its role, as it says; 0 if it does not
+
+    def __str__(self) -> str:
+        state = "" if self.healthy else f", no heartbeat for {self.silent:.0f} s"
+        return f"{self.role} {self.index} at {self.address}{state}"
 
 
 class Generation(Head):
@@ -103,7 +107,7 @@ class Generation(Head):
 class MemberList(Head):
     """The members of a job."""
 
-    members: list[ListedMember]
+    members: list[Member]
 
 
 REGISTER = Call("register", MemberFields)

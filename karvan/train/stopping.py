@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from karvan.argument_checks import check_integers
 from karvan.distributed import CollectiveChannel, Connection
+from karvan.process_end import handling
 from karvan.train.epoch import Accumulation
 from karvan.train.results import TrainingCounts
 
@@ -171,14 +171,8 @@ class StopRequest:
     def signals(self) -> Iterator[None]:
         """Catch both signals within it, on the main thread; on others Python has no signals."""
         self._signal = None
-        on_main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, self._handle) for number in (_REASONS if on_main else ())}
-        try:
+        with handling(dict.fromkeys(_REASONS, self._handle)):
             yield
-        finally:
-            for number, handler in before.items():
-                # None means a handler that was not installed by Python and cannot be restored by it.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal and number == signal.SIGINT:

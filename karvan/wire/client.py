@@ -164,7 +164,7 @@ class Reply(Generic[A]):
         self.deadline = self.started + within
         self._done = threading.Event()
         self._answer: Message[A] | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # that `wait` raises once it is done
         self._then: Callable[[Reply[A]], None] | None = None
         self.seconds = 0.0  # from the call to its answer
 
@@ -174,8 +174,8 @@ class Reply(Generic[A]):
         if not self._done.is_set():
             with activity.waiting(self._peer.role):
                 self._done.wait()
-        if self._error is not None:
-            raise _copy_of(self._error)
+        if self.error is not None:
+            raise _copy_of(self.error)
         assert self._answer is not None
         return self._answer
 
@@ -183,11 +183,6 @@ class Reply(Generic[A]):
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._done.is_set()
-
-    @property
-    def error(self) -> Exception | None:
-        """The exception that `wait` would raise, once it is done."""
-        return self._error
 
     def pause(self, seconds: float) -> None:
         """Wait for the answer for at most this long."""
@@ -207,7 +202,7 @@ class Reply(Generic[A]):
         """Set the answer, or why there is none; for the client's own threads."""
         self.seconds = clock.now() - self.started
         if isinstance(answer, Exception):
-            self._error = answer
+            self.error = answer
         else:
             self._answer = answer
         self.call = Packed("{}", ())  # releases the arrays
@@ -324,6 +319,11 @@ class Client:
     def closing(self) -> bool:
         """Whether `close` was called, so that calls fail on purpose."""
         return bool(self._closing)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has given up, not being closed: every call fails, and another client may do better."""
+        return self._failure is not None and not self._closing
 
     def begin_closing(self) -> None:
         """Accept no more calls and say good-bye, without waiting; `close` waits."""
@@ -556,6 +556,34 @@ class Client:
             reply.set(_marked(error, answer.head))
         else:
             reply.answer(answer)
+
+
+class LastingClient:
+    """A forgetful `Client` of a service, and another one after it once it has given up.
+
+    One that was closed because the process ends has no successor.
+    """
+
+    def __init__(
+        self, name: str, find: str | Callable[[], str], security: Security | None = None, **settings: Any
+    ) -> None:
+        self._connect = partial(Client, name, find, security, forgetful=True, **settings)
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+
+    def current(self) -> Client:
+        """The client for the next call."""
+        with self._lock:
+            if self._client is None or self._client.failed:
+                self._client = self._connect()
+            return self._client
+
+    def close(self) -> None:
+        """Disconnect, until the next call."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
 
 def _marked(error: Exception, head: Mapping[str, Any]) -> Exception:

@@ -29,9 +29,9 @@ LEAST_CHARACTERS = 16  # fewer can be guessed; a warning
 RECIPE = "`openssl rand -hex 32` makes one"
 
 
-def read_token(path: str | Path, name: str = "KARVAN_TOKEN_FILE") -> str:
-    """The token in a file, without surrounding whitespace; `name`: the setting that names the file."""
-    token, mode = token_in(path, name), stat.S_IMODE(os.stat(path).st_mode)
+def read_token(path: str | Path) -> str:
+    """The token in the file that KARVAN_TOKEN_FILE names, without surrounding whitespace."""
+    token, mode = token_in(path, "KARVAN_TOKEN_FILE"), stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o077:
         _log.warning(
             "The token file %s can be read or changed by other users (mode %03o); run: chmod 600 %s",

@@ -145,10 +145,10 @@ _MOST_BYTES = 2**28  # of answers stored for disconnected callers; more of them 
 class Session:
     """A service's state of one caller; connections of the same caller take turns."""
 
-    def __init__(self, deadline: float = USUAL_DEADLINE) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answers: dict[int, Packed] = {}
-        self.deadline = deadline
+        self.deadline = USUAL_DEADLINE
         self.started = 0  # number of the last call that was started
         self.last = 0  # number of the last call that was completed
         self.connections = 0
@@ -568,18 +568,15 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     finally:
                         server.connections.pop(key, None)
                         connection.close()
-        except BusyError as error:
+        except (BusyError, RefusedError) as error:
             write(writer, pack(_refusal(error)))
             raise
         except (pa.ArrowException, OSError):
             raise
         except Exception as error:
-            if not isinstance(error, RefusedError):
-                server.service.note_failure(error)
-                _log.exception("%s could not welcome %s", self._name, where)
+            server.service.note_failure(error)
+            _log.exception("%s could not welcome %s", self._name, where)
             write(writer, pack(_refusal(error)))
-            if isinstance(error, RefusedError):
-                raise
 
     def _accompany(self, context: Any, connection: ServerConnection) -> None:
         """While another thread executes the calls, report to the caller that they are running."""

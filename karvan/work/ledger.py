@@ -150,17 +150,12 @@ class LedgerFile:
     def transaction(self) -> Iterator[None]:
         """All changes inside of it are on disk, or none."""
         try:
-            self._database.execute("BEGIN IMMEDIATE")
-            yield
-            self._database.execute("COMMIT")
-        except BaseException as error:
-            if self._database.in_transaction:  # SQLite itself undoes one that found the disk full
-                self._database.execute("ROLLBACK")
-            if isinstance(error, sqlite3.OperationalError):
-                number = _outage(error) or errno.EIO
-                text = f"{self.path} could not be written, nothing was changed: {error}"
-                raise LedgerDiskError(number, text) from None
-            raise
+            with self._database:  # which ends the transaction
+                self._database.execute("BEGIN IMMEDIATE")
+                yield
+        except sqlite3.OperationalError as error:
+            text = f"{self.path} could not be written, nothing was changed: {error}"
+            raise LedgerDiskError(_outage(error) or errno.EIO, text) from None
 
     def begin(self, spec: WorkSpec) -> None:
         """Write a spec, and the position at its start, into a new file."""

@@ -132,10 +132,6 @@ class TrainerGroup(Service):
         with self._lock:
             return process in self._left
 
-    def trains(self, process: str) -> bool:
-        """Whether a process is in the current round."""
-        return process in self.members
-
     def is_member(self, process: str) -> bool:
         """Whether a process is in the current round, or may join the next one."""
         with self._lock:

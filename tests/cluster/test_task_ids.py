@@ -14,7 +14,7 @@ from task_loaders import Numbers, shared_data, task_loaders
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.cluster.loader.service import SendTo, TaskIds
-from karvan.cluster.loader_channel import LoaderConnection
+from karvan.cluster.loader_access import LoaderConnection
 from karvan.cluster.task_stream import TaskRequests
 from karvan.data.task_records import TaskToRead, records_done
 from karvan.errors import is_temporary

@@ -13,7 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from karvan.discovery.registry import Registry, RendezvousStore, StoreBounds
 from karvan.distributed.wire_store import WireStore
-from karvan.wire import Client, RefusedError, Security
+from karvan.protocol.master import (
+    RENDEZVOUS_CALLS,
+    STORE_ADD,
+    STORE_APPEND,
+    STORE_COMPARE_SET,
+    STORE_COUNT,
+    STORE_DELETE,
+    STORE_GET,
+    STORE_SET,
+    pack_values,
+    unpack_values,
+)
+from karvan.wire import Client, Message, RefusedError, Security, Service, endpoints
+from karvan.wire.server import Caller
 
 KEYS = st.sampled_from(["a", "b", "number", "with/slash", "ключ"])
 VALUES = st.binary(max_size=5)
@@ -149,6 +162,25 @@ def test_a_stranger_without_the_token_gets_nothing(store, registry):
     assert store.get("karvan/hello/0") == b"of rank 0"
 
 
+def ask(store, call, values=(), **head):
+    """The answer of a store to a call of its own generation: its only field, or its values."""
+    sizes, arrays = pack_values(values) if values else ([], [])
+    fields = {"generation": store.generation, **head, **({"sizes": sizes} if values else {})}
+    request = Message({"method": call.name, **fields}, arrays)
+    answer = endpoints_of(store).answer(request, Caller("a test", None))
+    if answer.arrays:
+        return unpack_values(answer.head.sizes, answer.arrays)
+    fields = answer.head if isinstance(answer.head, dict) else vars(answer.head)
+    return next(iter(fields.values()), None)
+
+
+def endpoints_of(store):
+    """A service that has only the calls of a store."""
+    service = Service()
+    service.endpoints = endpoints(RENDEZVOUS_CALLS, *store.endpoints)
+    return service
+
+
 BOUNDS = StoreBounds(keys=4, key_length=8, value_size=100, total_size=800)
 
 
@@ -172,19 +204,18 @@ def test_bounds_hold_whatever_comes_and_refusals_change_nothing(steps):
         )
         try:
             if kind == "set":
-                store.set(0, [name], [value])
+                ask(store, STORE_SET, [value], keys=[name])
             elif kind == "append":
-                store.append(0, name, value)
+                ask(store, STORE_APPEND, [value], key=name)
             else:
-                store.compare_set(0, name, before, value)
+                ask(store, STORE_COMPARE_SET, [before, value], key=name)
         except RefusedError:
             assert not fits
         else:
             assert fits
             expected = would
-        found = store.get(0, list(expected))
-        assert found == list(expected.values())
-        assert store.count(0) == len(expected)
+        assert ask(store, STORE_GET, keys=list(expected)) == list(expected.values())
+        assert ask(store, STORE_COUNT) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +228,7 @@ def test_bounds_hold_whatever_comes_and_refusals_change_nothing(steps):
 )
 def test_what_exceeds_a_bound_is_refused_with_the_bound(head, values, message):
     with pytest.raises(RefusedError, match=message):
-        RendezvousStore(BOUNDS).set(0, head["keys"], values)
+        ask(RendezvousStore(BOUNDS), STORE_SET, values, **head)
 
 
 def test_a_value_that_is_too_large_is_refused_at_the_registry(store):
@@ -243,24 +274,24 @@ def test_keys_and_the_answers_to_calls_survive_the_registry(tmp_path):
     path = tmp_path / "keys"
     one = RendezvousStore(path=path)
     one.begin_generation(3)
-    one.set(3, ["a", "b"], [b"1", b""])
-    assert one.add(3, "n", 5, "first") == 5
-    one.append(3, "a", b"2", "second")
-    assert one.compare_set(3, "c", b"", b"x", "third") == b"x"
-    assert one.delete(3, "b", "fourth")
+    ask(one, STORE_SET, [b"1", b""], keys=["a", "b"])
+    assert ask(one, STORE_ADD, key="n", amount=5, request="first") == 5
+    ask(one, STORE_APPEND, [b"2"], key="a", request="second")
+    assert ask(one, STORE_COMPARE_SET, [b"", b"x"], key="c", request="third") == [b"x"]
+    assert ask(one, STORE_DELETE, key="b", request="fourth")
     # Not closed: the process was killed.
     two = RendezvousStore(path=path)
     assert two.generation == 3
-    assert two.add(3, "n", 5, "first") == 5  # the same call once more
-    two.append(3, "a", b"2", "second")
-    two.set(3, ["c"], [b"y"])
-    assert two.compare_set(3, "c", b"", b"x", "third") == b"x"
-    assert two.delete(3, "b", "fourth")
-    assert two.get(3, ["a", "c", "n"]) == [b"12", b"y", b"5"]
-    assert two.add(3, "n", 5, "another") == 10
-    assert two.count(3) == 3
+    assert ask(two, STORE_ADD, key="n", amount=5, request="first") == 5  # the same call once more
+    ask(two, STORE_APPEND, [b"2"], key="a", request="second")
+    ask(two, STORE_SET, [b"y"], keys=["c"])
+    assert ask(two, STORE_COMPARE_SET, [b"", b"x"], key="c", request="third") == [b"x"]
+    assert ask(two, STORE_DELETE, key="b", request="fourth")
+    assert ask(two, STORE_GET, keys=["a", "c", "n"]) == [b"12", b"y", b"5"]
+    assert ask(two, STORE_ADD, key="n", amount=5, request="another") == 10
+    assert ask(two, STORE_COUNT) == 3
     two.begin_generation(4)
-    assert two.add(4, "n", 1, "first") == 1
+    assert ask(two, STORE_ADD, key="n", amount=1, request="first") == 1
     assert RendezvousStore(path=path).generation == 4
 
 

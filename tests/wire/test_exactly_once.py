@@ -9,6 +9,7 @@ from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import Client, PeerLostError, Server, WireError
+from karvan.wire.client import LastingClient
 
 
 @pytest.fixture
@@ -193,6 +194,29 @@ def test_a_function_that_finds_may_fail_for_a_while(server):
         assert peer.call("ping").head["service"] == "counting"
     with Client("server", lambda: 1 // 0) as peer, pytest.raises(ZeroDivisionError):
         peer.call("ping")
+
+
+def test_a_lasting_client_finds_its_service_after_it_has_given_up_or_was_closed(server):
+    addresses = iter([None, server.address, server.address])
+    lasting = LastingClient("counting", lambda: next(addresses) or 1 // 0)
+    with pytest.raises(ZeroDivisionError):  # which ends a client
+        lasting.current().call("ping")
+    first = lasting.current()
+    assert first.call("ping").head["service"] == "counting"
+    assert lasting.current() is first
+    lasting.close()
+    assert first.closing
+    assert lasting.current().call("ping").head["service"] == "counting"
+    lasting.close()
+
+
+def test_a_lasting_client_that_the_end_of_the_process_has_closed_stays_closed(server):
+    lasting = LastingClient("counting", server.address)
+    client = lasting.current()
+    client.close()
+    assert lasting.current() is client
+    with pytest.raises(WireError, match="was closed"):
+        lasting.current().call("ping")
 
 
 def test_a_service_that_is_killed_and_restarted_is_a_lost_peer():

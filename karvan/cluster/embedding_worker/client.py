@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,8 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.protocol.embedding_worker import DESCRIBE_WORKER, FORGET, PUT
 from karvan.ragged import Ragged
-from karvan.wire import Client, Security, WireError
+from karvan.wire import Security, WireError
+from karvan.wire.client import LastingClient
 
 _FOUND_WITHIN = 5.0  # seconds; a caller that finds no worker tries again until its deadline
 _PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full: the first and the longest
@@ -36,17 +36,8 @@ class WorkerClient:
     ) -> None:
         self.index = index
         self._deadline = deadline
-        self._open = partial(
-            Client,
-            f"embedding worker {index}",
-            find,
-            security,
-            hello={"loader": True},
-            deadline=deadline,
-            forgetful=True,
-        )
-        self._lock = threading.Lock()
-        self._client = self._open()
+        name = f"embedding worker {index}"
+        self._client = LastingClient(name, find, security, hello={"loader": True}, deadline=deadline)
 
     def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:
         """Store id features in the worker; returns when it has them. Harmless if it has them already.
@@ -54,20 +45,7 @@ class WorkerClient:
         A worker that is full of unclaimed batches is asked again, for up to `within` seconds. After a
         WireError another call finds the worker, or its replacement, again.
         """
-        client = self._client
-        try:
-            self._put(client, reference, ids, within)
-        except WireError:
-            with self._lock:
-                if client is self._client:
-                    self._client = self._open()
-            client.begin_closing()
-            raise
-
-    def _put(
-        self, client: Client, reference: str, ids: Mapping[str, Tensor | Ragged], within: float | None
-    ) -> None:
-        message = pack(ids)
+        message, client = pack(ids), self._client.current()
         within = self._deadline if within is None else within
         due = clock.now() + within
         pause, longest = _PAUSES
@@ -82,16 +60,16 @@ class WorkerClient:
 
     def forget(self, references: Sequence[str]) -> None:
         """Drop batches that nobody will claim."""
-        self._client.call(FORGET, {"references": list(references)})
+        self._client.current().call(FORGET, {"references": list(references)})
 
     def begin_forget(self, references: Sequence[str]) -> None:
         """The same, without waiting; a worker that cannot be reached has forgotten them, or will."""
         with suppress(WireError):
-            self._client.begin(FORGET, {"references": list(references)})
+            self._client.current().begin(FORGET, {"references": list(references)})
 
     def describe(self) -> dict[str, int]:
         """What the worker holds and has done: waiting, kept, received, expired, claims, backwards, plans."""
-        return self._client.call(DESCRIBE_WORKER).head
+        return self._client.current().call(DESCRIBE_WORKER).head
 
     def close(self) -> None:
         """Disconnect."""

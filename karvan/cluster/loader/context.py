@@ -49,6 +49,7 @@ from karvan.data.read import is_leased
 from karvan.errors import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.process_end import handling
 from karvan.wire import Service
 
 _log = logging.getLogger("karvan.cluster")
@@ -95,9 +96,7 @@ class LoaderContext:
         self._open = False  # whether an epoch has started and not ended
         self._ended = threading.Event()
         self._stack = ExitStack()
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            self._stack.callback(signal.signal, signal.SIGTERM, before)
+        self._stack.enter_context(handling({signal.SIGTERM: lambda *_: sys.exit(0)}))
         self._stack.enter_context(listening(self._service, settings, self._ended))
         atexit.register(self._leave)
 

@@ -221,7 +221,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
             # The first one is answered at once: if loaders are killed one after the other, a call that waits
             # for one that survives long enough would miss its deadline.
             if trainer.watches:
-                self._changed.wait_for(lambda: self._closed or not self._expects(trainer), self.stay)
+                self._changed.wait_for(lambda: self.closed or not self._expects(trainer), self.stay)
             trainer.watches = True
 
     def _done(self, call: Request[protocol.References]) -> None:
@@ -238,7 +238,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         reference = BatchName(*call.head.reference)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._error or self._has_read(call.caller, reference), self.wait
+                lambda: self.closed or self._error or self._has_read(call.caller, reference), self.wait
             )
             if not self._has_read(call.caller, reference):
                 if self._error:
@@ -289,7 +289,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
 
     def _can_answer(self, trainer: TrainerQueue, epoch: int) -> bool:
         """Whether a call need not wait any longer."""
-        if self._closed or self._error or not self._expects(trainer):
+        if self.closed or self._error or not self._expects(trainer):
             return True
         return trainer.first(epoch) is not None or self._beyond(epoch)
 
@@ -327,7 +327,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         """Where to start reading, once all trainers have connected and one needs more; None after `close`."""
         with self._changed:
             target = self._wait_for_target()
-            if self._closed or target is None:
+            if self.closed or target is None:
                 return None
             epoch = target[0]
             received = [start for trainer in self._trainers.values() for start in trainer.positions]
@@ -349,7 +349,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
     def _wait_for_target(self) -> EpochIndex | None:
         if self._description is None:
             self.identify(None)
-        activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._target() is not None)
+        activity.wait_for(self._changed, TRAINERS, lambda: self.closed or self._target() is not None)
         return self._target()
 
     def send(self, batch: Batch, position: Any = None, meta: Any = None) -> bool:
@@ -438,7 +438,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         """Wait until all trainers have received the error."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._all(lambda trainer: trainer.error_sent or trainer.left), seconds
+                lambda: self.closed or self._all(lambda trainer: trainer.error_sent or trainer.left), seconds
             )
 
     def wait_until_left(self) -> bool:
@@ -448,12 +448,10 @@ class EpochService(LoaderService[protocol.DataIdentity]):
                 self._changed,
                 TRAINERS,
                 lambda: (
-                    self._closed
-                    or self._all(lambda trainer: trainer.left)
-                    or (self._world and self._behind())
+                    self.closed or self._all(lambda trainer: trainer.left) or (self._world and self._behind())
                 ),
             )
-            return self._closed or not self._behind()
+            return self.closed or not self._behind()
 
     def _all(self, true_of: Callable[[TrainerQueue], bool]) -> bool:
         return 0 < self._world == len(self._trainers) and all(map(true_of, self._trainers.values()))
@@ -472,7 +470,7 @@ class EpochService(LoaderService[protocol.DataIdentity]):
         return min(trainer.oldest for trainer in self._trainers.values()) < self._cursor
 
     def _stopped(self) -> bool:
-        return self._closed or self._behind()
+        return self.closed or self._behind()
 
 
 # The batches of an epoch that a loader reads, starting at a position.

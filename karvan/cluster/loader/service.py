@@ -104,13 +104,13 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 
 def ask_loaders(
-    ask: Callable[[int, bool], Message[Statistics]], loaders: Sequence[int]
+    ask: Callable[[int, Whole], Message[Statistics]], loaders: Sequence[int]
 ) -> tuple[dict[str, Any], str]:
     """The states of the loaders' transforms by name, and their digest; an error if loaders differ.
 
-    ask: calls `statistics` of a loader, with `whole`.
+    ask: calls `statistics` of a loader.
     """
-    answers = [ask(loader, loader == loaders[0]) for loader in loaders]
+    answers = [ask(loader, Whole(whole=loader == loaders[0])) for loader in loaders]
     first = answers[0].head.statistics
     for loader, answer in zip(loaders, answers, strict=True):
         other = answer.head.statistics
@@ -180,12 +180,7 @@ class LoaderService(Service, Generic[D]):
         self._statistics = LoaderStatistics()  # of the transforms; final as soon as there is a description
         self._error = ""
         self._error_code = FAILED
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        self.closed = False
 
     @property
     def statistics(self) -> LoaderStatistics | None:
@@ -203,7 +198,7 @@ class LoaderService(Service, Generic[D]):
     @override
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
     def _describe_data(self, description: D, statistics: LoaderStatistics | None) -> None:
@@ -216,7 +211,7 @@ class LoaderService(Service, Generic[D]):
         """The description of the data, once the program has started; None if that takes longer."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._error or self._description is not None, self.wait
+                lambda: self.closed or self._error or self._description is not None, self.wait
             )
             if self._description is None and self._error:
                 raise self._failure()

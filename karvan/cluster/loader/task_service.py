@@ -237,7 +237,7 @@ class TaskService(LoaderService[protocol.Description]):
     def wait_until_closed(self) -> None:
         """Wait for `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed)
+            self._changed.wait_for(lambda: self.closed)
 
     @override
     def welcome(self, caller: Caller) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class TaskService(LoaderService[protocol.Description]):
 
     def _add(self, session: str, reading: TaskReading) -> None:
         with self._changed:
-            if self._closed:
+            if self.closed:
                 reading.close()
                 raise RefusedError("expected to be running, but it is closed.")
             self._readings = {

@@ -166,11 +166,11 @@ class AnswerWindow(Generic[K, T]):
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._window = window
-        self._answers: dict[K, dict[int, T]] = {}
+        self.answers: dict[K, dict[int, T]] = {}
 
     def find(self, trainer: K, sequence: int) -> T | None:
         """What was answered, if that is known."""
-        return self._answers.get(trainer, {}).get(sequence)
+        return self.answers.get(trainer, {}).get(sequence)
 
     def forgotten(self, trainer: K, sequence: int) -> bool:
         """Whether the number is before those that are remembered."""
@@ -178,11 +178,11 @@ class AnswerWindow(Generic[K, T]):
 
     def next_sequence(self, trainer: K) -> int:
         """The number after the largest one that a trainer has used."""
-        return max(self._answers.get(trainer, ()), default=-1) + 1
+        return max(self.answers.get(trainer, ()), default=-1) + 1
 
     def remember(self, trainer: K, sequence: int, answer: T) -> None:
         """Store an answer, and drop those that are too old."""
-        answers = self._answers.setdefault(trainer, {})
+        answers = self.answers.setdefault(trainer, {})
         answers[sequence] = answer
         oldest = self.next_sequence(trainer) - self._window
         for old in [number for number in answers if number < oldest]:
@@ -190,15 +190,11 @@ class AnswerWindow(Generic[K, T]):
 
     def forget(self, trainer: K) -> None:
         """Drop the answers of a trainer that will not come back."""
-        self._answers.pop(trainer, None)
-
-    def all(self) -> Mapping[K, Mapping[int, T]]:
-        """Everything that is remembered."""
-        return self._answers
+        self.answers.pop(trainer, None)
 
     def load(self, answers: Mapping[K, Mapping[int, T]]) -> None:
         """Remember these instead."""
-        self._answers = {}
+        self.answers = {}
         for trainer, its in answers.items():
             for sequence in sorted(its):
                 self.remember(trainer, sequence, its[sequence])
@@ -353,7 +349,7 @@ class DenseParameters:
                 "waiting": [_cloned(vars(push)) for push in sorted(model.waiting, key=_order)],
                 "answers": {
                     trainer: [[sequence, *astuple(outcome)] for sequence, outcome in sorted(its.items())]
-                    for trainer, its in sorted(self._repeats.all().items())
+                    for trainer, its in sorted(self._repeats.answers.items())
                 },
             }
 
@@ -441,7 +437,7 @@ def _cloned(value: Any) -> Any:
 # |---|---|---|
 # | pull_dense | version, or none | version; tensors, if they are newer |
 # | push_dense | version, trainer, sequence, lr; tensors | the outcome |
-# | stage_dense | version, step, lr; tensors | version; in an elastic run, see `batches.py` |
+# | stage_dense | version, step, lr; tensors | version; in an elastic run, see `elastic_batches.py` |
 # | next_sequence | trainer | sequence |
 # | flush_dense | | version |
 # | dense_state | | the state |

@@ -21,9 +21,10 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint, DamagedCheckpointError
 from karvan.checkpoint.recovery import resume
-from karvan.cluster.parameter_server.batches import Batches, ElasticBatches, FixedBatches, OwnStepBatches
+from karvan.cluster.parameter_server.batches import Batches, FixedBatches
 from karvan.cluster.parameter_server.checkpointing import Restored, Saving, ServerFolder, UpdateCounts
 from karvan.cluster.parameter_server.dense_parameters import DenseService, settings_of
+from karvan.cluster.parameter_server.elastic_batches import ElasticBatches, OwnStepBatches
 from karvan.cluster.parameter_server.row_updates import (
     BarrierUpdates,
     JointUpdates,
@@ -110,7 +111,7 @@ class ParameterServer(RunService):
             hello = request.caller.hello
             if (hello.generation, hello.run) != (self._generation, self._run):
                 raise RefusedError(OLDER_RUN)
-                self._batches.expect_caller(hello)
+            self._batches.members.expect(hello.trainer)
             method = self._by_name[name]
         try:
             return method(request)

@@ -13,7 +13,7 @@ from sharded_programs import global_batch, loss_of, part_of
 from karvan import distributed
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.cluster.loader_channel import LoaderAccess
+from karvan.cluster.loader_access import LoaderAccess
 from karvan.cluster.task_stream import LoadedData
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import RefusedError, Security, Server

@@ -16,6 +16,7 @@ from support_paths import support_path
 import karvan as kv
 from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.environment import ASYNC, DenseSettings, ServerLoss
+from karvan.protocol.parameter_server import STATS
 from karvan.train.group_steps import committed_step
 from karvan.train.leased_work import Agreement, Contribution
 from karvan.wire import RefusedError
@@ -120,6 +121,8 @@ def test_survivors_fence_a_member_off_before_they_ask_how_far_it_came(join):
         zombie.commits.commit(1, [its.part], 1.0)
         with pytest.raises(RefusedError, match="got member 1, fenced off by the others"):
             zombie.commits.flush()
+        with pytest.raises(RefusedError, match="got member 1, fenced off by the others"):
+            zombie.connection.servers.peer(0).call(STATS, {"tables": []})  # nor may it call anything else
         assert [(each.committed, each.staged) for each in survivor.commits.progress()] == [
             (None, [(1, *its.part)])
         ] * 2

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from karvan.cluster.loader.task_service import TaskService
-from karvan.cluster.loader_channel import LoaderAccess
+from karvan.cluster.loader_access import LoaderAccess
 from karvan.cluster.task_stream import LoadedData
 from karvan.data.errors import DataError
 from karvan.data.leased_data import SharedData

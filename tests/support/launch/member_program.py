@@ -11,7 +11,7 @@ import time
 
 from karvan.activity import activity
 from karvan.discovery.directory import Membership
-from karvan.wire import Security
+from karvan.wire import Client, Security, client
 
 folder = sys.argv[1]
 role, index = os.environ["KARVAN_ROLE"], int(os.environ["KARVAN_INDEX"])
@@ -27,18 +27,11 @@ def there(file):
     return os.path.exists(f"{folder}/{file}")
 
 
-class Noted(Membership):
-    def _connect(self):
-        peer = super()._connect()
-        call = peer.call
-
-        def noted(declared, *rest, **options):
-            said = call(declared, *rest, **options)
-            note(declared.name)
-            return said
-
-        peer.call = noted
-        return peer
+class Noted(Client):
+    def call(self, declared, *rest, **options):
+        said = super().call(declared, *rest, **options)
+        note(declared.name)
+        return said
 
 
 def hang_for_ever(file):
@@ -60,7 +53,8 @@ def work():
 
 
 note("start")
-Noted(os.environ["KARVAN_REGISTRY"], role, index, "127.0.0.1:1", Security.from_environment(), beat=0.1)
+client.Client = Noted
+Membership(os.environ["KARVAN_REGISTRY"], role, index, "127.0.0.1:1", Security.from_environment(), beat=0.1)
 with activity.task("fit" if role == "trainer" else ""):
     work()
 with open(f"{folder}/end-trainer") as order:

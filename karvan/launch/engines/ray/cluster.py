@@ -5,14 +5,14 @@ A process has one connection. A program that has connected to Ray itself keeps i
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from karvan.launch.engines.ray.placement import living_nodes
+from karvan.process_end import handling
 
 # The job's folder as a Ray runtime environment: how its code reaches nodes that do not see the folder.
 #
@@ -192,15 +193,6 @@ def _is_on_this_machine() -> bool:
     return all(address == host or ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-@contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
+def _handlers_kept() -> AbstractContextManager[None]:
     """Ray handles SIGTERM by ending the process; the launcher has something to save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling({number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)})
