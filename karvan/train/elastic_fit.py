@@ -43,7 +43,7 @@ from karvan.distributed import RankError
 from karvan.distributed.elastic import Standing, Standings
 from karvan.errors import note_training
 from karvan.ragged import Batch
-from karvan.train import dataset, train_state
+from karvan.train import train_state
 from karvan.train.callbacks import TrainerView
 from karvan.train.dataset import FinishedData
 from karvan.train.evaluation import EvaluationSums
@@ -147,9 +147,8 @@ class ElasticFit(Fit):
             self._enter(stack)
             check_fit(self._trainer, parts, self._goal)
             check_choice(parts.saver, self._how.resume)
-            self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
-            newest = parts.saver.latest()
-            drops = newest is None or dataset.drops_rest(newest, self._identity, self._how.drop_unfinished)
+            self._run_data.identify(self._data, self._how.data_name)
+            drops = self._run_data.drops_rest(parts.saver.latest(), self._how.drop_unfinished)
             spec = self._leased.data.spec(self._leased.work.most_tries, self._leased.work.skip_bad_records)
             self._leased.client.open(spec, drops)
             self._transforms.use(self._data, self._goal.eval_data)
@@ -300,7 +299,7 @@ class ElasticFit(Fit):
         """What another trainer needs to train with this one."""
         return {
             "state": {**train_state.take(self._parts), **self._transforms.state()},
-            "past": [dict(vars(finished)) for finished in self._past],
+            "past": [dict(vars(finished)) for finished in self._run_data.past],
             "todo": list(self._todo),
             "actions": self._actions,
             "last": self._last,
@@ -319,7 +318,7 @@ class ElasticFit(Fit):
         self._last, self._unsaved = everything["last"], everything["unsaved"]
         self._saved_first = everything["saved_first"]
         self._steps.seed = everything["seed"]
-        self._past = tuple(FinishedData(**finished) for finished in everything["past"])
+        self._run_data.past = tuple(FinishedData(**finished) for finished in everything["past"])
         self._begin_training()
 
     # Actions

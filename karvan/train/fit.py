@@ -23,7 +23,7 @@ from karvan.label_columns import required_labels
 from karvan.train import dataset, train_state
 from karvan.train.assembly import TrainerParts
 from karvan.train.callbacks import TrainerView
-from karvan.train.dataset import FinishedData, Transforms
+from karvan.train.dataset import RunData, Transforms
 from karvan.train.epoch import Epoch
 from karvan.train.feed import FedBatch
 from karvan.train.losses import SampleChecks
@@ -82,6 +82,7 @@ class Fit:
         self._window = parts.window
         self._stopping = Stopping(parts.connection, parts.stop_request)
         self._transforms = Transforms(columns=parts.run.columns)
+        self._run_data = RunData(self._transforms, parts.connection, parts.counts)
         runs, self._passes = parts.setup.runs, parts.setup.passes
         self._placement = runs.placement
         self._epoch = Epoch(
@@ -103,8 +104,6 @@ class Fit:
         self._saved_first = False  # whether there is a checkpoint from before the first evaluation
         self._evaluation_due = False  # whether an evaluation of this step comes next
         self._trained = 0
-        self._past: tuple[FinishedData, ...] = ()  # data that the run has trained to its end before this
-        self._before: FinishedData | None = None  # how it has trained this data, if that is one of them
 
     def run(self) -> FitResult:
         """Train."""
@@ -137,7 +136,7 @@ class Fit:
                 if self._epoch.complete:
                     self._end_epoch()
                 elif self._epoch.empty:
-                    dataset.warn_nothing_new(self._identity, parts.connection)
+                    self._run_data.warn_nothing_new()
             self._placement.forget()  # lookups made in advance are withdrawn, and are not counted
             return self._end()
 
@@ -152,8 +151,8 @@ class Fit:
 
     def _has_all(self) -> bool:
         """Whether this data is trained to its end."""
-        early = self._before is not None and self._before.early
-        return early or self._epoch.empty or self._goal.reached(self._counts)
+        before = self._run_data.before
+        return (before is not None and before.early) or self._epoch.empty or self._goal.reached(self._counts)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -170,8 +169,8 @@ class Fit:
         stack.enter_context(owned_folder(parts.saver.folder, parts.connection))
         check_choice(parts.saver, self._how.resume)
         parts.saver.require_writable()
-        self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
-        self._epoch.may_be_empty = self._identity is not None and self._identity.grows
+        self._run_data.identify(self._data, self._how.data_name)
+        self._epoch.may_be_empty = self._run_data.grows
         self._transforms.use(self._data, self._goal.eval_data)
         resumed = self._resume()
         self._transforms.require_equal(parts.connection.main, parts.model)
@@ -209,22 +208,19 @@ class Fit:
     def _announce(self, resumed: _Resumed) -> None:
         """Say where the fit starts, and why it trains nothing, if so."""
         say = self._parts.progress.say
-        show_banner(self._parts, self._data, self._identity, resumes=resumed is not None)
+        show_banner(self._parts, self._data, self._run_data.identity, resumes=resumed is not None)
         if resumed is not None:
             checkpoint, (_, other) = resumed
-            record = dataset.record_of(checkpoint)
-            say(dataset.announcement(checkpoint, record, self._identity, other, self._before))
+            say(self._run_data.announcement(checkpoint, other))
             if self._has_all():
-                say(dataset.nothing_to_do(self._data, self._identity, self._goal.text, self._before))
+                say(self._run_data.nothing_to_do(self._data, self._goal.text))
 
     def _load_checkpoint(self, checkpoint: Checkpoint) -> tuple[Mapping[str, Any], bool]:
         """Fill the tables from a checkpoint; its state, and whether it is of other data than this fit's.
 
         It is called again with an older one if this one is damaged.
         """
-        other, self._past, self._before = dataset.compare(
-            checkpoint, self._identity, self._how.drop_unfinished
-        )
+        other = self._run_data.compare(checkpoint, self._how.drop_unfinished)
         self._parts.setup.update.forget()
         state = self._parts.saver.load(checkpoint, self._parts.model)
         train_state.check_fits(self._parts.model, state, shown(checkpoint.path))
@@ -239,8 +235,8 @@ class Fit:
         if not counts.step and isinstance(self._data, Loader):
             self._data.restart()
         dataset.begin_data(counts)
-        before, parts.run.data_identity = parts.run.data_identity, self._identity
-        if counts.step and (self._identity is None or self._identity != before):
+        before, parts.run.data_identity = parts.run.data_identity, self._run_data.identity
+        if counts.step and (parts.run.data_identity is None or parts.run.data_identity != before):
             parts.callbacks.on_new_data(self._trainer)
 
     def _begin_epoch(self) -> None:
@@ -416,7 +412,7 @@ class Fit:
     def _data_state(self) -> dict[str, Any]:
         finished = self._finished()
         early = finished and not self._goal.reached(self._counts)
-        return dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
+        return self._run_data.state(finished, self._goal.text, early)
 
     def _finished(self) -> bool:
         """Whether this data is trained enough, so that the next fit may use other data."""
@@ -438,13 +434,13 @@ class Fit:
             self._load_position(saved, random)
             return
         set_random_state(random)
-        dataset.begin_data(counts, self._before)
+        self._run_data.begin()
         if not self._has_all():
             parts.callbacks.on_new_data(self._trainer)
 
     def _load_position(self, saved: Mapping[str, Any], random: Any) -> None:
         """Continue after the batches that a checkpoint has, with these random generators."""
-        if self._identity is None or not self._identity.grows:
+        if not self._run_data.grows:
             self._epoch.load_or_drop(saved, random, self._how.drop_unfinished)
             return
         # Without its position, all data since its beginning would be trained again.
