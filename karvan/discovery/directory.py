@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.clock import clock
@@ -26,6 +26,8 @@ from karvan.job.environment import JobEnvironment, addresses_name, variable
 from karvan.job.roles import Role, role_of, start_order
 from karvan.protocol.values import BEAT, LEAVE, MEMBERS, REGISTER, Beat, MemberFields
 from karvan.wire.client import Client
+from karvan.wire.message import Message
+from karvan.wire.schema import A, Call
 from karvan.wire.security import Security
 
 _PAUSES = 0.02, 0.25  # seconds between two calls, at first and at most
@@ -59,14 +61,40 @@ class Addresses(Protocol):
         """Release the connection to the registry, if any."""
 
 
-class Directory:
-    """Asks the registry at "host:port", which may move; waits for processes that are not there, or lost."""
+class RegistryClient:
+    """Calls the registry at "host:port", which may move; after a call without an answer it connects anew."""
 
     def __init__(self, registry: str | MasterAddress, security: Security | None = None) -> None:
         self._registry = registry
         self._security = security
         self._lock = threading.Lock()
         self._peer: Client | None = None
+
+    def call(self, call: Call[Any, A], *content: Any, deadline: float) -> Message[A]:
+        """The answer to a call with this head and these arrays; a WireError after so many seconds without."""
+        with self._lock:
+            if self._peer is None:
+                self._peer = Client("registry", self._registry, self._security, forgetful=True)
+            peer = self._peer
+        try:
+            return peer.call(call, *content, deadline=deadline)
+        except WireError:
+            with self._lock:
+                if self._peer is peer:  # the next call needs another one
+                    self._peer = None
+            peer.close()
+            raise
+
+    def close(self) -> None:
+        """Disconnect from the registry; calls without an answer fail."""
+        with self._lock:
+            peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+
+class Directory(RegistryClient):
+    """Asks the registry where processes are; waits for processes that are not there, or lost."""
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError names it, and the members that were found."""
@@ -111,33 +139,8 @@ class Directory:
 
     def members(self, timeout: float = 10.0) -> list[Member]:
         """All members of the registry."""
-        peer = self._connected()
-        try:
-            listed = peer.call(MEMBERS, deadline=timeout).head.members
-        except WireError:
-            self._drop(peer)
-            raise
+        listed = self.call(MEMBERS, deadline=timeout).head.members
         return [Member(**{**vars(member), "role": role_of(member.role)}) for member in listed]
-
-    def close(self) -> None:
-        """Disconnect from the registry."""
-        with self._lock:
-            peer, self._peer = self._peer, None
-        if peer is not None:
-            peer.close()
-
-    def _connected(self) -> Client:
-        with self._lock:
-            if self._peer is None:
-                self._peer = Client("registry", self._registry, self._security, forgetful=True)
-            return self._peer
-
-    def _drop(self, peer: Client) -> None:
-        """Close a client that has given up; the next call needs another one."""
-        with self._lock:
-            if self._peer is peer:
-                self._peer = None
-        peer.close()
 
 
 class StaticDirectory:

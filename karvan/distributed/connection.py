@@ -552,7 +552,7 @@ def _reach_others(
     job = JobEnvironment.read()
     if job.registry and job.role == Role.TRAINER and job.sharding == "dynamic":
         group = _open_group(settings, job)
-        run = group.enter()
+        run = group.client.enter()
         connection = Connection(replace(settings, elastic=True, member=group.member, run=run))
         connection.group = group
     else:

@@ -235,10 +235,6 @@ class ElasticGroup:
         """The number of this trainer, for as long as it lives."""
         return self.client.member
 
-    def enter(self) -> str:
-        """Get the number of this trainer; returns the name of the run."""
-        return self.client.enter()
-
     def regroup(self) -> GroupRound:
         """Wait for the next round, and become a member of it.
 

@@ -16,23 +16,21 @@ it is in flight.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from karvan.clock import clock
+from karvan.discovery.directory import RegistryClient
 from karvan.job.address import MasterAddress
 from karvan.job.environment import JobEnvironment
 from karvan.protocol import master as protocol
 from karvan.torch_internals import Store
-from karvan.wire import Array, Client, Message, Security, WireError
-from karvan.wire.schema import Call
-
-A = TypeVar("A")
+from karvan.wire import Array, Message, Security, WireError
+from karvan.wire.schema import A, Call
 
 _PAUSES = 0.001, 0.1  # seconds between two calls, at first and at most
 # Calls that a restarted registry must know again.
@@ -64,8 +62,7 @@ class WireStore(Store):
         self._registry = registry
         self._generation = generation
         self._security = security
-        self._lock = threading.Lock()
-        self._peer: Client | None = None
+        self._client = RegistryClient(registry, security)
         _in_use.add(self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -135,10 +132,7 @@ class WireStore(Store):
     def close(self) -> None:
         """Disconnect from the registry; calls without an answer fail."""
         _in_use.discard(self)
-        with self._lock:
-            peer, self._peer = self._peer, None
-        if peer is not None:
-            peer.close()
+        self._client.close()
 
     def _call(
         self, call: Call[Any, A], head: Mapping[str, Any], values: Sequence[str | bytes] = ()
@@ -150,11 +144,9 @@ class WireStore(Store):
         arrays: list[Array] = []
         if packed:
             head["sizes"], arrays = protocol.pack_values(packed)
-        peer = self._connected()
         try:
-            return peer.call(call, head, arrays, deadline=self._deadline)
+            return self._client.call(call, head, arrays, deadline=self._deadline)
         except WireError as error:
-            self._drop(peer)
             raise dist.DistStoreError(
                 f"The connection to the job's registry is lost, and with it the trainers' store: {error}"
             ) from error
@@ -170,19 +162,6 @@ class WireStore(Store):
                 raise dist.DistStoreError(f"Expected {missing} within {seconds:g} seconds, got nothing.")
             time.sleep(min(pause, remaining))
             pause = min(longest, 2 * pause)
-
-    def _connected(self) -> Client:
-        with self._lock:
-            if self._peer is None:
-                self._peer = Client("registry", self._registry, self._security, forgetful=True)
-            return self._peer
-
-    def _drop(self, peer: Client) -> None:
-        """Close a client that has given up; the next call needs another one."""
-        with self._lock:
-            if self._peer is peer:
-                self._peer = None
-        peer.close()
 
 
 def launched_store(timeout: float) -> WireStore:

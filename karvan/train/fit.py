@@ -83,11 +83,8 @@ class Fit:
         self._placement = runs.placement
         self._epoch = Epoch(
             data,
-            runs.connection,
-            runs.placement,
-            self._passes,
+            trainer.setup,
             trainer.counts,
-            runs.prefetch,
             stopped=lambda: trainer.stop_request.reason,
             due=trainer.saver.take_time,
             ends=self._stopping.agree,  # perhaps in the middle of a group

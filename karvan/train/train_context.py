@@ -136,9 +136,7 @@ class ContextData(RunData):
         if self._saved is None:
             self._counts.batches = 0
         self.transforms.require_equal(self._connection.main, runs.model)
-        passes = self._setup.passes
-        epoch = Epoch(data, self._connection, runs.placement, passes, self._counts, runs.prefetch)
-        self._data = data
+        self._data, epoch = data, Epoch(data, self._setup, self._counts)
         if self._saved is not None:
             epoch.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None
