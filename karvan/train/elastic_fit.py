@@ -64,9 +64,7 @@ class LeasedEvaluations:
     """
 
     def __init__(self, fit: LeasedFit) -> None:
-        self._trainer = fit.trainer
-        self._client = fit.client
-        self._group = fit.group
+        self._fit = fit
         self._current: tuple[int, EvaluationSums] | None = None  # its number, and what was evaluated
         self._done: dict[int, int] = {}  # records of leased tasks, by token
 
@@ -77,24 +75,24 @@ class LeasedEvaluations:
         RankError it is called again, in the next round: it evaluates what is left.
         """
         if not isinstance(data, SharedData):
-            return self._trainer.evaluate(data)
-        evaluator = self._trainer.evaluator
+            return self._fit.trainer.evaluate(data)
+        evaluator = self._fit.trainer.evaluator
         if self._current is None:
-            self._current = number, evaluator.begin(self._trainer.metrics)
+            self._current = number, evaluator.begin(self._fit.trainer.metrics)
         number, sums = self._current
         with closing(self._batches(data, number)) as batches:
             evaluator.add(sums, data, batches)
-        return evaluator.results(sums, self._group.channel)
+        return evaluator.results(sums, self._fit.group.channel)
 
     def end(self) -> None:
         """All have the results: the leases can end."""
         if self._done:
-            self._client.acknowledge(self._done)
+            self._fit.client.acknowledge(self._done)
         self._current, self._done = None, {}
 
     def _batches(self, data: SharedData, number: int) -> Generator[Batch, None, None]:
         # Reading begins here, when the evaluator has said which columns must have values.
-        loader = data.lease_evaluation(self._client, number)
+        loader = data.lease_evaluation(self._fit.client, number)
         try:
             for batch in loader:
                 self._done |= records_done(loader.hand_over())

@@ -221,20 +221,15 @@ class Fit:
 
     def _begin_alone(self) -> None:
         """Start without a checkpoint: at 0, or after what this Trainer has trained before."""
-        trainer, counts = self._trainer, self._counts
+        trainer, counts, run = self._trainer, self._counts, self._trainer.run_progress
         self._window.load_state_dict(ReportWindow().state_dict())
         if not self._how.resume:
             counts.load_state_dict(TrainingCounts().state_dict())
         if not counts.step and isinstance(self._data, Loader):
             self._data.restart()
         dataset.begin_data(counts)
-        before, trainer.run_progress.data_identity = (
-            trainer.run_progress.data_identity,
-            self._run_data.identity,
-        )
-        if counts.step and (
-            trainer.run_progress.data_identity is None or trainer.run_progress.data_identity != before
-        ):
+        before, run.data_identity = run.data_identity, self._run_data.identity
+        if counts.step and (run.data_identity is None or run.data_identity != before):
             trainer.callbacks.on_new_data(self._trainer)
 
     def _begin_epoch(self) -> None:

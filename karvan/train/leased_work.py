@@ -81,13 +81,8 @@ class LeasedBatchPlan:
     """The batches of steps: one of each trainer, of records that it leases; `FixedBatchPlan` derives."""
 
     def __init__(self, fit: LeasedFit) -> None:
-        runs = fit.trainer.setup.runs
-        self._data = fit.data
-        self._client = fit.client
-        self._group = fit.group
+        self._fit = fit
         self._counts = fit.trainer.counts
-        self._place = partial(runs.placement.place, training=True)
-        self._prefetch = runs.prefetch
         self._feed: LeasedFeed | None = None
         self._epoch = -1
 
@@ -98,7 +93,7 @@ class LeasedBatchPlan:
 
     def next_step(self) -> StepPlan:
         """The batches of the next step. A trainer that has none has one without samples."""
-        world = self._group.world_size
+        world = self._fit.group.world_size
         return StepPlan(list(range(world)), [0] * world)
 
     def take(self, number: int, stopped: Callable[[], object]) -> FedBatch | None:
@@ -119,11 +114,13 @@ class LeasedBatchPlan:
         if self._feed is None or self._epoch != self._counts.epoch:
             self.close()
             self._epoch = self._counts.epoch
-            self._feed = LeasedFeed(self._loader(first), self._place, self._prefetch)
+            runs = self._fit.trainer.setup.runs
+            place = partial(runs.placement.place, training=True)
+            self._feed = LeasedFeed(self._loader(first), place, runs.prefetch)
         return self._feed
 
     def _loader(self, first: int) -> LeasedBatches:
-        return self._data.lease(self._client, self._epoch)
+        return self._fit.data.lease(self._fit.client, self._epoch)
 
 
 class FixedBatchPlan(LeasedBatchPlan):
@@ -131,7 +128,7 @@ class FixedBatchPlan(LeasedBatchPlan):
 
     def __init__(self, fit: LeasedFit, of_step: int) -> None:
         super().__init__(fit)
-        self._plan = self._data.plan()
+        self._plan = self._fit.data.plan()
         self._of_step = of_step
 
     @property
@@ -143,7 +140,7 @@ class FixedBatchPlan(LeasedBatchPlan):
     def next_step(self) -> StepPlan:
         first = self._counts.batches
         numbers = list(range(first, min(first + self._of_step, len(self._plan))))
-        world = self._group.world_size
+        world = self._fit.group.world_size
         return StepPlan([number % self._of_step % world for number in numbers], numbers)
 
     @override
@@ -162,10 +159,9 @@ class FixedBatchPlan(LeasedBatchPlan):
 
     @override
     def _loader(self, first: int) -> LeasedBatches:
-        rank, ranks, of_step = self._group.rank, self._group.world_size, self._of_step
-        return self._data.planned(
-            self._plan, epoch=self._epoch, first=first, rank=rank, ranks=ranks, of_step=of_step
-        )
+        group = self._fit.group
+        dealt = {"rank": group.rank, "ranks": group.world_size, "of_step": self._of_step}
+        return self._fit.data.planned(self._plan, epoch=self._epoch, first=first, **dealt)
 
 
 class Acknowledgements:
