@@ -119,7 +119,6 @@ class TrainerParts(TrainerView, Protocol):
 
 def make_model_setup(
     model: nn.Module,
-    *,
     precision: str | torch.amp.GradScaler,
     device: torch.device | str | None,
     prefetch: int,
@@ -146,13 +145,13 @@ def make_model_setup(
 
 def make_training_setup(
     runs: ModelSetup,
-    *,
     dense_optimizer: DenseOptimizer | None,
     sparse_optimizer: SparseOptimizer | None,
     frozen: Patterns,
     settings: OptimizerStepSettings,
     communication: DenseCommunication,
     global_accumulation_steps: int | None = None,
+    *,
     must_train: bool,
 ) -> TrainingSetup:
     """What trains a model; a collective. must_train: a model that is not trained completely is an error."""

@@ -107,11 +107,7 @@ class EvalContext:
         device: torch.device | str | None = None,
         prefetch: int = 2,
     ) -> None:
-        self._begin(
-            make_model_setup(model, precision=precision, device=device, prefetch=prefetch),
-            Transforms(),
-            label,
-        )
+        self._begin(make_model_setup(model, precision, device, prefetch), Transforms(), label)
 
     @classmethod
     def of(cls, runs: ModelSetup, transforms: Transforms, label: Labels) -> Self:

@@ -290,15 +290,9 @@ class TrainContext:
         self._saves = ContextSaves(
             SaveSettings(tolerate=tolerate_failed_saves, retry_seconds=save_retry_seconds), connection
         )
-        runs = make_model_setup(model, precision=precision, device=device, prefetch=prefetch)
+        runs = make_model_setup(model, precision, device, prefetch)
         self._setup = make_training_setup(
-            runs,
-            dense_optimizer=dense_optimizer,
-            sparse_optimizer=sparse_optimizer,
-            frozen=frozen,
-            settings=settings,
-            communication=communication,
-            must_train=True,
+            runs, dense_optimizer, sparse_optimizer, frozen, settings, communication, must_train=True
         )
         self.counts = TrainingCounts()
         self._data = ContextData(self._setup, self.counts)

@@ -181,22 +181,16 @@ class Trainer(TrainerParts):
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
-        runs = make_model_setup(
-            model,
-            precision=precision,
-            device=device,
-            prefetch=prefetch,
-            prepare=prepare,
-            check=SampleChecks(loss, self.metrics.values()),
-        )
+        check = SampleChecks(loss, self.metrics.values())
+        runs = make_model_setup(model, precision, device, prefetch, prepare, check)
         self.setup = make_training_setup(
             runs,
-            dense_optimizer=dense_optimizer,
-            sparse_optimizer=sparse_optimizer,
-            frozen=frozen,
-            settings=settings,
-            communication=communication,
-            global_accumulation_steps=global_accumulation_steps,
+            dense_optimizer,
+            sparse_optimizer,
+            frozen,
+            settings,
+            communication,
+            global_accumulation_steps,
             must_train=False,
         )
         self.model = runs.model
